@@ -1,0 +1,121 @@
+// An op kind: a shape rule, a gradient rule, a cost rule, and one kernel per backend.
+// The engine's own kinds and those of plugins are registered the same way, before planning begins.
+#pragma once
+#include <functional>
+#include <map>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "strata/error.h"
+#include "strata/program.h"
+#include "strata/threads.h"
+
+namespace strata {
+
+class Builder;
+
+// One op with its program: what every rule looks at.
+class OpView {
+ public:
+  OpView(const Program& program, const Op& op) : program_(&program), op_(&op) {}
+  const Program& program() const { return *program_; }
+  const Op& op() const { return *op_; }
+  int inputs() const { return int(op_->inputs.size()) - op_->addends(); }  // without addends
+  int outputs() const { return int(op_->outputs.size()); }
+  bool has_input(int i) const { return i < inputs() && bool(op_->inputs[i]); }
+  const Tensor& input(int i) const { return (*program_)[op_->inputs.at(i)]; }
+  const Tensor& output(int i) const { return (*program_)[op_->outputs.at(i)]; }
+  bool accumulates(int output) const { return (op_->accumulate >> output) & 1; }
+  TensorId addend(int output) const;  // invalid unless accumulates(output)
+  const Attributes& attributes() const { return op_->attributes; }
+  // Product of all dimensions but the last of input i: rows of a matrix whose columns are the last dimension.
+  int64_t rows(int i) const { return elements(input(i).shape) / columns(i); }
+  int64_t columns(int i) const { return input(i).shape.back(); }
+
+ private:
+  const Program* program_;
+  const Op* op_;
+};
+
+// Work of one op: floating-point operations (a multiply-add counts 2) and bytes moved to and from memory.
+struct Cost {
+  double flops = 0;
+  double bytes = 0;
+};
+
+// An op bound to storage: pointers stay valid for the life of the executor.
+class Binding : public OpView {
+ public:
+  Binding(const OpView& view, std::vector<void*> inputs, std::vector<void*> outputs, void* workspace, Threads& threads)
+      : OpView(view), inputs_(std::move(inputs)), outputs_(std::move(outputs)), workspace_(workspace), threads_(&threads) {}
+  // Null for an optional input left out.
+  template <class T>
+  const T* in(int i) const { return i < inputs() ? static_cast<const T*>(inputs_.at(i)) : nullptr; }
+  // When accumulates(i), the output already holds the addend when the kernel starts.
+  template <class T>
+  T* out(int i) const { return static_cast<T*>(outputs_.at(i)); }
+  template <class T = void>
+  T* workspace() const { return static_cast<T*>(workspace_); }  // 64-byte aligned
+  Threads& threads() const { return *threads_; }
+
+ private:
+  std::vector<void*> inputs_, outputs_;
+  void* workspace_;
+  Threads* threads_;
+};
+
+// Runs the op once, on the stream that called it; returns when done (CPU). Must not allocate.
+using Launch = std::function<void()>;
+
+// One kernel. `workspace` gives the scratch bytes needed during the op with that many threads (may be empty: none);
+// `bind` runs once, when the program is bound to storage, and may prepare and allocate.
+struct Kernel {
+  std::function<Launch(const Binding&)> bind;
+  std::function<int64_t(const OpView&, int threads)> workspace;
+};
+
+// What a gradient rule sees and says. Rules emit ops through `build` and call set() for each input that needs one.
+class Differentiation {
+ public:
+  virtual ~Differentiation() = default;
+  virtual const OpView& forward() const = 0;
+  virtual Builder& build() = 0;
+  TensorId input(int i) const { return i < int(forward().op().inputs.size()) ? forward().op().inputs[i] : TensorId{}; }
+  TensorId output(int i) const { return forward().op().outputs.at(i); }
+  // Gradient of output i; invalid when nothing depends on it. For a loss itself it is invalid and stands for 1.
+  virtual TensorId output_gradient(int i) const = 0;
+  virtual bool needs(int i) const = 0;  // does input i need a gradient?
+  // Gives the gradient of input i. It may be an output gradient itself (an addition passes it on unchanged).
+  virtual void set(int i, TensorId gradient) = 0;
+  // The ops emitted by this rule compute the forward op's outputs as well: the forward op is dropped from the
+  // training program. For losses, whose backward pass follows the forward pass at once.
+  virtual void replaces_forward() = 0;
+};
+
+struct OpKind {
+  std::string name;
+  std::string summary;  // one line, with shapes
+  // Checks inputs and attributes (throws Error) and gives shape and dtype of each output.
+  std::function<std::vector<TensorSpec>(const OpView&)> shape;
+  std::function<void(Differentiation&)> gradient;  // empty: not differentiable
+  std::function<Cost(const OpView&)> cost;         // empty: every input read and output written once, no flops
+  uint32_t accumulates = 0;                        // bit i: output i can be added to an addend
+  std::vector<std::pair<int, int>> in_place;       // {output, input}: may share memory when the input is dead after
+  std::map<std::string, Kernel, std::less<>> kernels;  // by backend: "cpu", "reference", …
+};
+
+// Registers a kind; a second one of the same name is an Error. Returns it, so that kernels can be added.
+OpKind& register_kind(OpKind kind);
+// Adds a kernel for a backend to a kind registered before.
+void register_kernel(std::string_view kind, std::string_view backend, Kernel kernel);
+const OpKind& find_kind(std::string_view name);  // Error with the nearest name when there is none
+std::vector<const OpKind*> all_kinds();
+Cost cost_of(const OpView& view);
+
+// Throws Error unless `condition`; for shape rules. The message names the op kind and its inputs.
+void require(bool condition, const OpView& view, std::string_view expected);
+
+}  // namespace strata

@@ -1,0 +1,120 @@
+// The plugin interface: everything a strategy, a model or an optimizer is written against.
+// A plugin is one class and one STRATA_PLUGIN line in a shared library; nothing here names any plugin.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "strata/error.h"
+#include "strata/fingerprint.h"
+#include "strata/options.h"
+#include "strata/stages.h"
+
+namespace strata {
+
+// What a plugin gives, needs and cannot stand. Order within a stage follows from it: providers run first.
+struct Capabilities {
+  std::vector<std::string> provides;
+  std::vector<std::string> requires_;
+  std::vector<std::string> conflicts;
+};
+
+// The step loop as run-time hooks see it.
+class StepContext {
+ public:
+  virtual ~StepContext() = default;
+  virtual int64_t step() const = 0;   // 1 for the first step of the run, goes on after a resume
+  virtual int64_t steps() const = 0;  // [run] steps
+  virtual double scalar(std::string_view name) const = 0;
+  virtual void set_scalar(std::string_view name, double value) = 0;  // before the step; an unknown name is ignored
+  virtual void log(std::string_view name, double value) = 0;         // a field of the step's log line
+};
+
+// What a plugin keeps across a restart besides tensors: named strings in the checkpoint's manifest.
+class CheckpointNotes {
+ public:
+  virtual ~CheckpointNotes() = default;
+  virtual void put(std::string_view name, std::string_view value) = 0;
+  virtual std::optional<std::string> get(std::string_view name) const = 0;
+};
+
+// How rows of a tensor in another ecosystem's file map to rows of one of our parameters.
+struct ExternalTensor {
+  std::string name;         // in the foreign file
+  Shape shape;              // there, before transposing
+  bool transposed = false;  // stored (in, out) there, (out, in) here
+  struct Rows {             // of the foreign tensor after transposing; a vector counts as rows of one element
+    int64_t from = 0;
+    std::string parameter;
+    int64_t to = 0;
+    int64_t count = 0;
+  };
+  std::vector<Rows> rows;
+};
+
+class Plugin {
+ public:
+  virtual ~Plugin() = default;
+  virtual void options(Options&) {}
+  virtual Capabilities capabilities() const { return {}; }
+
+  // Planning, in this order. Throwing Error refuses the plan; the engine adds the plugin's name.
+  virtual void model(ModelStage&) {}
+  virtual void forward(ProgramStage&) {}
+  virtual void backward(ProgramStage&) {}
+  virtual void schedule(ScheduleStage&) {}
+  virtual void gradients(GradientStage&) {}
+  virtual void update(UpdateStage&) {}
+  virtual void placement(ProgramStage&) {}
+
+  // Run time, on the thread of the step loop.
+  virtual void step_start(StepContext&) {}
+  virtual void stage_start(StepContext&, Stage) {}
+  virtual void stage_end(StepContext&, Stage) {}
+  virtual void step_end(StepContext&) {}
+  virtual void save(CheckpointNotes&) {}
+  virtual void restore(const CheckpointNotes&) {}
+
+  // Model plugins: exchange with the Hugging Face ecosystem. `model_table` is TOML text of a [model] table.
+  virtual std::optional<std::string> import_config(std::string_view config_json) { (void)config_json; return {}; }
+  virtual std::optional<std::string> export_config() const { return {}; }
+  virtual std::vector<ExternalTensor> external_tensors() const { return {}; }
+};
+
+inline constexpr int kPluginApi = 1;  // the major version is part of the entry point's name
+
+// What crosses the library border before anything is known to agree: plain data, its own size first.
+struct PluginEntry {
+  uint32_t size;
+  const char* fingerprint;  // of headers, compiler and standard library; compared before any C++ object crosses
+  const char* name;
+  const char* version;
+  const char* summary;
+  Plugin* (*create)();
+  void (*destroy)(Plugin*);
+};
+
+// Plugins built into the program register here before main.
+struct StaticPlugin {
+  explicit StaticPlugin(const PluginEntry& entry);
+};
+
+}  // namespace strata
+
+#define STRATA_PLUGIN_ENTRY_(Class, name, version, summary)                                            \
+  {sizeof(::strata::PluginEntry), STRATA_FINGERPRINT, name, version, summary,                           \
+   []() -> ::strata::Plugin* { return new Class(); }, [](::strata::Plugin* plugin) { delete plugin; }}
+
+#ifdef STRATA_STATIC_PLUGIN
+#define STRATA_PLUGIN(Class, name, version, summary) \
+  static const ::strata::StaticPlugin strata_static_plugin_(STRATA_PLUGIN_ENTRY_(Class, name, version, summary));
+#else
+#define STRATA_PLUGIN(Class, name, version, summary)                                                              \
+  extern "C" __attribute__((visibility("default"))) const ::strata::PluginEntry* strata_plugin_v1() {               \
+    static const ::strata::PluginEntry entry STRATA_PLUGIN_ENTRY_(Class, name, version, summary);                   \
+    return &entry;                                                                                                \
+  }
+#endif

@@ -1,0 +1,91 @@
+// The program of one optimizer step on one rank: a flat list of ops over tensors, known before the first step runs.
+// Plain data: built by Builder, rewritten by plugins, checked by the verifier, then planned and never changed.
+#pragma once
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "strata/tensor.h"
+
+namespace strata {
+
+struct OpKind;
+
+// Hardware queues; ops on one stream run in program order, streams run side by side.
+enum class Stream : uint8_t { compute, copy, exchange, storage };
+inline constexpr int kStreams = 4;
+std::string_view name_of(Stream);
+
+// Parts of the step, in order. The step loop calls plugins at the start and end of each.
+enum class Stage : uint8_t { load, forward, backward, reduce, update, publish };
+std::string_view name_of(Stage);
+
+using Attribute = std::variant<int64_t, double, std::string>;
+
+// A few named constants of an op. Asking for one that is not there, or as another type, is an internal error.
+class Attributes {
+ public:
+  Attributes() = default;
+  Attributes(std::initializer_list<std::pair<std::string, Attribute>> values) : values_(values) {}
+  bool has(std::string_view name) const;
+  int64_t integer(std::string_view name, std::optional<int64_t> otherwise = {}) const;
+  double real(std::string_view name, std::optional<double> otherwise = {}) const;  // accepts an integer too
+  std::string string(std::string_view name) const;
+  void set(std::string_view name, Attribute value);
+  const std::vector<std::pair<std::string, Attribute>>& all() const { return values_; }
+
+ private:
+  std::vector<std::pair<std::string, Attribute>> values_;
+};
+
+// One operation. An invalid TensorId among the inputs is an optional input left out. A tensor that is both input
+// and output is updated in place; all other outputs are written whole.
+struct Op {
+  const OpKind* kind = nullptr;
+  std::vector<TensorId> inputs;
+  std::vector<TensorId> outputs;
+  Attributes attributes;
+  Stream stream = Stream::compute;
+  Stage stage = Stage::forward;
+  int block = -1;       // transformer block, or -1 outside of blocks
+  int microbatch = -1;  // -1 for ops that run once a step
+  // Bit i: output i is added to an addend. The addends are the last inputs, in the order of the bits.
+  uint32_t accumulate = 0;
+  int addends() const { return __builtin_popcount(accumulate); }
+};
+
+struct OpId {
+  int32_t value = -1;
+  auto operator<=>(const OpId&) const = default;
+};
+
+struct Program {
+  std::vector<Tensor> tensors;
+  std::vector<Op> ops;
+  std::vector<TensorId> losses;  // one {1} tensor a microbatch; the step's loss is their sum
+
+  const Tensor& operator[](TensorId id) const { return tensors.at(id.value); }
+  Tensor& operator[](TensorId id) { return tensors.at(id.value); }
+  TensorId add(Tensor tensor);  // names are made unique
+  TensorId find(std::string_view name) const;  // invalid when there is none
+  // Persistent tensors of a role, in the order they were declared.
+  std::vector<TensorId> with_role(Role role) const;
+
+ private:
+  std::unordered_map<std::string, int32_t> names_;
+};
+
+// The program as text, one line a tensor or op: what `strata plan --program` shows.
+std::string print(const Program& program);
+std::string print(const Program& program, const Op& op);
+
+// Throws Error naming `after` (the pass or plugin that ran last) when the program is not well formed: shapes and
+// dtypes must be those the kinds infer, every tensor is written before it is read, arity and ids are right.
+void verify(const Program& program, std::string_view after);
+
+}  // namespace strata

@@ -1,0 +1,113 @@
+// The stages of planning as plugins see them. Each is called once per plan, in this order:
+// model, forward, backward, schedule, gradients, update, placement.
+#pragma once
+#include <functional>
+#include <initializer_list>
+#include <map>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "strata/builder.h"
+
+namespace strata {
+
+// Sizes of one microbatch, known from [data] before the model is built.
+struct BatchShape {
+  int64_t micro_batch = 1;       // sequences in one microbatch (B)
+  int64_t microbatches = 1;      // microbatches in one optimizer step
+  int64_t sequence_length = 1;   // tokens in one sequence (T)
+  int64_t vocabulary = 256;      // token ids are below this
+};
+
+// What the program is for: a loss to train on, a loss to report (no dropout), or next-token logits.
+enum class Goal { train, evaluate, logits };
+
+// stage `model`: what is built. Modules have names; a model defines them, strategies replace or wrap them.
+class ModelStage {
+ public:
+  // Builds part of the forward program of one microbatch from its input activation.
+  using Module = std::function<TensorId(Builder&, TensorId input)>;
+  virtual ~ModelStage() = default;
+  const BatchShape& batch() const { return batch_; }
+  Goal goal() const { return goal_; }
+
+  void define(std::string name, Module module);   // the model plugin's; a name defined twice is an Error
+  void replace(std::string name, Module module);  // called instead of the defined one, whichever comes first
+  // Called with the module it wraps; wraps nest in plugin order.
+  void wrap(std::string name, std::function<TensorId(Builder&, TensorId input, const Module& inner)> wrapper);
+  TensorId call(std::string_view name, Builder& build, TensorId input) const;
+
+  ModelStage(BatchShape batch, Goal goal) : batch_(batch), goal_(goal) {}
+
+ private:
+  BatchShape batch_;
+  Goal goal_;
+  std::map<std::string, Module, std::less<>> defined_, replaced_;
+  std::map<std::string, std::vector<std::function<TensorId(Builder&, TensorId, const Module&)>>, std::less<>> wraps_;
+};
+
+// stage `forward`: the forward program of one microbatch, before differentiation.
+// stage `backward`: the same with its backward pass; ops tell which by Op::stage.
+// stage `placement`: the whole step. All three may rewrite the program freely; the verifier runs after each plugin.
+struct ProgramStage {
+  Program& program;
+  BatchShape batch;
+};
+
+// stage `schedule`: in which order the passes of microbatches run; the engine unrolls.
+struct Pass {
+  Stage stage = Stage::forward;  // forward or backward
+  int microbatch = 0;
+};
+struct ScheduleStage {
+  int microbatches = 1;
+  std::vector<Pass> order;  // by default forward 0, backward 0, forward 1, backward 1, …
+};
+
+// A parameter's gradient, complete over all microbatches. `scale` is a pending factor (f64 {1}) that update kernels
+// multiply in as they read, so that scaling costs no pass over memory; invalid means 1.
+struct Gradient {
+  TensorId parameter;
+  TensorId tensor;
+  TensorId scale;
+};
+
+// stage `gradients`: reduce, compress, unscale, clip. Ops emitted here run as soon as their inputs are final.
+class GradientStage {
+ public:
+  GradientStage(Builder& builder, std::vector<Gradient>& gradients) : build_(builder), gradients_(gradients) {}
+  std::vector<Gradient>& gradients() { return gradients_; }
+  Builder& build() { return build_; }
+  // Emits a kind whose first input is the gradient and whose first output becomes the gradient from then on.
+  void append(std::string_view kind, std::initializer_list<std::reference_wrapper<Gradient>> gradients, Attributes attributes = {});
+  // Multiplies a gradient by a scalar tensor, lazily.
+  void scale(Gradient& gradient, TensorId factor);
+  // Multiplies the pending scale in, for ops that need the final values.
+  void materialize(Gradient& gradient);
+
+ private:
+  Builder& build_;
+  std::vector<Gradient>& gradients_;
+};
+
+// stage `update`: the ops that update one parameter from its gradient and states.
+class UpdateStage {
+ public:
+  UpdateStage(Builder& builder, const std::vector<Gradient>& gradients) : build_(builder), gradients_(gradients) {}
+  const std::vector<Gradient>& gradients() const { return gradients_; }
+  Builder& build() { return build_; }
+  // A state of the gradient's parameter, named "<parameter>.<name>", zero at the start.
+  TensorId state(const Gradient& gradient, std::string_view name, const Shape& shape, DType dtype = DType::f32);
+
+ private:
+  Builder& build_;
+  const std::vector<Gradient>& gradients_;
+};
+
+// Scalars every program has, written by the step loop before each step.
+inline constexpr std::string_view kStepScalar = "step";                             // 1, 2, 3, …
+inline constexpr std::string_view kLearningRateFactor = "learning_rate_factor";      // 1 unless a schedule sets it
+inline constexpr std::string_view kSeedScalar = "seed";                             // [run] seed
+
+}  // namespace strata

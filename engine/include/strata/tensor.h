@@ -1,0 +1,62 @@
+// Tensors as planning sees them: a name, a shape, a type and a role; no storage.
+// Storage appears only when a plan has been bound to a device (op_kind.h, Binding).
+#pragma once
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace strata {
+
+enum class DType : uint8_t { f32, f64, bf16, f16, i32, u8 };
+int64_t size_of(DType);  // bytes of one element
+std::string_view name_of(DType);
+
+// Row-major, the last dimension is contiguous. {} is not used: a scalar has shape {1}.
+using Shape = std::vector<int64_t>;
+int64_t elements(const Shape&);
+std::string text(const Shape&);  // "(4, 256, 768)"
+
+// What a tensor is for; the ledger counts bytes by it.
+enum class Role : uint8_t { parameter, gradient, optimizer_state, activation, data, scalar, workspace };
+inline constexpr int kRoles = 7;
+std::string_view name_of(Role);
+
+// Where a tensor rests. Only the device tier exists today.
+enum class Tier : uint8_t { device };
+std::string_view name_of(Tier);
+
+struct TensorId {
+  int32_t value = -1;
+  explicit operator bool() const { return value >= 0; }
+  auto operator<=>(const TensorId&) const = default;
+};
+
+// How a persistent tensor gets its first values. Normal values come from Philox keyed by the run's seed, the
+// tensor's name and the global element index, so they do not depend on layout, order or thread count.
+struct Initializer {
+  enum class Kind : uint8_t { zeros, ones, normal } kind = Kind::zeros;
+  double standard_deviation = 0;
+};
+
+struct Tensor {
+  std::string name;
+  Shape shape;
+  DType dtype = DType::f32;
+  Role role = Role::activation;
+  Tier home = Tier::device;
+  // Survives the step (parameters, states, scalars); what does not is planned by liveness.
+  bool persistent = false;
+  // Readable on the host after the step: stays allocated to the step's end.
+  bool step_output = false;
+  Initializer initializer;
+  int64_t bytes() const { return elements(shape) * size_of(dtype); }
+};
+
+// Shape and type of a tensor to be made.
+struct TensorSpec {
+  Shape shape;
+  DType dtype = DType::f32;
+};
+
+}  // namespace strata

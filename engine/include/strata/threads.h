@@ -1,0 +1,66 @@
+// A fixed team of threads for the kernels of one stream. No allocation, no queue: one parallel loop at a time.
+// Not a task scheduler: streams are the executor's business.
+#pragma once
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <thread>
+#include <type_traits>
+#include <vector>
+
+namespace strata {
+
+class Threads {
+ public:
+  // `count` threads including the caller of parallel(). Each has oneDNN/OpenMP limited to itself.
+  explicit Threads(int count);
+  ~Threads();
+  Threads(const Threads&) = delete;
+  Threads& operator=(const Threads&) = delete;
+
+  int count() const { return count_; }
+
+  // Calls body(thread) for thread 0..count-1, each on its own thread, and waits. An exception thrown by a body is
+  // rethrown here (the first one). Not reentrant.
+  template <class Body>
+  void parallel(Body&& body) {
+    using Type = std::remove_reference_t<Body>;
+    run([](void* context, int thread) { (*static_cast<Type*>(context))(thread); }, const_cast<std::remove_const_t<Type>*>(&body));
+  }
+
+  // Splits [0, size) into contiguous ranges whose borders are multiples of `grain` and calls body(begin, end).
+  // The split depends on size, grain and count() only.
+  template <class Body>
+  void split(int64_t size, int64_t grain, Body&& body) {
+    const int64_t pieces = (size + grain - 1) / grain;
+    if (pieces <= 1 || count_ == 1) {
+      if (size > 0) body(int64_t{0}, size);
+      return;
+    }
+    parallel([&](int thread) {
+      const int64_t begin = pieces * thread / count_ * grain;
+      int64_t end = pieces * (thread + 1) / count_ * grain;
+      if (end > size) end = size;
+      if (begin < end) body(begin, end);
+    });
+  }
+
+  // Calls body(i) for i in [0, size): items are handed out one by one, for uneven work. Which thread runs which item
+  // varies, so bodies must not depend on it.
+  template <class Body>
+  void each(int64_t size, Body&& body) {
+    std::atomic<int64_t> next{0};
+    parallel([&](int) {
+      for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < size;) body(i);
+    });
+  }
+
+ private:
+  using Function = void (*)(void*, int);
+  void run(Function function, void* context);
+  struct State;
+  std::unique_ptr<State> state_;
+  int count_;
+};
+
+}  // namespace strata
