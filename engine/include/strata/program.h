@@ -47,9 +47,9 @@ class Attributes {
 // and output is updated in place; all other outputs are written whole.
 struct Op {
   const OpKind* kind = nullptr;
-  std::vector<TensorId> inputs;
-  std::vector<TensorId> outputs;
-  Attributes attributes;
+  std::vector<TensorId> inputs{};
+  std::vector<TensorId> outputs{};
+  Attributes attributes{};
   Stream stream = Stream::compute;
   Stage stage = Stage::forward;
   int block = -1;       // transformer block, or -1 outside of blocks

@@ -49,7 +49,7 @@ struct Tensor {
   bool persistent = false;
   // Readable on the host after the step: stays allocated to the step's end.
   bool step_output = false;
-  Initializer initializer;
+  Initializer initializer{};
   int64_t bytes() const { return elements(shape) * size_of(dtype); }
 };
 

@@ -1,0 +1,103 @@
+// The stages of planning in order; see build.h.
+#include "engine/planning/build.h"
+
+#include "engine/planning/unroll.h"
+#include "engine/program/autodiff.h"
+
+namespace strata {
+namespace {
+
+// Runs one planning hook of one plugin; what it throws is reported with its name.
+template <class Call>
+void guarded(const NamedPlugin& named, std::string_view stage, Call&& call) {
+  const std::string where = "plugin \"" + named.name + "\", stage " + std::string(stage) + ": ";
+  try {
+    call(*named.plugin);
+  } catch (const Error& error) {
+    throw Error(where + error.what(), error.code());
+  } catch (const std::exception& error) {
+    throw Error(where + "threw \"" + error.what() + "\".", ExitCode::failed);
+  } catch (...) {
+    throw Error(where + "threw something that is not an exception.", ExitCode::failed);
+  }
+}
+
+template <class Call>
+void rewrite(std::span<const NamedPlugin> plugins, std::string_view stage, Program& program, Call&& call) {
+  for (const NamedPlugin& named : plugins) {
+    guarded(named, stage, call);
+    verify(program, named.name + "\", stage \"" + std::string(stage));
+  }
+}
+
+double flops(const Program& program) {
+  double sum = 0;
+  for (const Op& op : program.ops) sum += cost_of(OpView(program, op)).flops;
+  return sum;
+}
+
+}  // namespace
+
+BuiltProgram build_program(std::span<const NamedPlugin> plugins, const BatchShape& batch, Goal goal) {
+  BuiltProgram built;
+  Program single;
+
+  ModelStage model(batch, goal);
+  for (const NamedPlugin& named : plugins) guarded(named, "model", [&](Plugin& plugin) { plugin.model(model); });
+  Builder build(single);
+  const TensorId result = model.call("model", build, {});
+  if (goal == Goal::logits) single[result].step_output = true;
+  else single.losses = {result};
+  verify(single, "model");
+
+  ProgramStage forward{single, batch};
+  rewrite(plugins, "forward", single, [&](Plugin& plugin) { plugin.forward(forward); });
+
+  const std::vector<TensorId> parameters = single.with_role(Role::parameter);
+  std::vector<TensorId> gradients(parameters.size());
+  ScheduleStage schedule{.microbatches = int(batch.microbatches), .order = {}};
+  for (int m = 0; m < schedule.microbatches; ++m) {
+    schedule.order.push_back({Stage::forward, m});
+    if (goal == Goal::train) schedule.order.push_back({Stage::backward, m});
+  }
+
+  if (goal == Goal::train) {
+    std::vector<Root> roots;
+    for (TensorId loss : single.losses) roots.push_back({loss, {}});
+    gradients = differentiate(single, roots, parameters);
+    verify(single, "differentiation");
+    ProgramStage backward{single, batch};
+    rewrite(plugins, "backward", single, [&](Plugin& plugin) { plugin.backward(backward); });
+    for (const NamedPlugin& named : plugins) guarded(named, "schedule", [&](Plugin& plugin) { plugin.schedule(schedule); });
+  }
+
+  built.program = unroll(single, parameters, gradients, schedule);
+  Program& step = built.program;
+  verify(step, "unrolling");
+  built.model_flops = flops(step);
+  built.tokens_per_step = batch.micro_batch * batch.microbatches * batch.sequence_length;
+  if (goal == Goal::logits) built.logits = step.find(single[result].name + "@0");
+
+  if (goal == Goal::train) {
+    std::vector<Gradient> list;
+    for (size_t i = 0; i < parameters.size(); ++i)
+      if (gradients[i]) list.push_back({step.find(single[parameters[i]].name), gradients[i], {}});
+    const size_t first = step.ops.size();
+    Builder reduce(step);
+    reduce.stage = Stage::reduce;
+    GradientStage gradient_stage(reduce, list);
+    rewrite(plugins, "gradients", step, [&](Plugin& plugin) { reduce.role = Role::gradient; plugin.gradients(gradient_stage); });
+    Builder update(step);
+    update.stage = Stage::update;
+    UpdateStage update_stage(update, list);
+    rewrite(plugins, "update", step, [&](Plugin& plugin) { update.role = Role::workspace; plugin.update(update_stage); });
+    hoist(step, first);
+    verify(step, "placing updates early");
+  }
+
+  ProgramStage placement{step, batch};
+  rewrite(plugins, "placement", step, [&](Plugin& plugin) { plugin.placement(placement); });
+  return built;
+}
+
+}  // namespace strata

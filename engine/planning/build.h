@@ -1,0 +1,27 @@
+// From plugins and batch sizes to the step program: calls the stages of planning in order and verifies after each plugin.
+// Knows no plugin by name; memory is not planned here (memory_plan.h).
+#pragma once
+#include <span>
+#include <string>
+
+#include "strata/plugin.h"
+
+namespace strata {
+
+// A plugin under the name it was enabled by, in the order its stages run.
+struct NamedPlugin {
+  std::string name;
+  Plugin* plugin = nullptr;
+};
+
+struct BuiltProgram {
+  Program program;
+  TensorId logits;              // Goal::logits only: kept to the step's end
+  double model_flops = 0;       // of one step: floating-point operations of forward and backward pass by the kinds' cost rules
+  int64_t tokens_per_step = 0;
+};
+
+// Throws Error, with the plugin's name in front when a plugin's pass threw.
+BuiltProgram build_program(std::span<const NamedPlugin> plugins, const BatchShape& batch, Goal goal);
+
+}  // namespace strata

@@ -1,0 +1,232 @@
+// Liveness, in-place sharing and offsets; see memory_plan.h.
+#include "engine/planning/memory_plan.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <map>
+#include <numeric>
+#include <set>
+
+namespace strata {
+namespace {
+
+int64_t aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+// The buffers of all transient tensors: an output takes over the buffer of an input that dies at the op, where the op
+// kind allows it or the input is the output's addend.
+void make_buffers(const Program& program, MemoryPlan& plan) {
+  const auto count = program.tensors.size();
+  std::vector<int32_t> last(count, -1);
+  for (size_t i = 0; i < program.ops.size(); ++i) {
+    for (TensorId id : program.ops[i].inputs)
+      if (id) last[id.value] = int32_t(i);
+    for (TensorId id : program.ops[i].outputs) last[id.value] = int32_t(i);
+  }
+  const int32_t end = int32_t(program.ops.size()) - 1;
+  plan.buffer_of.assign(count, -1);
+  const auto add = [&](TensorId id, int32_t first) {
+    const Tensor& tensor = program[id];
+    plan.buffer_of[id.value] = int32_t(plan.buffers.size());
+    plan.buffers.push_back({tensor.name, tensor.role, aligned(tensor.bytes()), -1, first, tensor.step_output ? end : std::max(first, last[id.value])});
+  };
+  for (int32_t t = 0; t < int32_t(count); ++t)
+    if (!program.tensors[t].persistent && program.tensors[t].role == Role::data && last[t] >= 0) add({t}, 0);
+  for (int32_t i = 0; i <= end; ++i) {
+    const Op& op = program.ops[i];
+    const OpView view(program, op);
+    std::set<int32_t> taken;  // buffers given to an output of this op
+    for (int o = 0; o < view.outputs(); ++o) {
+      const TensorId out = op.outputs[o];
+      if (program[out].persistent || plan.buffer_of[out.value] >= 0) continue;
+      const auto dies = [&](TensorId in) {
+        if (!in || program[in].persistent || program[in].role == Role::data || program[in].step_output) return false;
+        // Dead after this op, not merely this tensor: buffers hold one live tensor at a time, so last[] is enough.
+        const int32_t buffer = plan.buffer_of[in.value];
+        return last[in.value] == i && !taken.contains(buffer) && program[in].bytes() == program[out].bytes() &&
+               std::count(op.inputs.begin(), op.inputs.end(), in) == 1;
+      };
+      TensorId from = view.addend(o);
+      if (from && !dies(from)) from = {};
+      if (!view.accumulates(o))
+        for (const auto& [output, input] : op.kind->in_place)
+          if (output == o && !from && view.has_input(input) && dies(op.inputs[input])) from = op.inputs[input];
+      if (!from) {
+        add(out, i);
+        continue;
+      }
+      const int32_t buffer = plan.buffer_of[from.value];
+      taken.insert(buffer);
+      plan.buffer_of[out.value] = buffer;
+      plan.buffers[buffer].last = program[out].step_output ? end : std::max(i, last[out.value]);
+    }
+  }
+}
+
+void add_workspaces(const Program& program, const std::string& backend, int threads, MemoryPlan& plan) {
+  plan.workspace_of.assign(program.ops.size(), -1);
+  for (int32_t i = 0; i < int32_t(program.ops.size()); ++i) {
+    const Op& op = program.ops[i];
+    const auto kernel = op.kind->kernels.find(backend);
+    if (kernel == op.kind->kernels.end())
+      throw Error("op kind \"" + op.kind->name + "\" has no kernel for the backend \"" + backend + "\".");
+    const int64_t bytes = kernel->second.workspace ? kernel->second.workspace(OpView(program, op), threads) : 0;
+    if (bytes <= 0) continue;
+    plan.workspace_of[i] = int32_t(plan.buffers.size());
+    plan.buffers.push_back({op.kind->name + " workspace", Role::workspace, aligned(bytes), -1, i, i});
+  }
+}
+
+// Best fit in the order of time: each buffer takes the smallest free gap that holds it.
+int64_t place_by_time(std::vector<Buffer>& buffers) {
+  std::vector<size_t> starts(buffers.size()), ends(buffers.size());
+  std::iota(starts.begin(), starts.end(), 0);
+  std::iota(ends.begin(), ends.end(), 0);
+  std::stable_sort(starts.begin(), starts.end(), [&](size_t a, size_t b) {
+    return std::pair(buffers[a].first, -buffers[a].bytes) < std::pair(buffers[b].first, -buffers[b].bytes);
+  });
+  std::stable_sort(ends.begin(), ends.end(), [&](size_t a, size_t b) { return buffers[a].last < buffers[b].last; });
+  std::map<int64_t, int64_t> gaps;                  // offset -> bytes
+  std::set<std::pair<int64_t, int64_t>> by_size;    // bytes, offset
+  int64_t top = 0;
+  const auto open = [&](int64_t offset, int64_t bytes) {
+    auto next = gaps.lower_bound(offset);
+    if (next != gaps.end() && offset + bytes == next->first) {
+      bytes += next->second;
+      by_size.erase({next->second, next->first});
+      next = gaps.erase(next);
+    }
+    if (next != gaps.begin()) {
+      const auto previous = std::prev(next);
+      if (previous->first + previous->second == offset) {
+        offset = previous->first;
+        bytes += previous->second;
+        by_size.erase({previous->second, previous->first});
+        gaps.erase(previous);
+      }
+    }
+    gaps[offset] = bytes;
+    by_size.insert({bytes, offset});
+  };
+  size_t ended = 0;
+  for (size_t b : starts) {
+    for (; ended < ends.size() && buffers[ends[ended]].last < buffers[b].first; ++ended)
+      open(buffers[ends[ended]].offset, buffers[ends[ended]].bytes);
+    int64_t offset, room;
+    if (const auto fit = by_size.lower_bound({buffers[b].bytes, -1}); fit != by_size.end()) {
+      std::tie(room, offset) = *fit;
+    } else if (!gaps.empty() && gaps.rbegin()->first + gaps.rbegin()->second == top) {
+      offset = gaps.rbegin()->first;  // the gap at the top, grown
+      room = gaps.rbegin()->second;
+    } else {
+      offset = top;
+      room = 0;
+    }
+    if (room > 0) {
+      gaps.erase(offset);
+      by_size.erase({room, offset});
+      if (room > buffers[b].bytes) open(offset + buffers[b].bytes, room - buffers[b].bytes);
+    }
+    buffers[b].offset = offset;
+    top = std::max(top, offset + buffers[b].bytes);
+  }
+  return top;
+}
+
+// Largest first, each at the lowest offset free over its whole life (Pisarchyk and Lee 2020, arXiv 2001.03288).
+// Quadratic, so for programs of moderate size.
+int64_t place_by_size(std::vector<Buffer>& buffers) {
+  std::vector<size_t> order(buffers.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return buffers[a].bytes > buffers[b].bytes; });
+  std::vector<size_t> placed;  // by offset
+  int64_t top = 0;
+  for (size_t b : order) {
+    int64_t offset = 0, best = -1, best_room = 0;
+    for (size_t p : placed) {
+      if (buffers[p].last < buffers[b].first || buffers[b].last < buffers[p].first) continue;
+      const int64_t room = buffers[p].offset - offset;
+      if (room >= buffers[b].bytes && (best < 0 || room < best_room)) best = offset, best_room = room;
+      offset = std::max(offset, buffers[p].offset + buffers[p].bytes);
+    }
+    buffers[b].offset = best >= 0 ? best : offset;
+    top = std::max(top, buffers[b].offset + buffers[b].bytes);
+    placed.insert(std::upper_bound(placed.begin(), placed.end(), b, [&](size_t x, size_t y) { return buffers[x].offset < buffers[y].offset; }), b);
+  }
+  return top;
+}
+
+}  // namespace
+
+std::string bytes_text(int64_t bytes) {
+  const char* units[] = {"B", "KiB", "MiB", "GiB", "TiB", "PiB"};
+  double value = double(bytes);
+  int unit = 0;
+  while (value >= 1024 && unit < 5) value /= 1024, ++unit;
+  char text[32];
+  std::snprintf(text, sizeof text, unit ? "%.2f %s" : "%.0f %s", value, units[unit]);
+  return text;
+}
+
+std::vector<Ledger> timeline(const Program& program, const MemoryPlan& plan) {
+  std::vector<Ledger> live(program.ops.size() + 1, Ledger{});
+  for (const Buffer& buffer : plan.buffers) {
+    live[buffer.first][int(buffer.role)] += buffer.bytes;
+    live[buffer.last + 1][int(buffer.role)] -= buffer.bytes;
+  }
+  for (size_t i = 1; i < live.size(); ++i)
+    for (int r = 0; r < kRoles; ++r) live[i][r] += live[i - 1][r];
+  live.pop_back();
+  return live;
+}
+
+MemoryPlan plan_memory(const Program& program, const std::string& backend, int threads) {
+  constexpr size_t kQuadraticLimit = 6000;
+  MemoryPlan plan;
+  plan.persistent_offset.assign(program.tensors.size(), -1);
+  for (size_t i = 0; i < program.tensors.size(); ++i)
+    if (program.tensors[i].persistent) {
+      plan.persistent_offset[i] = plan.persistent_bytes;
+      plan.persistent_bytes += aligned(program.tensors[i].bytes());
+      plan.at_peak[int(program.tensors[i].role)] += aligned(program.tensors[i].bytes());
+    }
+  make_buffers(program, plan);
+  add_workspaces(program, backend, threads, plan);
+
+  const std::vector<Ledger> live = timeline(program, plan);
+  for (size_t i = 0; i < live.size(); ++i) {
+    const int64_t bytes = std::accumulate(live[i].begin(), live[i].end(), int64_t{0});
+    if (plan.peak_op < 0 || bytes > plan.live_peak_bytes) plan.live_peak_bytes = bytes, plan.peak_op = int32_t(i);
+  }
+  if (plan.peak_op >= 0)
+    for (int r = 0; r < kRoles; ++r) plan.at_peak[r] += live[plan.peak_op][r];
+
+  plan.transient_bytes = place_by_time(plan.buffers);
+  if (plan.transient_bytes > plan.live_peak_bytes && plan.buffers.size() <= kQuadraticLimit) {
+    std::vector<Buffer> other = plan.buffers;
+    if (const int64_t bytes = place_by_size(other); bytes < plan.transient_bytes) {
+      plan.transient_bytes = bytes;
+      plan.buffers = std::move(other);
+    }
+  }
+  return plan;
+}
+
+void enforce_budget(const Program& program, const MemoryPlan& plan, int64_t budget, const std::string& advice) {
+  if (budget <= 0 || plan.total_bytes() <= budget) return;
+  std::string message = "the plan needs " + bytes_text(plan.total_bytes()) + " of device memory, but device.memory allows " +
+                        bytes_text(budget) + ". At its peak (op " + std::to_string(plan.peak_op) + ", " +
+                        program.ops[plan.peak_op].kind->name + "):";
+  for (int r = 0; r < kRoles; ++r)
+    if (plan.at_peak[r] > 0) message += "\n  " + std::string(name_of(Role(r))) + " " + bytes_text(plan.at_peak[r]);
+  std::vector<std::pair<int64_t, std::string>> largest;
+  for (const Tensor& tensor : program.tensors)
+    if (tensor.persistent) largest.push_back({tensor.bytes(), tensor.name});
+  for (const Buffer& buffer : plan.buffers)
+    if (buffer.first <= plan.peak_op && plan.peak_op <= buffer.last) largest.push_back({buffer.bytes, buffer.name});
+  std::stable_sort(largest.begin(), largest.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
+  message += "\nLargest tensors:";
+  for (size_t i = 0; i < largest.size() && i < 5; ++i) message += (i ? ", " : " ") + largest[i].second + " " + bytes_text(largest[i].first);
+  throw Error(message + "." + advice);
+}
+
+}  // namespace strata

@@ -1,0 +1,167 @@
+// Gradient accumulation by unrolling, and early placement of updates; see unroll.h.
+#include "engine/planning/unroll.h"
+
+#include <algorithm>
+#include <numeric>
+
+namespace strata {
+namespace {
+
+void check_order(const ScheduleStage& schedule, bool has_backward) {
+  std::vector<int> seen(schedule.microbatches, 0);
+  bool right = true;
+  for (const Pass& pass : schedule.order) {
+    if (pass.microbatch < 0 || pass.microbatch >= schedule.microbatches) right = false;
+    else if (pass.stage == Stage::forward) right &= seen[pass.microbatch]++ == 0;
+    else if (pass.stage == Stage::backward) right &= seen[pass.microbatch]++ == 1;
+    else right = false;
+    if (!right) break;
+  }
+  right &= std::all_of(seen.begin(), seen.end(), [&](int count) { return count == (has_backward ? 2 : 1); });
+  if (!right)
+    throw Error("the schedule must run the forward pass and then the backward pass of each of the " +
+                std::to_string(schedule.microbatches) + " microbatches once.");
+}
+
+class Unroller {
+ public:
+  Unroller(const Program& single, const std::vector<TensorId>& parameters, std::vector<TensorId>& gradients)
+      : single_(single), parameters_(parameters), gradients_(gradients) {
+    uses_.assign(single.tensors.size(), 0);
+    for (const Op& op : single.ops)
+      for (TensorId id : op.inputs)
+        if (id) ++uses_[id.value];
+    producer_.assign(single.tensors.size(), -1);
+    for (size_t i = 0; i < single.ops.size(); ++i)
+      for (TensorId id : single.ops[i].outputs) producer_[id.value] = int32_t(i);
+    for (size_t i = 0; i < single.tensors.size(); ++i)
+      shared_.push_back(single.tensors[i].persistent ? result_.add(single.tensors[i]) : TensorId{});
+    sums_.resize(gradients.size());
+  }
+
+  Program run(const ScheduleStage& schedule) {
+    maps_.assign(schedule.microbatches, shared_);
+    placed_.assign(schedule.microbatches, std::vector<int32_t>(single_.ops.size(), -1));
+    for (const Pass& pass : schedule.order) {
+      for (size_t i = 0; i < single_.ops.size(); ++i)
+        if ((single_.ops[i].stage == Stage::forward) == (pass.stage == Stage::forward)) place(i, pass.microbatch);
+      if (pass.stage == Stage::backward) accumulate(pass.microbatch);
+    }
+    for (int m = 0; m < schedule.microbatches; ++m)
+      for (TensorId loss : single_.losses) {
+        result_.losses.push_back(mapped(loss, m));
+        result_[result_.losses.back()].step_output = true;
+      }
+    gradients_ = sums_;
+    return std::move(result_);
+  }
+
+ private:
+  TensorId mapped(TensorId id, int m) {
+    if (!id) return id;
+    TensorId& to = maps_[m][id.value];
+    if (!to) {
+      Tensor tensor = single_[id];
+      tensor.name += "@" + std::to_string(m);
+      to = result_.add(std::move(tensor));
+    }
+    return to;
+  }
+
+  void place(size_t i, int m) {
+    Op op = single_.ops[i];
+    for (TensorId& id : op.inputs) id = mapped(id, m);
+    for (TensorId& id : op.outputs) id = mapped(id, m);
+    op.microbatch = m;
+    placed_[m][i] = int32_t(result_.ops.size());
+    result_.ops.push_back(std::move(op));
+  }
+
+  // Adds the sum so far to this microbatch's gradients: into the op that makes the first contribution where its kind
+  // can accumulate and nothing else reads the bare contribution, by an addition otherwise.
+  void accumulate(int m) {
+    for (size_t g = 0; g < gradients_.size(); ++g) {
+      if (!gradients_[g]) continue;
+      const TensorId now = mapped(gradients_[g], m);
+      result_[now].role = Role::gradient;
+      if (sums_[g] && !fold(gradients_[g], sums_[g], m)) {
+        Builder build(result_);
+        build.stage = Stage::backward;
+        build.microbatch = m;
+        build.role = Role::gradient;
+        sums_[g] = build.emit("add", {sums_[g], now}, {}, result_[parameters_[g]].name + ".gradient");
+      } else {
+        sums_[g] = now;
+      }
+    }
+  }
+
+  bool fold(TensorId contribution, TensorId sum, int m) {
+    for (TensorId id = contribution;;) {
+      if (uses_[id.value] != (id == contribution ? 0 : 1)) return false;
+      const int32_t index = producer_[id.value];
+      if (index < 0) return false;
+      const Op& op = single_.ops[index];
+      const OpView view(single_, op);
+      const int output = int(std::find(op.outputs.begin(), op.outputs.end(), id) - op.outputs.begin());
+      if (view.accumulates(output)) {
+        id = view.addend(output);
+        continue;
+      }
+      if (!(op.kind->accumulates >> output & 1)) return false;
+      Op& placed = result_.ops[placed_[m][index]];
+      if (placed.accumulate >> output & 1) return false;
+      const int before = __builtin_popcount(placed.accumulate & ((1u << output) - 1));
+      placed.inputs.insert(placed.inputs.end() - placed.addends() + before, sum);
+      placed.accumulate |= 1u << output;
+      for (TensorId out : placed.outputs)
+        if (out == mapped(id, m)) result_[out].role = Role::gradient;
+      return true;
+    }
+  }
+
+  const Program& single_;
+  const std::vector<TensorId>& parameters_;
+  std::vector<TensorId>& gradients_;
+  Program result_;
+  std::vector<int> uses_;
+  std::vector<int32_t> producer_;
+  std::vector<TensorId> shared_, sums_;
+  std::vector<std::vector<TensorId>> maps_;      // by microbatch and tensor of the single program
+  std::vector<std::vector<int32_t>> placed_;     // by microbatch and op of the single program
+};
+
+}  // namespace
+
+Program unroll(const Program& single, const std::vector<TensorId>& parameters, std::vector<TensorId>& gradients,
+               const ScheduleStage& schedule) {
+  const bool has_backward = std::any_of(single.ops.begin(), single.ops.end(), [](const Op& op) { return op.stage == Stage::backward; });
+  check_order(schedule, has_backward);
+  return Unroller(single, parameters, gradients).run(schedule);
+}
+
+void hoist(Program& program, size_t first) {
+  // Position after which each op may run: the last op before it that touches its tensors in a conflicting way.
+  const auto count = program.tensors.size();
+  std::vector<int64_t> last_write(count, -1), last_access(count, -1), ready(program.ops.size());
+  for (size_t i = 0; i < program.ops.size(); ++i) {
+    const Op& op = program.ops[i];
+    int64_t after = -1;
+    for (TensorId id : op.inputs)
+      if (id) after = std::max(after, last_write[id.value]);
+    for (TensorId id : op.outputs) after = std::max(after, last_access[id.value]);
+    ready[i] = i < first ? int64_t(i) : after;
+    for (TensorId id : op.inputs)
+      if (id) last_access[id.value] = std::max(last_access[id.value], ready[i]);
+    for (TensorId id : op.outputs) last_write[id.value] = last_access[id.value] = std::max(last_access[id.value], ready[i]);
+  }
+  std::vector<size_t> order(program.ops.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return ready[a] < ready[b]; });
+  std::vector<Op> ops;
+  ops.reserve(order.size());
+  for (size_t i : order) ops.push_back(std::move(program.ops[i]));
+  program.ops = std::move(ops);
+}
+
+}  // namespace strata

@@ -1,0 +1,125 @@
+// Walks the forward ops backwards; see autodiff.h.
+#include "engine/program/autodiff.h"
+
+#include <algorithm>
+
+#include "strata/builder.h"
+
+namespace strata {
+namespace {
+
+class Walk {
+ public:
+  Walk(Program& program, const std::vector<Root>& roots, const std::vector<TensorId>& wanted)
+      : program_(program), build_(program), forward_ops_(program.ops.size()) {
+    needs_.assign(program.tensors.size(), false);
+    for (TensorId id : wanted) needs_[id.value] = true;
+    for (const Op& op : program.ops)
+      if (std::any_of(op.inputs.begin(), op.inputs.end(), [&](TensorId id) { return id && needs_[id.value]; }))
+        for (TensorId id : op.outputs) needs_[id.value] = true;
+    gradient_.resize(program.tensors.size());
+    is_loss_.assign(program.tensors.size(), false);
+    for (const Root& root : roots) {
+      if (root.gradient) gradient_[root.tensor.value] = root.gradient;
+      else is_loss_[root.tensor.value] = true;
+    }
+    build_.stage = Stage::backward;
+  }
+
+  void run() {
+    std::vector<char> dropped(forward_ops_, false);
+    for (size_t i = forward_ops_; i-- > 0;) dropped[i] = visit(program_.ops[i]);  // a copy: rules grow the list
+    size_t i = 0;
+    std::erase_if(program_.ops, [&](const Op&) { const bool drop = i < forward_ops_ && dropped[i]; ++i; return drop; });
+  }
+
+  TensorId gradient(TensorId id) const { return gradient_.at(id.value); }
+
+ private:
+  class Rule;
+
+  bool visit(Op op);
+  void contribute(TensorId to, TensorId contribution, size_t first_op_of_rule);
+
+  Program& program_;
+  Builder build_;
+  size_t forward_ops_;
+  std::vector<char> needs_, is_loss_;
+  std::vector<TensorId> gradient_;  // by forward tensor
+};
+
+class Walk::Rule final : public Differentiation {
+ public:
+  Rule(Walk& walk, const OpView& view) : walk_(walk), view_(view), first_(walk.program_.ops.size()) {}
+  const OpView& forward() const override { return view_; }
+  Builder& build() override { return walk_.build_; }
+  TensorId output_gradient(int i) const override { return walk_.gradient_[view_.op().outputs.at(i).value]; }
+  bool needs(int i) const override { return view_.has_input(i) && walk_.needs_[view_.op().inputs[i].value]; }
+  void set(int i, TensorId gradient) override {
+    if (needs(i)) walk_.contribute(view_.op().inputs[i], gradient, first_);
+  }
+  void replaces_forward() override { replaced = true; }
+  bool replaced = false;
+
+ private:
+  Walk& walk_;
+  OpView view_;
+  size_t first_;
+};
+
+bool Walk::visit(Op op) {
+  const auto flows = [&](TensorId id) { return is_loss_[id.value] || bool(gradient_[id.value]); };
+  const auto needed = [&](TensorId id) { return id && needs_[id.value]; };
+  if (std::none_of(op.outputs.begin(), op.outputs.end(), flows)) return false;
+  if (std::none_of(op.inputs.begin(), op.inputs.end(), needed)) return false;
+  if (!op.kind->gradient)
+    throw Error("op kind \"" + op.kind->name + "\" has no gradient rule, but the loss depends on a parameter through it.");
+  build_.block_index = op.block;
+  build_.microbatch = op.microbatch;
+  const OpView view(program_, op);
+  Rule rule(*this, view);
+  const size_t first = program_.ops.size();
+  op.kind->gradient(rule);
+  // An addend passes its output's gradient on unchanged.
+  for (int o = 0; o < view.outputs(); ++o)
+    if (view.accumulates(o) && needed(view.addend(o))) contribute(view.addend(o), gradient_[op.outputs[o].value], first);
+  return rule.replaced;
+}
+
+void Walk::contribute(TensorId to, TensorId contribution, size_t first) {
+  TensorId& sum = gradient_[to.value];
+  if (!sum) {
+    sum = contribution;
+    return;
+  }
+  // Let the op that makes the contribution add the sum so far itself, when nothing else reads the bare contribution.
+  auto& ops = program_.ops;
+  const auto reads = [&](const Op& op) { return std::find(op.inputs.begin(), op.inputs.end(), contribution) != op.inputs.end(); };
+  const auto held = std::find(gradient_.begin(), gradient_.end(), contribution) != gradient_.end();
+  if (!held && std::none_of(ops.begin() + first, ops.end(), reads)) {
+    for (size_t i = first; i < ops.size(); ++i) {
+      const auto at = std::find(ops[i].outputs.begin(), ops[i].outputs.end(), contribution);
+      if (at == ops[i].outputs.end()) continue;
+      const int output = int(at - ops[i].outputs.begin());
+      if (!((ops[i].kind->accumulates & ~ops[i].accumulate) >> output & 1)) break;
+      const int before = __builtin_popcount(ops[i].accumulate & ((1u << output) - 1));
+      ops[i].inputs.insert(ops[i].inputs.end() - ops[i].addends() + before, sum);
+      ops[i].accumulate |= 1u << output;
+      sum = contribution;
+      return;
+    }
+  }
+  sum = build_.emit("add", {sum, contribution});
+}
+
+}  // namespace
+
+std::vector<TensorId> differentiate(Program& program, const std::vector<Root>& roots, const std::vector<TensorId>& wanted) {
+  Walk walk(program, roots, wanted);
+  walk.run();
+  std::vector<TensorId> result;
+  for (TensorId id : wanted) result.push_back(walk.gradient(id));
+  return result;
+}
+
+}  // namespace strata

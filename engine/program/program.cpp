@@ -1,0 +1,71 @@
+// Program and Attributes: lookups and names (program.h).
+#include "strata/program.h"
+
+#include "strata/error.h"
+
+namespace strata {
+namespace {
+
+const Attribute* find_attribute(const std::vector<std::pair<std::string, Attribute>>& values, std::string_view name) {
+  for (const auto& [key, value] : values)
+    if (key == name) return &value;
+  return nullptr;
+}
+
+}  // namespace
+
+bool Attributes::has(std::string_view name) const { return find_attribute(values_, name) != nullptr; }
+
+int64_t Attributes::integer(std::string_view name, std::optional<int64_t> otherwise) const {
+  const Attribute* value = find_attribute(values_, name);
+  if (!value && otherwise) return *otherwise;
+  STRATA_CHECK(value && std::holds_alternative<int64_t>(*value));
+  return std::get<int64_t>(*value);
+}
+
+double Attributes::real(std::string_view name, std::optional<double> otherwise) const {
+  const Attribute* value = find_attribute(values_, name);
+  if (!value && otherwise) return *otherwise;
+  STRATA_CHECK(value && !std::holds_alternative<std::string>(*value));
+  return std::holds_alternative<double>(*value) ? std::get<double>(*value) : double(std::get<int64_t>(*value));
+}
+
+std::string Attributes::string(std::string_view name) const {
+  const Attribute* value = find_attribute(values_, name);
+  STRATA_CHECK(value && std::holds_alternative<std::string>(*value));
+  return std::get<std::string>(*value);
+}
+
+void Attributes::set(std::string_view name, Attribute value) {
+  for (auto& [key, old] : values_)
+    if (key == name) {
+      old = std::move(value);
+      return;
+    }
+  values_.emplace_back(name, std::move(value));
+}
+
+TensorId Program::add(Tensor tensor) {
+  const int32_t id = int32_t(tensors.size());
+  if (tensor.name.empty()) tensor.name = "t" + std::to_string(id);
+  if (!names_.emplace(tensor.name, id).second) {
+    tensor.name += "#" + std::to_string(id);
+    names_.emplace(tensor.name, id);
+  }
+  tensors.push_back(std::move(tensor));
+  return {id};
+}
+
+TensorId Program::find(std::string_view name) const {
+  const auto found = names_.find(std::string(name));
+  return found == names_.end() ? TensorId{} : TensorId{found->second};
+}
+
+std::vector<TensorId> Program::with_role(Role role) const {
+  std::vector<TensorId> result;
+  for (int32_t i = 0; i < int32_t(tensors.size()); ++i)
+    if (tensors[i].persistent && tensors[i].role == role) result.push_back({i});
+  return result;
+}
+
+}  // namespace strata

@@ -1,0 +1,53 @@
+// Names and sizes of the enumerations in tensor.h and program.h.
+#include "strata/tensor.h"
+
+#include "strata/error.h"
+#include "strata/program.h"
+
+namespace strata {
+
+int64_t size_of(DType type) {
+  switch (type) {
+    case DType::f32: case DType::i32: return 4;
+    case DType::f64: return 8;
+    case DType::bf16: case DType::f16: return 2;
+    case DType::u8: return 1;
+  }
+  STRATA_CHECK(!"dtype");
+}
+
+std::string_view name_of(DType type) {
+  constexpr std::string_view names[] = {"f32", "f64", "bf16", "f16", "i32", "u8"};
+  return names[int(type)];
+}
+
+std::string_view name_of(Role role) {
+  constexpr std::string_view names[] = {"parameters", "gradients", "optimizer_state", "activations", "data", "scalars", "workspace"};
+  return names[int(role)];
+}
+
+std::string_view name_of(Tier) { return "device"; }
+
+std::string_view name_of(Stream stream) {
+  constexpr std::string_view names[] = {"compute", "copy", "exchange", "storage"};
+  return names[int(stream)];
+}
+
+std::string_view name_of(Stage stage) {
+  constexpr std::string_view names[] = {"load", "forward", "backward", "reduce", "update", "publish"};
+  return names[int(stage)];
+}
+
+int64_t elements(const Shape& shape) {
+  int64_t product = 1;
+  for (int64_t size : shape) product *= size;
+  return product;
+}
+
+std::string text(const Shape& shape) {
+  std::string result = "(";
+  for (size_t i = 0; i < shape.size(); ++i) result += (i ? ", " : "") + std::to_string(shape[i]);
+  return result + ")";
+}
+
+}  // namespace strata
