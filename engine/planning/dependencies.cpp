@@ -1,0 +1,83 @@
+// Conflicts over byte ranges with vector clocks; see dependencies.h.
+#include "engine/planning/dependencies.h"
+
+#include <algorithm>
+#include <array>
+#include <map>
+
+namespace strata {
+namespace {
+
+using Clock = std::array<int32_t, kStreams>;  // ops finished, by stream
+
+void raise(Clock& clock, const Clock& other) {
+  for (int s = 0; s < kStreams; ++s) clock[s] = std::max(clock[s], other[s]);
+}
+
+// Last writer and last readers of each byte range; ranges are split where accesses begin and end.
+class Ranges {
+ public:
+  Ranges() { state_[0] = {}; }
+  // Calls visit(write clock, read clock) for every piece of [begin, end).
+  template <class Visit>
+  void over(int64_t begin, int64_t end, Visit&& visit) {
+    split(begin);
+    split(end);
+    for (auto at = state_.find(begin); at != state_.end() && at->first < end; ++at) visit(at->second);
+  }
+  void written(int64_t begin, int64_t end, const Clock& clock) {
+    split(begin);
+    split(end);
+    state_.erase(state_.lower_bound(begin), state_.lower_bound(end));
+    state_[begin] = {clock, {}};
+  }
+  struct Piece {
+    Clock write{}, read{};
+  };
+
+ private:
+  void split(int64_t at) {
+    const auto next = state_.upper_bound(at);
+    const auto piece = std::prev(next);
+    if (piece->first != at) state_.emplace_hint(next, at, piece->second);
+  }
+  std::map<int64_t, Piece> state_;
+};
+
+}  // namespace
+
+std::vector<std::vector<Wait>> plan_waits(const Program& program, const std::function<std::vector<Access>(int32_t)>& accesses) {
+  std::vector<std::vector<Wait>> waits(program.ops.size());
+  const auto on_compute = [](const Op& op) { return op.stream == Stream::compute; };
+  if (std::all_of(program.ops.begin(), program.ops.end(), on_compute)) return waits;
+  Ranges ranges;
+  std::array<Clock, kStreams> seen{};              // what each stream knows to be finished
+  std::array<int32_t, kStreams> issued{};
+  std::array<std::vector<Clock>, kStreams> after;  // what is known once op n of a stream has finished
+  for (int32_t i = 0; i < int32_t(program.ops.size()); ++i) {
+    const int stream = int(program.ops[i].stream);
+    Clock needed{};
+    const std::vector<Access> list = accesses(i);
+    for (const Access& access : list)
+      ranges.over(access.begin, access.end, [&](const Ranges::Piece& piece) {
+        raise(needed, piece.write);
+        if (access.write) raise(needed, piece.read);
+      });
+    Clock& clock = seen[stream];
+    for (int s = 0; s < kStreams; ++s)
+      if (s != stream && needed[s] > clock[s]) {
+        waits[i].push_back({Stream(s), needed[s]});
+        raise(clock, after[s][needed[s] - 1]);
+      }
+    Clock mine{};
+    mine[stream] = clock[stream] = ++issued[stream];
+    after[stream].push_back(clock);
+    for (const Access& access : list)
+      if (access.write) ranges.written(access.begin, access.end, mine);
+    for (const Access& access : list)
+      if (!access.write) ranges.over(access.begin, access.end, [&](Ranges::Piece& piece) { raise(piece.read, mine); });
+  }
+  return waits;
+}
+
+}  // namespace strata

@@ -1,0 +1,220 @@
+// Binding and running; see executor.h.
+#include "engine/runtime/executor.h"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <exception>
+#include <mutex>
+#include <thread>
+
+#include "engine/planning/dependencies.h"
+
+namespace strata {
+namespace {
+
+bool is_watched(const Program& program, TensorId id) {
+  const Tensor& tensor = program[id];
+  return tensor.step_output && elements(tensor.shape) == 1 && (tensor.dtype == DType::f32 || tensor.dtype == DType::f64);
+}
+
+template <class T>
+bool all_finite(const void* data, int64_t count) {
+  const T* values = static_cast<const T*>(data);
+  return std::all_of(values, values + count, [](T value) { return std::isfinite(value); });
+}
+
+bool finite(const Tensor& tensor, const void* data) {
+  if (tensor.dtype == DType::f32) return all_finite<float>(data, elements(tensor.shape));
+  if (tensor.dtype == DType::f64) return all_finite<double>(data, elements(tensor.shape));
+  return true;
+}
+
+}  // namespace
+
+struct Executor::Step {
+  Launch launch;
+  std::vector<Wait> waits;
+  std::vector<TensorId> watched;
+  Stream stream;
+};
+
+// Progress of each stream in this step, and the threads of the streams beside compute.
+struct Executor::Streams {
+  std::array<std::vector<int32_t>, kStreams> ops;
+  std::array<std::atomic<int32_t>, kStreams> done{};
+  std::atomic<int64_t> started{0};
+  std::atomic<int> running{0};
+  std::atomic<bool> failed{false}, stop{false};
+  std::exception_ptr error;
+  std::mutex error_mutex;
+  std::vector<std::thread> threads;
+  Threads* compute = nullptr;
+
+  void fail(std::exception_ptr what) {
+    {
+      std::lock_guard lock(error_mutex);
+      if (!error) error = what;
+    }
+    failed = true;
+    for (int s = 0; s < kStreams; ++s) release(s);
+  }
+  // Wakes whoever waits for a stream that will not go on.
+  void release(int stream) {
+    done[stream] = INT32_MAX;
+    done[stream].notify_all();
+  }
+};
+
+Executor::Executor(const Program& program, const MemoryPlan& plan, const Storage& storage, const std::string& backend, Threads& threads)
+    : program_(program), pointers_(program.tensors.size(), nullptr), streams_(std::make_unique<Streams>()) {
+  for (size_t t = 0; t < program.tensors.size(); ++t) {
+    if (program.tensors[t].persistent) {
+      pointers_[t] = storage.persistent(program.tensors[t].name);
+      STRATA_CHECK(pointers_[t]);
+    } else if (plan.buffer_of[t] >= 0) {
+      pointers_[t] = storage.transient() + plan.buffers[plan.buffer_of[t]].offset;
+    }
+  }
+  const auto range = [&](const void* pointer, int64_t bytes, bool write) {
+    const int64_t begin = static_cast<const std::byte*>(pointer) - storage.base();
+    return Access{begin, begin + bytes, write};
+  };
+  const auto workspace = [&](int32_t i) -> std::byte* {
+    return plan.workspace_of[i] < 0 ? nullptr : storage.transient() + plan.buffers[plan.workspace_of[i]].offset;
+  };
+  auto waits = plan_waits(program, [&](int32_t i) {
+    std::vector<Access> list;
+    for (TensorId id : program.ops[i].inputs)
+      if (id) list.push_back(range(pointers_[id.value], program[id].bytes(), false));
+    for (TensorId id : program.ops[i].outputs) list.push_back(range(pointers_[id.value], program[id].bytes(), true));
+    if (workspace(i)) list.push_back(range(workspace(i), plan.buffers[plan.workspace_of[i]].bytes, true));
+    return list;
+  });
+
+  stage_span_.assign(6, {-1, -1});
+  steps_.resize(program.ops.size());
+  for (int32_t i = 0; i < int32_t(program.ops.size()); ++i) {
+    const Op& op = program.ops[i];
+    const OpView view(program, op);
+    std::vector<void*> inputs, outputs;
+    for (TensorId id : op.inputs) inputs.push_back(id ? pointers_[id.value] : nullptr);
+    for (TensorId id : op.outputs) outputs.push_back(pointers_[id.value]);
+    // Where an addend could not share its output's memory it is copied there first.
+    std::vector<std::tuple<void*, const void*, size_t>> copies;
+    for (int o = 0; o < view.outputs(); ++o)
+      if (view.accumulates(o) && pointers_[view.addend(o).value] != outputs[o])
+        copies.push_back({outputs[o], pointers_[view.addend(o).value], size_t(view.output(o).bytes())});
+    const auto kernel = op.kind->kernels.find(backend);
+    STRATA_CHECK(kernel != op.kind->kernels.end());
+    Step& step = steps_[i];
+    step.launch = kernel->second.bind(Binding(view, inputs, outputs, workspace(i), threads));
+    if (!copies.empty())
+      step.launch = [copies, &threads, launch = std::move(step.launch)] {
+        for (const auto& [to, from, bytes] : copies)
+          threads.split(int64_t(bytes), 1 << 16, [&, to = to, from = from](int64_t begin, int64_t end) {
+            std::memcpy(static_cast<char*>(to) + begin, static_cast<const char*>(from) + begin, size_t(end - begin));
+          });
+        launch();
+      };
+    step.waits = std::move(waits[i]);
+    step.stream = op.stream;
+    for (TensorId id : op.outputs)
+      if (is_watched(program, id)) step.watched.push_back(id);
+    streams_->ops[int(op.stream)].push_back(i);
+    if (op.stream == Stream::compute) {
+      auto& [first, last] = stage_span_[int(op.stage)];
+      if (first < 0) first = i;
+      last = i;
+    }
+  }
+  streams_->compute = &threads;
+  for (int s = 1; s < kStreams; ++s)
+    if (!streams_->ops[s].empty())
+      streams_->threads.emplace_back([this, s] {
+        int64_t round = 0;
+        for (;;) {
+          streams_->started.wait(round);
+          round = streams_->started.load();
+          if (streams_->stop) return;
+          run_stream(s, nullptr);
+          if (streams_->running.fetch_sub(1) == 1) streams_->running.notify_all();
+        }
+      });
+}
+
+Executor::~Executor() {
+  streams_->stop = true;
+  ++streams_->started;
+  streams_->started.notify_all();
+  for (std::thread& thread : streams_->threads) thread.join();
+}
+
+void Executor::run_op(int32_t index) {
+  Step& step = steps_[index];
+  try {
+    step.launch();
+  } catch (const Error& error) {
+    throw Error("op " + std::to_string(index) + " (" + program_.ops[index].kind->name + "): " + error.what(), error.code());
+  } catch (const std::exception& error) {
+    throw Error("op " + std::to_string(index) + " (" + program_.ops[index].kind->name + "): " + error.what(), ExitCode::failed);
+  }
+  for (TensorId id : step.watched)
+    if (!finite(program_[id], pointer(id))) throw NonFinite(program_[id].name);
+}
+
+void Executor::run_stream(int stream, const StageHook* hook) {
+  Streams& streams = *streams_;
+  try {
+    int32_t count = 0;
+    for (int32_t i : streams.ops[stream]) {
+      for (const Wait& wait : steps_[i].waits) {
+        auto& done = streams.done[int(wait.stream)];
+        for (int32_t now = done.load(std::memory_order_acquire); now < wait.count; now = done.load(std::memory_order_acquire)) done.wait(now);
+      }
+      if (streams.failed.load(std::memory_order_acquire)) {
+        streams.release(stream);
+        return;
+      }
+      const auto& [first, last] = stage_span_[int(program_.ops[i].stage)];
+      if (hook && i == first) (*hook)(program_.ops[i].stage, true);
+      run_op(i);
+      if (hook && i == last) (*hook)(program_.ops[i].stage, false);
+      streams.done[stream].store(++count, std::memory_order_release);
+      if (!streams.threads.empty()) streams.done[stream].notify_all();
+    }
+  } catch (...) {
+    streams.fail(std::current_exception());
+  }
+}
+
+void Executor::run(const StageHook& hook) {
+  Streams& streams = *streams_;
+  streams.failed = false;
+  streams.error = nullptr;
+  for (auto& count : streams.done) count.store(0, std::memory_order_relaxed);
+  streams.running = int(streams.threads.size());
+  if (!streams.threads.empty()) {
+    ++streams.started;
+    streams.started.notify_all();
+  }
+  run_stream(0, hook ? &hook : nullptr);
+  for (int left = streams.running; left > 0; left = streams.running) streams.running.wait(left);
+  if (streams.error) std::rethrow_exception(streams.error);
+}
+
+std::string Executor::first_non_finite() {
+  for (size_t t = 0; t < program_.tensors.size(); ++t)
+    if (program_.tensors[t].persistent && !finite(program_.tensors[t], pointers_[t])) return program_.tensors[t].name;
+  for (int32_t i = 0; i < int32_t(steps_.size()); ++i) {
+    if (program_.ops[i].stage == Stage::update) continue;
+    steps_[i].launch();
+    for (TensorId id : program_.ops[i].outputs)
+      if (!finite(program_[id], pointer(id))) return program_[id].name;
+  }
+  return "";
+}
+
+}  // namespace strata

@@ -1,0 +1,52 @@
+// Runs a planned program over storage, the same list every step. Each stream of the program is a thread that runs its
+// ops in order; waits between streams come from the plan. The step path allocates nothing.
+#pragma once
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine/planning/memory_plan.h"
+#include "engine/runtime/storage.h"
+#include "strata/threads.h"
+
+namespace strata {
+
+// A value the program watches (a loss, a norm) was not finite; the step stopped before any update.
+struct NonFinite : Error {
+  explicit NonFinite(const std::string& tensor) : Error(tensor + " is not finite.", ExitCode::failed) {}
+};
+
+class Executor {
+ public:
+  using StageHook = std::function<void(Stage, bool start)>;
+
+  // `program`, `plan`, `storage` and `threads` must outlive the executor. Binds every op to its kernel for `backend`.
+  Executor(const Program& program, const MemoryPlan& plan, const Storage& storage, const std::string& backend, Threads& threads);
+  ~Executor();
+
+  // Runs one step and returns when every op is done. The hook is called on this thread before the first and after the
+  // last op of each stage on the compute stream. Rethrows what a kernel threw, with the op's name.
+  void run(const StageHook& hook = {});
+
+  // Runs the ops up to the first one that gives a value that is not finite, and names that tensor; empty if none does.
+  // Parameters that are already not finite come first. Updates are not run.
+  std::string first_non_finite();
+
+  void* pointer(TensorId id) const { return pointers_.at(id.value); }
+  const Program& program() const { return program_; }
+
+ private:
+  struct Step;   // one bound op
+  struct Streams;
+  void run_stream(int stream, const StageHook* hook);
+  void run_op(int32_t index);
+
+  const Program& program_;
+  std::vector<void*> pointers_;  // by tensor
+  std::vector<Step> steps_;
+  std::vector<std::pair<int32_t, int32_t>> stage_span_;  // first and last op of each stage
+  std::unique_ptr<Streams> streams_;
+};
+
+}  // namespace strata
