@@ -46,6 +46,7 @@ BuiltProgram build_program(std::span<const NamedPlugin> plugins, const BatchShap
   for (const NamedPlugin& named : plugins) guarded(named, "model", [&](Plugin& plugin) { plugin.model(model); });
   Builder build(single);
   const TensorId result = model.call("model", build, {});
+  built.vocabulary = model.vocabulary();
   if (goal == Goal::logits) single[result].step_output = true;
   else single.losses = {result};
   verify(single, "model");

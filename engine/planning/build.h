@@ -19,6 +19,7 @@ struct BuiltProgram {
   TensorId logits;              // Goal::logits only: kept to the step's end
   double model_flops = 0;       // of one step: floating-point operations of forward and backward pass by the kinds' cost rules
   int64_t tokens_per_step = 0;
+  int64_t vocabulary = 0;       // token ids must be below; 0 when the model did not say
 };
 
 // Throws Error, with the plugin's name in front when a plugin's pass threw.

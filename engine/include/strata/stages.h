@@ -12,12 +12,11 @@
 
 namespace strata {
 
-// Sizes of one microbatch, known from [data] before the model is built.
+// Sizes of the batch, known from [data] before the model is built.
 struct BatchShape {
   int64_t micro_batch = 1;       // sequences in one microbatch (B)
   int64_t microbatches = 1;      // microbatches in one optimizer step
   int64_t sequence_length = 1;   // tokens in one sequence (T)
-  int64_t vocabulary = 256;      // token ids are below this
 };
 
 // What the program is for: a loss to train on, a loss to report (no dropout), or next-token logits.
@@ -38,11 +37,16 @@ class ModelStage {
   void wrap(std::string name, std::function<TensorId(Builder&, TensorId input, const Module& inner)> wrapper);
   TensorId call(std::string_view name, Builder& build, TensorId input) const;
 
+  // The model says which token ids it takes (those below `size`); the data is checked against it.
+  void declare_vocabulary(int64_t size) { vocabulary_ = size; }
+  int64_t vocabulary() const { return vocabulary_; }
+
   ModelStage(BatchShape batch, Goal goal) : batch_(batch), goal_(goal) {}
 
  private:
   BatchShape batch_;
   Goal goal_;
+  int64_t vocabulary_ = 0;
   std::map<std::string, Module, std::less<>> defined_, replaced_;
   std::map<std::string, std::vector<std::function<TensorId(Builder&, TensorId, const Module&)>>, std::less<>> wraps_;
 };

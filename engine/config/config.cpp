@@ -1,0 +1,171 @@
+// The one file that knows toml++; see config.h.
+#include "engine/config/config.h"
+
+#include <toml++/toml.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <sstream>
+
+namespace strata {
+
+std::vector<std::string> ConfigTable::keys() const {
+  std::vector<std::string> keys;
+  for (const Entry& entry : entries_) keys.push_back(entry.key);
+  return keys;
+}
+
+const ConfigTable::Entry* ConfigTable::find(std::string_view key) const {
+  for (const Entry& entry : entries_)
+    if (entry.key == key) return &entry;
+  return nullptr;
+}
+
+const ConfigTable* ConfigTable::table(std::string_view key) const {
+  const Entry* entry = find(key);
+  if (!entry) return nullptr;
+  if (const auto* table = std::get_if<std::unique_ptr<ConfigTable>>(&entry->content)) return table->get();
+  throw Error(entry->place, "\"" + std::string(key) + "\" must be a table, but it is " + entry->type + "; write [" +
+                                (path_.empty() ? "" : path_ + ".") + std::string(key) + "].");
+}
+
+const ConfigTable::Value* ConfigTable::value(std::string_view key) const {
+  const Entry* entry = find(key);
+  if (!entry) return nullptr;
+  if (const auto* value = std::get_if<Value>(&entry->content)) return value;
+  throw Error(entry->place, "\"" + std::string(key) + "\" must be a value, but it is a table.");
+}
+
+// Turns toml++ nodes into ConfigTables.
+class ConfigReader {
+ public:
+  explicit ConfigReader(std::string filename) : filename_(std::move(filename)) {}
+
+  std::unique_ptr<ConfigTable> read(const toml::table& from, const std::string& path) const {
+    auto table = std::make_unique<ConfigTable>(path);
+    table->place = place(from, path);
+    for (const auto& [key, node] : from) {
+      const std::string name(key.str());
+      const std::string full = path.empty() ? name : path + "." + name;
+      ConfigTable::Entry entry{name, place(node, full), false, type_of(node)};
+      if (const auto* child = node.as_table()) entry.content = read(*child, full);
+      else entry.content = value(node, entry);
+      table->entries_.push_back(std::move(entry));
+    }
+    // toml++ keeps keys sorted; the order of the file decides ties between plugins.
+    std::stable_sort(table->entries_.begin(), table->entries_.end(), [](const auto& a, const auto& b) {
+      return std::pair(a.place.line, a.place.column) < std::pair(b.place.line, b.place.column);
+    });
+    return table;
+  }
+
+ private:
+  Place place(const toml::node& node, const std::string& path) const {
+    const auto& begin = node.source().begin;
+    if (node.source().path && node.source().path->rfind("--set", 0) == 0) return {"--set " + path, 0, 0};
+    return {filename_, int(begin.line), int(begin.column)};
+  }
+
+  static std::string type_of(const toml::node& node) {
+    switch (node.type()) {
+      case toml::node_type::table: return "a table";
+      case toml::node_type::array: return "an array";
+      case toml::node_type::string: return "a string";
+      case toml::node_type::integer: return "an integer";
+      case toml::node_type::floating_point: return "a number";
+      case toml::node_type::boolean: return "a boolean";
+      default: return "a date or time";
+    }
+  }
+
+  static ConfigTable::Value value(const toml::node& node, const ConfigTable::Entry& entry) {
+    if (const auto* v = node.as_boolean()) return v->get();
+    if (const auto* v = node.as_integer()) return v->get();
+    if (const auto* v = node.as_floating_point()) return v->get();
+    if (const auto* v = node.as_string()) return v->get();
+    if (const auto* array = node.as_array()) {
+      std::vector<std::string> list;
+      for (const auto& item : *array) {
+        const auto* text = item.as_string();
+        if (!text) throw Error(entry.place, "\"" + entry.key + "\" must be a list of strings, but holds " + type_of(item) + ".");
+        list.push_back(text->get());
+      }
+      return list;
+    }
+    throw Error(entry.place, "\"" + entry.key + "\" is " + entry.type + ", which no option takes.");
+  }
+
+  std::string filename_;
+};
+
+namespace {
+
+// Cuts the sentences of toml++ down to what was wrong.
+Error parse_error(const toml::parse_error& error, const std::string& filename) {
+  const auto& begin = error.source().begin;
+  return Error(Place{filename, int(begin.line), int(begin.column)}, "this is not TOML: " + std::string(error.description()) + ".");
+}
+
+void override_key(toml::table& root, const std::string& set) {
+  const size_t equals = set.find('=');
+  if (equals == std::string::npos || equals == 0)
+    throw Error("--set " + set + ": expected KEY=VALUE, for example --set run.steps=10.");
+  const std::string key = set.substr(0, equals), text = set.substr(equals + 1);
+  toml::table parsed;
+  try {
+    parsed = toml::parse("v = " + text, std::string_view("--set"));
+  } catch (const toml::parse_error&) {
+    parsed = toml::table();
+    std::string quoted = "\"";
+    for (char c : text) quoted += (c == '"' || c == '\\') ? std::string("\\") + c : std::string(1, c);
+    try {
+      parsed = toml::parse("v = " + quoted + "\"", std::string_view("--set"));
+    } catch (const toml::parse_error&) {
+      throw Error("--set " + key + ": the value \"" + text + "\" is neither TOML nor a plain string.");
+    }
+  }
+  toml::table* table = &root;
+  size_t at = 0;
+  for (size_t dot; (dot = key.find('.', at)) != std::string::npos; at = dot + 1) {
+    const std::string part = key.substr(at, dot - at);
+    if (part.empty()) throw Error("--set " + set + ": \"" + key + "\" is not a key; write table.key=value.");
+    if (!table->contains(part)) table->insert(part, toml::table());
+    table = table->get_as<toml::table>(part);
+    if (!table) throw Error("--set " + set + ": \"" + part + "\" is a value, not a table.");
+  }
+  const std::string last = key.substr(at);
+  if (last.empty()) throw Error("--set " + set + ": \"" + key + "\" is not a key; write table.key=value.");
+  if (table->get_as<toml::table>(last) && !parsed.get("v")->is_table())
+    throw Error("--set " + set + ": \"" + key + "\" is a table; set one of its keys.");
+  table->insert_or_assign(last, std::move(*parsed.get("v")));
+}
+
+}  // namespace
+
+Config Config::parse(const std::string& text, const std::string& filename, const std::vector<std::string>& sets) {
+  Config config;
+  try {
+    toml::table table = toml::parse(text, filename);
+    for (const std::string& set : sets) override_key(table, set);
+    config.root_ = ConfigReader(filename).read(table, "");
+    std::ostringstream effective;
+    effective << toml::toml_formatter(table) << "\n";
+    config.text_ = effective.str();
+  } catch (const toml::parse_error& error) {
+    throw parse_error(error, filename);
+  }
+  return config;
+}
+
+Config Config::load(const std::string& path, const std::vector<std::string>& sets) {
+  std::ifstream file(path, std::ios::binary);
+  if (!file) throw Error(path + ": cannot read the configuration: " + std::strerror(errno) + ".");
+  std::ostringstream text;
+  text << file.rdbuf();
+  if (file.bad() || (text.str().empty() && file.peek() != EOF)) throw Error(path + ": cannot read the configuration; is it a file?");
+  return parse(text.str(), path, sets);
+}
+
+}  // namespace strata

@@ -1,0 +1,52 @@
+// The engine's own tables of a configuration: [run], [data], [device]. [model] and [plugins.*] belong to plugins.
+#pragma once
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "engine/config/config.h"
+#include "strata/options.h"
+
+namespace strata {
+
+struct RunSection {
+  int64_t steps = 100;
+  int64_t seed = 1337;
+  std::string directory = "runs/default";
+  int64_t checkpoint_every = 0;
+  int64_t keep = 2;
+  int64_t validate_every = 0;
+  int64_t validate_batches = 8;
+  int64_t log_every = 1;
+  std::string initialize;
+  std::vector<std::string> plugin_path;
+};
+
+struct DataSection {
+  std::vector<std::string> train, validation;
+  int64_t sequence_length = 256;
+  int64_t global_batch = 8;
+  int64_t micro_batch = 8;
+  bool shuffle = true;
+};
+
+struct DeviceSection {
+  std::string backend = "cpu";
+  Bytes memory;
+  int64_t threads = 0;
+};
+
+struct Sections {
+  RunSection run;
+  DataSection data;
+  DeviceSection device;
+};
+
+void declare(Options& options, RunSection& section);
+void declare(Options& options, DataSection& section);
+void declare(Options& options, DeviceSection& section);
+
+// Reads the engine's tables and refuses tables that nobody knows.
+Sections read_sections(const Config& config);
+
+}  // namespace strata

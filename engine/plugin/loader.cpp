@@ -1,0 +1,175 @@
+// The one file that knows Boost.DLL; see loader.h.
+#include "engine/plugin/loader.h"
+
+#include <boost/dll/library_info.hpp>
+#include <boost/dll/runtime_symbol_info.hpp>
+#include <boost/dll/shared_library.hpp>
+
+#include <algorithm>
+#include <cstdlib>
+#include <filesystem>
+#include <map>
+#include <set>
+#include <sstream>
+
+namespace strata {
+namespace {
+
+namespace fs = std::filesystem;
+const std::string kEntryPrefix = "strata_plugin_v";
+
+std::map<std::string, const PluginEntry*>& static_plugins() {
+  static std::map<std::string, const PluginEntry*> plugins;
+  return plugins;
+}
+
+std::vector<std::string> split(const std::string& text, char separator) {
+  std::vector<std::string> parts;
+  std::stringstream stream(text);
+  for (std::string part; std::getline(stream, part, separator);) parts.push_back(part);
+  return parts;
+}
+
+// Looks at the symbols without loading, so that a foreign library's code never runs.
+void check_symbols(const std::string& path) {
+  std::vector<std::string> symbols;
+  try {
+    symbols = boost::dll::library_info(path).symbols();
+  } catch (const std::exception&) {
+    throw Error(path + ": is not a shared library, so it cannot be a plugin.");
+  }
+  const std::string wanted = kEntryPrefix + std::to_string(kPluginApi);
+  std::string other;
+  for (const std::string& symbol : symbols) {
+    if (symbol == wanted) return;
+    if (symbol.rfind(kEntryPrefix, 0) == 0) other = symbol.substr(kEntryPrefix.size());
+  }
+  if (other.empty()) throw Error(path + ": is a shared library, but not a Strata plugin (it has no STRATA_PLUGIN line).");
+  throw Error(path + ": was built for version " + other + " of the plugin interface, but this Strata has version " +
+              std::to_string(kPluginApi) + "; build the plugin against this Strata.");
+}
+
+void check_fingerprint(const std::string& path, const PluginEntry& entry) {
+  if (entry.size != sizeof(PluginEntry))
+    throw Error(path + ": its entry has " + std::to_string(entry.size) + " bytes where this Strata expects " + std::to_string(sizeof(PluginEntry)) + "; build the plugin against this Strata.");
+  const std::string ours = STRATA_FINGERPRINT, theirs = entry.fingerprint;
+  if (ours == theirs) return;
+  const auto a = split(ours, ';'), b = split(theirs, ';');
+  std::string differs;
+  for (size_t i = 0; i < std::max(a.size(), b.size()); ++i) {
+    const std::string mine = i < a.size() ? a[i] : "nothing", other = i < b.size() ? b[i] : "nothing";
+    if (mine != other) differs += (differs.empty() ? "" : "; ") + std::string("it has ") + other + ", this Strata has " + mine;
+  }
+  throw Error(path + ": was built to another fit: " + differs + ". Build the plugin again against this Strata.");
+}
+
+const PluginEntry& open_library(const std::string& path) {
+  check_symbols(path);
+  static std::map<std::string, boost::dll::shared_library> libraries;  // never unloaded
+  boost::dll::shared_library& library = libraries[path];
+  try {
+    if (!library.is_loaded()) library.load(path, boost::dll::load_mode::rtld_now | boost::dll::load_mode::rtld_local);
+  } catch (const std::exception& error) {
+    throw Error(path + ": the system's loader refuses it: " + error.what() + ". Was it built against this Strata?");
+  }
+  const auto& entry = *library.get<const PluginEntry*()>(kEntryPrefix + std::to_string(kPluginApi))();
+  check_fingerprint(path, entry);
+  return entry;
+}
+
+std::string install_folder() {
+  return (fs::path(boost::dll::this_line_location().string()).parent_path() / "strata" / "plugins").string();
+}
+
+}  // namespace
+
+StaticPlugin::StaticPlugin(const PluginEntry& entry) {
+  static_plugins()[entry.name] = new PluginEntry(entry);  // lives as long as the process
+}
+
+LoadedPlugin::LoadedPlugin(const PluginEntry& entry, std::string path) : entry_(&entry), path_(std::move(path)), plugin_(nullptr, entry.destroy) {
+  try {
+    plugin_.reset(entry.create());
+  } catch (const std::exception& error) {
+    throw Error("plugin \"" + std::string(entry.name) + "\" (" + path_ + ") threw while it was made: " + error.what());
+  } catch (...) {
+    throw Error("plugin \"" + std::string(entry.name) + "\" (" + path_ + ") threw while it was made.");
+  }
+}
+
+std::vector<std::string> plugin_folders(const std::vector<std::string>& more) {
+  std::vector<std::string> folders = {install_folder()};
+  if (const char* variable = std::getenv("STRATA_PLUGIN_PATH"))
+    for (const std::string& folder : split(variable, ':'))
+      if (!folder.empty()) folders.push_back(folder);
+  folders.insert(folders.end(), more.begin(), more.end());
+  return folders;
+}
+
+std::vector<std::string> plugin_names(const std::vector<std::string>& more_folders) {
+  std::set<std::string> names;
+  for (const auto& [name, entry] : static_plugins()) names.insert(name);
+  for (const std::string& folder : plugin_folders(more_folders)) {
+    std::error_code problem;
+    for (const auto& file : fs::directory_iterator(folder, problem))
+      if (file.path().extension() == ".so") names.insert(file.path().stem().string());
+  }
+  return {names.begin(), names.end()};
+}
+
+LoadedPlugin load_plugin(const std::string& name, const std::vector<std::string>& more_folders) {
+  if (const auto found = static_plugins().find(name); found != static_plugins().end()) return LoadedPlugin(*found->second, "");
+  const auto folders = plugin_folders(more_folders);
+  for (const std::string& folder : folders) {
+    const fs::path path = fs::path(folder) / (name + ".so");
+    if (!fs::exists(path)) continue;
+    const PluginEntry& entry = open_library(fs::absolute(path).string());
+    if (name != entry.name) throw Error(path.string() + ": holds the plugin \"" + entry.name + "\"; name the file " + entry.name + ".so.");
+    return LoadedPlugin(entry, fs::absolute(path).string());
+  }
+  std::string searched;
+  for (const std::string& folder : folders) searched += (searched.empty() ? "" : ", ") + folder;
+  throw Error("no plugin is named \"" + name + "\"." + did_you_mean(name, plugin_names(more_folders)) + " Searched: " + searched + ".");
+}
+
+std::vector<std::string> plugins_providing(const std::string& capability, const std::vector<std::string>& more_folders) {
+  std::vector<std::string> names;
+  for (const std::string& name : plugin_names(more_folders)) {
+    try {
+      const LoadedPlugin plugin = load_plugin(name, more_folders);
+      const auto provided = plugin->capabilities().provides;
+      if (std::find(provided.begin(), provided.end(), capability) != provided.end()) names.push_back(name);
+    } catch (const Error&) {
+      // A broken library is no advice; using it would say what is wrong.
+    }
+  }
+  return names;
+}
+
+std::vector<LoadedPlugin> load_plugins(const Config& config, const std::vector<std::string>& more_folders) {
+  std::vector<LoadedPlugin> plugins;
+  const auto enable = [&](const std::string& name, const Place& place, const ConfigTable& table, const std::vector<std::string>& also) {
+    try {
+      plugins.push_back(load_plugin(name, more_folders));
+    } catch (const Error& error) {
+      throw Error(place, error.what(), error.code());
+    }
+    Options options;
+    plugins.back()->options(options);
+    options.read(table, also);
+  };
+  const ConfigTable* model = config.root().table("model");
+  if (!model) throw Error(config.root().place.file + ": there is no [model] table; it says what to train, for example plugin = \"gpt\".");
+  const ConfigTable::Value* name = model->value("plugin");
+  if (!name) throw Error(model->place, "[model] lacks the key \"plugin\" (string): the plugin that builds the model, for example \"gpt\".");
+  if (!std::holds_alternative<std::string>(*name)) throw Error(model->find("plugin")->place, "model.plugin must be a string.");
+  enable(std::get<std::string>(*name), model->find("plugin")->place, *model, {"plugin"});
+  if (const ConfigTable* table = config.root().table("plugins"))
+    for (const auto& entry : table->entries()) {
+      if (entry.key == std::get<std::string>(*name)) throw Error(entry.place, "\"" + entry.key + "\" is the model; its options belong into [model].");
+      enable(entry.key, entry.place, *table->table(entry.key), {});
+    }
+  return plugins;
+}
+
+}  // namespace strata

@@ -1,0 +1,153 @@
+// Validation of options against a table, and their texts (strata/options.h).
+#include "strata/options.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <stdexcept>
+
+#include "engine/config/config.h"
+#include "engine/planning/memory_plan.h"
+#include "strata/error.h"
+
+namespace strata {
+namespace {
+
+std::string number_text(double value) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.15g", value);
+  return text;
+}
+
+std::string list_text(const std::vector<std::string>& names) {
+  std::string text;
+  for (size_t i = 0; i < names.size(); ++i) text += (i ? ", \"" : "\"") + names[i] + "\"";
+  return text;
+}
+
+struct Describe {
+  std::string operator()(const bool* v) const { return *v ? "true" : "false"; }
+  std::string operator()(const int* v) const { return std::to_string(*v); }
+  std::string operator()(const int64_t* v) const { return std::to_string(*v); }
+  std::string operator()(const double* v) const { return number_text(*v); }
+  std::string operator()(const std::string* v) const { return "\"" + *v + "\""; }
+  std::string operator()(const Bytes* v) const { return std::to_string(v->count); }
+  std::string operator()(const std::vector<std::string>* v) const { return "[" + list_text(*v) + "]"; }
+};
+
+// "2GiB", "1.5 GB", "4096" to bytes; nothing when it is none of these.
+std::optional<int64_t> parse_bytes(const std::string& text) {
+  static const std::pair<const char*, double> units[] = {
+      {"", 1}, {"B", 1}, {"KB", 1e3}, {"MB", 1e6}, {"GB", 1e9}, {"TB", 1e12},
+      {"KiB", 1024.0}, {"MiB", 1048576.0}, {"GiB", 1073741824.0}, {"TiB", 1099511627776.0}};
+  char* end = nullptr;
+  const double value = std::strtod(text.c_str(), &end);
+  if (end == text.c_str() || !std::isfinite(value)) return {};
+  while (*end == ' ') ++end;
+  for (const auto& [unit, factor] : units)
+    if (std::string_view(end) == unit && std::abs(value * factor) < 9e18) return int64_t(value * factor);
+  return {};
+}
+
+}  // namespace
+
+std::string text(Bytes bytes) { return bytes_text(bytes.count); }
+
+Option::Option(std::string name, Target target, std::string help)
+    : name_(std::move(name)), help_(std::move(help)), default_(std::visit(Describe{}, target)), target_(target) {}
+
+Option& Option::positive() { low_ = 0; exclusive_low_ = true; return *this; }
+Option& Option::non_negative() { low_ = 0; return *this; }
+Option& Option::range(double low, double high) { low_ = low; high_ = high; return *this; }
+Option& Option::choices(std::vector<std::string> names) { choices_ = std::move(names); return *this; }
+Option& Option::unit(std::string name) { unit_ = std::move(name); return *this; }
+Option& Option::required() { required_ = true; return *this; }
+
+std::string Option::type_name() const {
+  constexpr const char* names[] = {"boolean", "integer", "integer", "number", "string", "bytes", "list of strings"};
+  return names[target_.index()];
+}
+
+std::string Option::range_text() const {
+  if (!choices_.empty()) return list_text(choices_);
+  if (std::isfinite(low_) && std::isfinite(high_)) return number_text(low_) + " to " + number_text(high_);
+  if (std::isfinite(low_)) return (exclusive_low_ ? "> " : ">= ") + number_text(low_);
+  return "";
+}
+
+const Option* Options::find(std::string_view name) const {
+  for (const Option& option : options_)
+    if (option.name() == name) return &option;
+  return nullptr;
+}
+
+Option& Options::insert(Option option) {
+  if (find(option.name())) throw Error("option \"" + option.name() + "\" is declared twice.");
+  options_.push_back(std::move(option));
+  return options_.back();
+}
+
+void Options::read(const ConfigTable& table, const std::vector<std::string>& also_allowed) {
+  std::vector<std::string> names = also_allowed;
+  for (const Option& option : options_) names.push_back(option.name());
+  const std::string where = table.path().empty() ? "" : "[" + table.path() + "] ";
+  for (const auto& entry : table.entries())
+    if (std::find(names.begin(), names.end(), entry.key) == names.end()) {
+      std::string valid = did_you_mean(entry.key, names);
+      if (valid.empty()) valid = names.empty() ? " It takes no keys." : " Valid keys: " + list_text(names) + ".";
+      throw Error(entry.place, where + "has no key \"" + entry.key + "\"." + valid);
+    }
+  for (Option& option : options_) {
+    const ConfigTable::Value* value = table.value(option.name());
+    if (!value) {
+      if (option.required_) throw Error(table.place, where + "lacks the key \"" + option.name() + "\" (" + option.type_name() + "): " + option.help() + ".");
+      continue;
+    }
+    const auto* entry = table.find(option.name());
+    const std::string full = (table.path().empty() ? "" : table.path() + ".") + option.name();
+    const auto wrong_type = [&] { return Error(entry->place, full + " must be " + (option.type_name() == "integer" ? "an " : option.type_name() == "bytes" ? "a size in " : "a ") + option.type_name() + (option.type_name() == "bytes" ? " such as \"2GiB\"" : "") + ", but it is " + entry->type + "."); };
+    double number = NAN;
+    std::string shown;
+    if (auto* target = std::get_if<bool*>(&option.target_)) {
+      if (!std::holds_alternative<bool>(*value)) throw wrong_type();
+      **target = std::get<bool>(*value);
+    } else if (auto* list = std::get_if<std::vector<std::string>*>(&option.target_)) {
+      if (const auto* one = std::get_if<std::string>(value)) **list = {*one};
+      else if (std::holds_alternative<std::vector<std::string>>(*value)) **list = std::get<std::vector<std::string>>(*value);
+      else throw wrong_type();
+    } else if (auto* string = std::get_if<std::string*>(&option.target_)) {
+      if (!std::holds_alternative<std::string>(*value)) throw wrong_type();
+      const std::string& given = std::get<std::string>(*value);
+      if (!option.choices_.empty() && std::find(option.choices_.begin(), option.choices_.end(), given) == option.choices_.end())
+        throw Error(entry->place, full + " must be one of " + list_text(option.choices_) + ", but it is \"" + given + "\"." + did_you_mean(given, option.choices_));
+      **string = given;
+    } else if (auto* bytes = std::get_if<Bytes*>(&option.target_)) {
+      if (const auto* integer = std::get_if<int64_t>(value)) (*bytes)->count = *integer;
+      else if (const auto* given = std::get_if<std::string>(value)) {
+        const auto parsed = parse_bytes(*given);
+        if (!parsed) throw Error(entry->place, full + " must be a size such as \"2GiB\" or \"500MB\", but it is \"" + *given + "\".");
+        (*bytes)->count = *parsed;
+      } else throw wrong_type();
+      number = double((*bytes)->count);
+    } else if (auto* real = std::get_if<double*>(&option.target_)) {
+      if (const auto* given = std::get_if<double>(value)) **real = *given;
+      else if (const auto* integer = std::get_if<int64_t>(value)) **real = double(*integer);
+      else throw wrong_type();
+      number = **real;
+      if (!std::isfinite(number)) throw Error(entry->place, full + " must be a finite number.");
+    } else {
+      const auto* given = std::get_if<int64_t>(value);
+      if (!given) throw wrong_type();
+      number = double(*given);
+      if (auto* wide = std::get_if<int64_t*>(&option.target_)) **wide = *given;
+      else if (*given != int64_t(int(*given))) throw Error(entry->place, full + " = " + std::to_string(*given) + " is too large.");
+      else *std::get<int*>(option.target_) = int(*given);
+    }
+    const bool below = option.exclusive_low_ ? number <= option.low_ : number < option.low_;
+    if (!std::isnan(number) && (below || number > option.high_))
+      throw Error(entry->place, full + " must be " + option.range_text() + ", but it is " + number_text(number) + ".");
+  }
+}
+
+}  // namespace strata

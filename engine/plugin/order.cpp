@@ -1,0 +1,64 @@
+// Stable topological sort of plugins by capabilities; see order.h.
+#include "engine/plugin/order.h"
+
+#include <algorithm>
+
+namespace strata {
+namespace {
+
+bool holds(const std::vector<std::string>& list, std::string_view name) { return std::find(list.begin(), list.end(), name) != list.end(); }
+
+}  // namespace
+
+std::vector<NamedPlugin> in_order(const std::vector<NamedPlugin>& plugins) {
+  std::vector<Capabilities> capabilities;
+  for (const NamedPlugin& named : plugins) capabilities.push_back(named.plugin->capabilities());
+  const size_t count = plugins.size();
+  for (size_t i = 0; i < count; ++i) {
+    for (const std::string& needed : capabilities[i].requires_)
+      if (std::none_of(capabilities.begin(), capabilities.end(), [&](const Capabilities& c) { return holds(c.provides, needed); }))
+        throw Error("plugin \"" + plugins[i].name + "\" requires \"" + needed + "\", which no enabled plugin provides.");
+    for (size_t j = 0; j < count; ++j)
+      for (const std::string& bad : capabilities[i].conflicts)
+        if (i != j && holds(capabilities[j].provides, bad))
+          throw Error("plugins \"" + plugins[i].name + "\" and \"" + plugins[j].name + "\" cannot work together: the first conflicts with \"" + bad + "\", which the second provides.");
+  }
+  const auto before = [&](size_t a, size_t b) {  // a must run before b
+    return a != b && std::any_of(capabilities[b].requires_.begin(), capabilities[b].requires_.end(),
+                                 [&](const std::string& needed) { return holds(capabilities[a].provides, needed); });
+  };
+  std::vector<NamedPlugin> ordered;
+  std::vector<char> done(count, false);
+  while (ordered.size() < count) {
+    size_t next = count;
+    for (size_t i = 0; i < count && next == count; ++i) {
+      if (done[i]) continue;
+      bool ready = true;
+      for (size_t j = 0; j < count; ++j) ready &= done[j] || !before(j, i);
+      if (ready) next = i;
+    }
+    if (next == count) {
+      std::string names;
+      for (size_t i = 0; i < count; ++i)
+        if (!done[i]) names += (names.empty() ? "\"" : ", \"") + plugins[i].name + "\"";
+      throw Error("the requirements of the plugins " + names + " go in a circle, so none of them can run first.");
+    }
+    done[next] = true;
+    ordered.push_back(plugins[next]);
+  }
+  return ordered;
+}
+
+void require_exactly_one(const std::vector<NamedPlugin>& plugins, std::string_view capability, std::string_view remedy) {
+  std::string names;
+  int count = 0;
+  for (const NamedPlugin& named : plugins)
+    if (holds(named.plugin->capabilities().provides, capability)) {
+      names += (count ? ", \"" : "\"") + named.name + "\"";
+      ++count;
+    }
+  if (count == 0) throw Error("no enabled plugin provides the " + std::string(capability) + "; " + std::string(remedy) + ".");
+  if (count > 1) throw Error("the plugins " + names + " each provide the " + std::string(capability) + "; enable only one of them.");
+}
+
+}  // namespace strata

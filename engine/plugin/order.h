@@ -1,0 +1,17 @@
+// The order in which the stages of several plugins run, from what they provide and require.
+#pragma once
+#include <string_view>
+#include <vector>
+
+#include "engine/planning/build.h"
+
+namespace strata {
+
+// Providers before those who require what they provide, otherwise in the order given. Throws Error with the names when
+// a capability is missing or in conflict, or when requirements go in a circle.
+std::vector<NamedPlugin> in_order(const std::vector<NamedPlugin>& plugins);
+
+// Throws Error unless exactly one plugin provides `capability`; `remedy` says what to do when none does.
+void require_exactly_one(const std::vector<NamedPlugin>& plugins, std::string_view capability, std::string_view remedy);
+
+}  // namespace strata

@@ -1,0 +1,64 @@
+// Configuration to plugins to plans; see session.h.
+#include "engine/runtime/session.h"
+
+#include <algorithm>
+#include <thread>
+
+#include "engine/plugin/order.h"
+
+namespace strata {
+
+Session::Session(const std::string& config_path, const std::vector<std::string>& sets) : config(Config::load(config_path, sets)) {
+  const Sections sections = read_sections(config);
+  run = sections.run;
+  data = sections.data;
+  device = sections.device;
+  loaded_ = load_plugins(config, run.plugin_path);
+  for (const LoadedPlugin& plugin : loaded_) plugins.push_back({plugin.name(), &*plugin});
+  plugins = in_order(plugins);
+  require_exactly_one(plugins, "model", "set model.plugin");
+  require_exactly_one(plugins, "optimizer", "enable one optimizer, for example with a table [plugins.adamw]");
+  for (const NamedPlugin& named : plugins)
+    for (const std::string& capability : named.plugin->capabilities().provides)
+      if (capability == "model") model_ = named.plugin;
+}
+
+// What would lower the largest categories: a smaller microbatch, and installed plugins that say they lower them by
+// providing the capability "lowers <category>".
+std::string Session::advice(const MemoryPlan& plan) const {
+  std::string result;
+  const auto category = [&](Role role) { return plan.at_peak[int(role)]; };
+  if (data.micro_batch > 1 && category(Role::activation) * 10 > plan.total_bytes())
+    result += " A smaller data.micro_batch lowers activations.";
+  for (Role role : {Role::parameter, Role::gradient, Role::optimizer_state, Role::activation}) {
+    if (category(role) * 10 < plan.total_bytes()) continue;
+    const std::string capability = "lowers " + std::string(name_of(role));
+    std::string names;
+    for (const std::string& name : plugins_providing(capability, run.plugin_path)) {
+      const bool enabled = std::any_of(plugins.begin(), plugins.end(), [&](const NamedPlugin& named) { return named.name == name; });
+      if (!enabled) names += (names.empty() ? "" : ", ") + name;
+    }
+    if (!names.empty()) result += " Plugins that lower " + std::string(name_of(role)) + ": " + names + ".";
+  }
+  return result;
+}
+
+int Session::threads() const {
+  return device.threads > 0 ? int(device.threads) : int(std::max(1u, std::thread::hardware_concurrency()));
+}
+
+BatchShape Session::batch(Goal goal) const {
+  return {.micro_batch = goal == Goal::logits ? 1 : data.micro_batch,
+          .microbatches = goal == Goal::train ? data.global_batch / data.micro_batch : 1,
+          .sequence_length = data.sequence_length};
+}
+
+PlannedProgram Session::plan(Goal goal) const {
+  PlannedProgram planned;
+  planned.built = build_program(plugins, batch(goal), goal);
+  planned.memory = plan_memory(planned.built.program, device.backend, threads());
+  enforce_budget(planned.built.program, planned.memory, device.memory.count, advice(planned.memory));
+  return planned;
+}
+
+}  // namespace strata

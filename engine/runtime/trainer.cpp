@@ -1,0 +1,320 @@
+// The step loop; see trainer.h.
+#include "engine/runtime/trainer.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <csignal>
+#include <filesystem>
+#include <memory>
+#include <optional>
+
+#include "engine/checkpoint/store.h"
+#include "engine/data/sampler.h"
+#include "engine/data/token_file.h"
+#include "engine/runtime/executor.h"
+#include "engine/runtime/log.h"
+#include "engine/runtime/peak.h"
+#include "engine/runtime/usage.h"
+
+namespace strata {
+namespace {
+
+volatile std::sig_atomic_t stop_requested = 0;
+void request_stop(int) { stop_requested = 1; }
+
+double seconds_now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+double read_scalar(const Program& program, TensorId id, const void* data) {
+  return program[id].dtype == DType::f64 ? *static_cast<const double*>(data) : double(*static_cast<const float*>(data));
+}
+
+// Puts sequences from a sampler into a program's data tensors and sums its losses.
+class Feed {
+ public:
+  Feed(const Executor& executor, const BatchShape& batch) : batch_(batch) {
+    const Program& program = executor.program();
+    for (int64_t m = 0; m < batch.microbatches; ++m) {
+      tokens_.push_back(pointer(executor, program, "tokens@" + std::to_string(m)));
+      targets_.push_back(pointer(executor, program, "targets@" + std::to_string(m)));
+    }
+    for (TensorId loss : program.losses) losses_.push_back({loss, executor.pointer(loss)});
+    program_ = &program;
+  }
+  void fill(const Sampler& sampler, int64_t first_sample) const {
+    for (size_t m = 0; m < tokens_.size(); ++m)
+      for (int64_t b = 0; b < batch_.micro_batch; ++b) {
+        const int64_t at = b * batch_.sequence_length;
+        sampler.fill(first_sample + int64_t(m) * batch_.micro_batch + b, tokens_[m] + at, targets_[m] + at);
+      }
+  }
+  double loss() const {
+    double sum = 0;
+    for (const auto& [id, data] : losses_) sum += read_scalar(*program_, id, data);
+    return sum;
+  }
+
+ private:
+  static int32_t* pointer(const Executor& executor, const Program& program, const std::string& name) {
+    const TensorId id = program.find(name);
+    if (!id) throw Error("the model declares no data tensor \"" + name.substr(0, name.find('@')) + "\", which the loader fills.");
+    return static_cast<int32_t*>(executor.pointer(id));
+  }
+  BatchShape batch_;
+  const Program* program_ = nullptr;
+  std::vector<int32_t*> tokens_, targets_;
+  std::vector<std::pair<TensorId, const void*>> losses_;
+};
+
+class Notes final : public CheckpointNotes {
+ public:
+  explicit Notes(std::map<std::string, std::string>& values) : values_(values) {}
+  void put(std::string_view name, std::string_view value) override { values_[prefix + std::string(name)] = value; }
+  std::optional<std::string> get(std::string_view name) const override {
+    const auto found = values_.find(prefix + std::string(name));
+    return found == values_.end() ? std::nullopt : std::optional(found->second);
+  }
+  std::string prefix;
+
+ private:
+  std::map<std::string, std::string>& values_;
+};
+
+class Loop final : public StepContext {
+ public:
+  Loop(Session& session, bool resume)
+      : session_(session), threads_(session.threads()), training_(session.plan(Goal::train)) {
+    if (!session.data.validation.empty()) validation_ = session.plan(Goal::evaluate);
+    storage_.emplace(training_.program(), training_.memory, validation_ ? validation_->memory.transient_bytes : 0);
+    dataset_.emplace(session.data.train, training_.built.vocabulary);
+    sampler_.emplace(*dataset_, session.data.sequence_length, session.data.shuffle, uint64_t(session.run.seed));
+    executor_.emplace(training_.program(), training_.memory, *storage_, session.device.backend, threads_);
+    feed_.emplace(*executor_, session.batch(Goal::train));
+    if (validation_) {
+      validation_set_.emplace(session.data.validation, training_.built.vocabulary);
+      validation_sampler_.emplace(*validation_set_, session.data.sequence_length, false, 0);
+      evaluator_.emplace(validation_->program(), validation_->memory, *storage_, session.device.backend, threads_);
+      validation_feed_.emplace(*evaluator_, session.batch(Goal::evaluate));
+    }
+    store_.emplace(session.run.directory, int(session.run.keep));
+    start(resume);
+    log_.emplace(session.run.directory + "/log.jsonl", step_);
+  }
+
+  TrainSummary run() {
+    const double peak = measure_fma_peak(threads_.count());
+    const double began = seconds_now();
+    const int64_t first = step_;
+    std::vector<double> durations;
+    double validation_loss = NAN;
+    while (step_ < steps() && !stop_requested) {
+      ++step_;
+      const double step_began = seconds_now();
+      extra_.clear();
+      one_step();
+      const double seconds = seconds_now() - step_began;
+      durations.push_back(seconds);
+      const double tokens_per_second = double(training_.built.tokens_per_step) / seconds;
+      const double share = training_.built.model_flops / seconds / peak;
+      StepLog::Fields fields{{"step", double(step_)}, {"loss", loss_}, {"tokens_per_second", tokens_per_second},
+                             {"seconds", seconds}, {"peak_share", share}};
+      fields.insert(fields.end(), extra_.begin(), extra_.end());
+      if (evaluator_ && (step_ == steps() || (session_.run.validate_every > 0 && step_ % session_.run.validate_every == 0))) {
+        validation_loss = validate();
+        fields.push_back({"validation_loss", validation_loss});
+      }
+      log_->write(fields);
+      const double left = (seconds_now() - began) / double(step_ - first) * double(steps() - step_);
+      std::string line = fmt::format("step {}/{}  loss {:.4f}  {:.0f} tokens/s  {:.0f}% of FMA peak  memory {}  {} left", step_, steps(),
+                                     loss_, tokens_per_second, share * 100, bytes_text(peak_resident_bytes()), duration_text(left));
+      if (!std::isnan(validation_loss)) line += fmt::format("  validation {:.4f}", validation_loss);
+      if (step_ % session_.run.log_every == 0 || step_ == steps()) progress_.show(line);
+      if (step_ == steps() || stop_requested || (session_.run.checkpoint_every > 0 && step_ % session_.run.checkpoint_every == 0)) save();
+    }
+    progress_.finish();
+    std::sort(durations.begin(), durations.end());
+    const double median = durations.empty() ? NAN : durations[durations.size() / 2];
+    report(durations.empty() ? NAN : training_.built.model_flops / median / peak, double(training_.built.tokens_per_step) / median, validation_loss);
+    return {step_, loss_, validation_loss, double(training_.built.tokens_per_step) / median, stop_requested != 0 && step_ < steps()};
+  }
+
+  int64_t step() const override { return step_; }
+  int64_t steps() const override { return session_.run.steps; }
+  double scalar(std::string_view name) const override {
+    const Program& program = training_.program();
+    const TensorId id = program.find(name);
+    if (!id || elements(program[id].shape) != 1) throw Error("no scalar is named \"" + std::string(name) + "\" in this program.");
+    return read_scalar(program, id, executor_->pointer(id));
+  }
+  void set_scalar(std::string_view name, double value) override {
+    if (void* data = storage_->persistent(name)) *static_cast<double*>(data) = value;
+  }
+  void log(std::string_view name, double value) override { extra_.emplace_back(name, value); }
+
+ private:
+  void start(bool resume) {
+    const auto newest = store_->latest();
+    if (resume) {
+      if (!newest) throw Error(session_.run.directory + ": there is no checkpoint to resume from; train without --resume first.");
+      load(*newest, true);
+      progress_.message(fmt::format("resuming after step {} from {}", step_, *newest));
+      return;
+    }
+    if (newest)
+      throw Error(session_.run.directory + ": already holds checkpoints of a run; continue it with --resume, or choose another run.directory.");
+    storage_->initialize(uint64_t(session_.run.seed), threads_);
+    if (!session_.run.initialize.empty()) load(checkpoint_path(session_.run.initialize), false);
+  }
+
+  // A checkpoint itself, or the newest one of a run directory.
+  static std::string checkpoint_path(const std::string& path) {
+    if (std::filesystem::exists(path + "/manifest.json")) return path;
+    if (!std::filesystem::is_directory(path)) throw Error(path + ": there is no checkpoint or run directory here (run.initialize).");
+    const auto newest = CheckpointStore(path, 1 << 30).latest();
+    if (!newest) throw Error(path + ": holds no checkpoint (run.initialize).");
+    return *newest;
+  }
+
+  void load(const std::string& path, bool everything) {
+    Checkpoint checkpoint(path);
+    for (const Tensor& tensor : storage_->persistent_tensors())
+      if (tensor.role == Role::parameter || (everything && tensor.role != Role::scalar))
+        checkpoint.read(tensor.name, tensor.dtype, tensor.shape, storage_->persistent(tensor.name));
+    if (!everything) return;
+    step_ = checkpoint.info().step;
+    samples_ = checkpoint.info().samples;
+    auto notes = checkpoint.info().notes;
+    Notes view(notes);
+    for (const NamedPlugin& named : session_.plugins) {
+      view.prefix = named.name + ".";
+      named.plugin->restore(view);
+    }
+  }
+
+  void save() {
+    std::map<std::string, std::string> values;
+    Notes notes(values);
+    for (const NamedPlugin& named : session_.plugins) {
+      notes.prefix = named.name + ".";
+      named.plugin->save(notes);
+    }
+    std::vector<TensorRecord> records;
+    for (const Tensor& tensor : storage_->persistent_tensors())
+      if (tensor.role != Role::scalar)
+        records.push_back({tensor.name, tensor.role, tensor.dtype, tensor.shape, storage_->persistent(tensor.name)});
+    try {
+      store_->save({step_, samples_, values, session_.config.text()}, records);
+    } catch (const Error& error) {
+      progress_.message(fmt::format("warning: the checkpoint of step {} was not saved: {} The run goes on; the last good checkpoint is {}.",
+                                    step_, error.what(), store_->latest().value_or("none")));
+    }
+  }
+
+  void one_step() {
+    set_scalar(kStepScalar, double(step_));
+    set_scalar(kSeedScalar, double(session_.run.seed));
+    set_scalar(kLearningRateFactor, 1);
+    feed_->fill(*sampler_, samples_);
+    each_plugin("step_start", [&](Plugin& plugin) { plugin.step_start(*this); });
+    try {
+      executor_->run([&](Stage stage, bool start) {
+        each_plugin(start ? "stage_start" : "stage_end", [&](Plugin& plugin) {
+          if (start) plugin.stage_start(*this, stage);
+          else plugin.stage_end(*this, stage);
+        });
+      });
+    } catch (const NonFinite& what) {
+      std::string first = executor_->first_non_finite();
+      if (first.empty()) first = "none on a second run";
+      throw Error(fmt::format("step {}: {} The first tensor that was not finite: {}. No update was made; the last good checkpoint is {}. "
+                              "A lower learning rate, warm-up or clipping usually helps.",
+                              step_, what.what(), first, store_->latest().value_or("none")), ExitCode::failed);
+    }
+    loss_ = feed_->loss();
+    samples_ += session_.data.global_batch;
+    each_plugin("step_end", [&](Plugin& plugin) { plugin.step_end(*this); });
+  }
+
+  template <class Call>
+  void each_plugin(std::string_view hook, Call&& call) {
+    for (const NamedPlugin& named : session_.plugins) {
+      try {
+        call(*named.plugin);
+      } catch (const std::exception& error) {
+        throw Error(fmt::format("plugin \"{}\", {}, step {}: {}", named.name, hook, step_, error.what()), ExitCode::failed);
+      }
+    }
+  }
+
+  double validate() {
+    const int64_t available = validation_sampler_->sequences() / session_.data.micro_batch;
+    const int64_t batches = std::clamp<int64_t>(session_.run.validate_batches, 1, std::max<int64_t>(available, 1));
+    double sum = 0;
+    for (int64_t i = 0; i < batches; ++i) {
+      validation_feed_->fill(*validation_sampler_, i * session_.data.micro_batch);
+      evaluator_->run();
+      sum += validation_feed_->loss();
+    }
+    return sum / double(batches);
+  }
+
+  void report(double share, double tokens_per_second, double validation_loss) const {
+    if (!std::isnan(share)) fmt::print("median {:.0f} tokens/s, {:.1f}% of the FMA peak measured on {} threads\n", tokens_per_second, share * 100, threads_.count());
+    if (!std::isnan(validation_loss)) fmt::print("validation loss {:.4f} nats a token\n", validation_loss);
+    const MemoryPlan& plan = training_.memory;
+    Ledger resident{};
+    for (const Tensor& tensor : storage_->persistent_tensors())
+      resident[int(tensor.role)] += resident_bytes(static_cast<std::byte*>(storage_->persistent(tensor.name)), tensor.bytes());
+    fmt::print("{:<18}{:>14}{:>14}\n", "device memory", "planned", "measured");
+    int64_t transient = 0;
+    for (int r = 0; r < kRoles; ++r) {
+      const bool kept = Role(r) == Role::parameter || Role(r) == Role::optimizer_state || Role(r) == Role::scalar;
+      if (plan.at_peak[r] == 0) continue;
+      if (!kept) transient += plan.at_peak[r];
+      fmt::print("{:<18}{:>14}{:>14}\n", name_of(Role(r)), bytes_text(plan.at_peak[r]), kept ? bytes_text(resident[r]) : "");
+    }
+    fmt::print("{:<18}{:>14}{:>14}\n", "all transient", bytes_text(plan.transient_bytes), bytes_text(resident_bytes(storage_->transient(), storage_->bytes() - storage_->persistent_bytes())));
+    fmt::print("{:<18}{:>14}{:>14}\n", "arena", bytes_text(plan.total_bytes()), bytes_text(resident_bytes(storage_->base(), storage_->bytes())));
+    fmt::print("{:<18}{:>14}{:>14}\n", "process, peak", "", bytes_text(peak_resident_bytes()));
+    (void)transient;
+  }
+
+  Session& session_;
+  Threads threads_;
+  PlannedProgram training_;
+  std::optional<PlannedProgram> validation_;
+  std::optional<Storage> storage_;
+  std::optional<TokenDataset> dataset_, validation_set_;
+  std::optional<Sampler> sampler_, validation_sampler_;
+  std::optional<Executor> executor_, evaluator_;
+  std::optional<Feed> feed_, validation_feed_;
+  std::optional<CheckpointStore> store_;
+  std::optional<StepLog> log_;
+  Progress progress_;
+  StepLog::Fields extra_;
+  int64_t step_ = 0, samples_ = 0;
+  double loss_ = NAN;
+};
+
+}  // namespace
+
+TrainSummary train(Session& session, bool resume) {
+  std::error_code problem;
+  std::filesystem::create_directories(session.run.directory, problem);
+  if (problem) throw Error(session.run.directory + ": cannot make the run directory: " + problem.message() + ".");
+  stop_requested = 0;
+  Loop loop(session, resume);
+  struct sigaction action {}, old_interrupt {}, old_terminate {};
+  action.sa_handler = request_stop;
+  action.sa_flags = SA_RESETHAND;  // a second Ctrl-C ends at once
+  sigaction(SIGINT, &action, &old_interrupt);
+  sigaction(SIGTERM, &action, &old_terminate);
+  const TrainSummary summary = loop.run();
+  sigaction(SIGINT, &old_interrupt, nullptr);
+  sigaction(SIGTERM, &old_terminate, nullptr);
+  return summary;
+}
+
+}  // namespace strata

@@ -1,0 +1,177 @@
+// The decoder-only transformer as a plugin: GPT-2 and the Llama and Qwen2.5 family by options.
+// Builds the forward program of one microbatch from modules that other plugins may replace or wrap; the exchange with
+// Hugging Face files is in external.h.
+#include <cmath>
+
+#include "plugins/gpt/external.h"
+#include "plugins/gpt/gpt_config.h"
+#include "strata/plugin.h"
+#include "strata/random.h"
+
+namespace {
+
+using strata::Builder;
+using strata::Error;
+using strata::Initializer;
+using strata::TensorId;
+
+class Gpt final : public strata::Plugin {
+ public:
+  void options(strata::Options& o) override {
+    o.add("layers", config_.layers, "transformer blocks").positive();
+    o.add("hidden", config_.hidden, "width of the residual stream").positive();
+    o.add("heads", config_.heads, "query heads").positive();
+    o.add("kv_heads", config_.kv_heads, "key and value heads (grouped-query attention); 0: as many as heads").non_negative();
+    o.add("head_size", config_.head_size, "width of one head; 0: hidden / heads").non_negative();
+    o.add("ffn", config_.ffn, "inner width of the feed-forward layer; 0: 4 x hidden").non_negative();
+    o.add("vocabulary", config_.vocabulary, "number of token ids").positive();
+    o.add("context", config_.context, "longest sequence; the rows of learned positions").positive().unit("tokens");
+    o.add("positions", config_.positions, "how positions enter").choices({"learned", "rotary"});
+    o.add("rotary_base", config_.rotary_base, "base of the rotary angles (arXiv 2104.09864)").positive();
+    o.add("norm", config_.norm, "normalization before each branch").choices({"layer_norm", "rms_norm"});
+    o.add("norm_epsilon", config_.norm_epsilon, "added to the variance").positive();
+    o.add("activation", config_.activation, "feed-forward nonlinearity: gelu in its tanh form, or swiglu (arXiv 2002.05202)").choices({"gelu", "swiglu"});
+    o.add("bias", config_.bias, "biases on all linear layers");
+    o.add("qkv_bias", config_.qkv_bias, "biases on query, key and value alone, when bias is off");
+    o.add("tied", config_.tied, "output layer shares the embedding");
+    o.add("dropout", config_.dropout, "probability of dropping an element of the embedding and of both branches' outputs").range(0, 0.99);
+  }
+
+  strata::Capabilities capabilities() const override { return {.provides = {"model"}, .requires_ = {}, .conflicts = {}}; }
+
+  void model(strata::ModelStage& stage) override {
+    resolve();
+    stage.declare_vocabulary(config_.vocabulary);
+    const auto& batch = stage.batch();
+    if (config_.positions == "learned" && batch.sequence_length > config_.context)
+      throw Error("the sequence length " + std::to_string(batch.sequence_length) + " exceeds the model's context of " +
+                  std::to_string(config_.context) + "; lower data.sequence_length or raise model.context.");
+    dropout_ = stage.goal() == strata::Goal::train ? config_.dropout : 0;
+    stage.define("embedding", [this](Builder& b, TensorId tokens) { return embedding(b, tokens); });
+    stage.define("attention", [this](Builder& b, TensorId x) { return attention(b, x); });
+    stage.define("mlp", [this](Builder& b, TensorId x) { return mlp(b, x); });
+    stage.define("block", [this, &stage](Builder& b, TensorId x) { return stage.call("mlp", b, stage.call("attention", b, x)); });
+    stage.define("head", [this, &stage](Builder& b, TensorId x) { return head(b, x, stage); });
+    stage.define("model", [this, &stage](Builder& b, TensorId) {
+      const TensorId tokens = b.data("tokens", {stage.batch().micro_batch, stage.batch().sequence_length}, strata::DType::i32);
+      TensorId x = stage.call("embedding", b, tokens);
+      for (int64_t i = 0; i < config_.layers; ++i) {
+        const auto scope = b.block("block." + std::to_string(i), int(i));
+        x = stage.call("block", b, x);
+      }
+      return stage.call("head", b, x);
+    });
+  }
+
+  std::optional<std::string> import_config(std::string_view json) override {
+    auto config = gpt_from_external(std::string(json));
+    if (!config) return {};
+    config_ = *config;
+    resolve();
+    return gpt_to_toml(config_);
+  }
+  std::optional<std::string> export_config() const override { return gpt_to_external(resolved()); }
+  std::vector<strata::ExternalTensor> external_tensors() const override { return gpt_external_tensors(resolved()); }
+
+ private:
+  GptConfig resolved() const {
+    GptConfig c = config_;
+    if (c.kv_heads == 0) c.kv_heads = c.heads;
+    if (c.ffn == 0) c.ffn = 4 * c.hidden;
+    if (c.head_size == 0) {
+      if (c.hidden % c.heads != 0)
+        throw Error("model.hidden = " + std::to_string(c.hidden) + " is not divisible by model.heads = " + std::to_string(c.heads) +
+                    "; choose a multiple, or set model.head_size.");
+      c.head_size = c.hidden / c.heads;
+    }
+    if (c.heads % c.kv_heads != 0)
+      throw Error("model.heads = " + std::to_string(c.heads) + " is not divisible by model.kv_heads = " + std::to_string(c.kv_heads) + ".");
+    if (c.positions == "rotary" && c.head_size % 2 != 0)
+      throw Error("rotary positions need an even head size, but it is " + std::to_string(c.head_size) + ".");
+    return c;
+  }
+  void resolve() { config_ = resolved(); }
+
+  static Initializer normal(double standard_deviation) { return {Initializer::Kind::normal, standard_deviation}; }
+  static constexpr double kStandardDeviation = 0.02;  // GPT-2's
+  // Projections back into the residual stream are smaller, so that its variance does not grow with depth (GPT-2, 2.3).
+  double residual_deviation() const { return kStandardDeviation / std::sqrt(2.0 * double(config_.layers)); }
+
+  TensorId norm(Builder& b, TensorId x, std::string_view name) {
+    const auto scope = b.scope(name);
+    const TensorId weight = b.parameter("weight", {config_.hidden}, {Initializer::Kind::ones, 0});
+    const strata::Attributes epsilon{{"epsilon", config_.norm_epsilon}};
+    if (config_.norm == "rms_norm") return b.emit("rms_norm", {x, weight}, epsilon, "out");
+    return b.emit("layer_norm", {x, weight, b.parameter("bias", {config_.hidden}, {})}, epsilon, "out");
+  }
+
+  TensorId linear(Builder& b, TensorId x, std::string_view name, int64_t out, bool bias, double deviation = kStandardDeviation) {
+    const auto scope = b.scope(name);
+    const TensorId weight = b.parameter("weight", {out, b[x].shape.back()}, normal(deviation));
+    return b.emit("linear", {x, weight, bias ? b.parameter("bias", {out}, {}) : TensorId{}}, {}, "out");
+  }
+
+  TensorId drop(Builder& b, TensorId x, std::string_view site) {
+    if (dropout_ == 0) return x;
+    return b.emit("dropout", {x, b.scalar(strata::kSeedScalar), b.scalar(strata::kStepScalar)},
+                  {{"probability", dropout_}, {"stream", int64_t(strata::stream_of(b.scoped(site)))}}, site);
+  }
+
+  // residual + branch; the product that ends the branch adds in place where no dropout stands between.
+  TensorId back(Builder& b, TensorId residual, TensorId x, std::string_view name) {
+    const TensorId y = linear(b, x, name, config_.hidden, config_.bias, residual_deviation());
+    if (dropout_ == 0) {
+      b.accumulate_onto(0, residual);
+      return y;
+    }
+    return b.emit("add", {residual, drop(b, y, std::string(name) + ".dropout")}, {}, "residual");
+  }
+
+  TensorId embedding(Builder& b, TensorId tokens) {
+    const TensorId weight = b.parameter("embedding.weight", {config_.vocabulary, config_.hidden}, normal(kStandardDeviation));
+    TensorId positions;
+    if (config_.positions == "learned")
+      positions = b.parameter("positions.weight", {config_.context, config_.hidden}, normal(kStandardDeviation));
+    return drop(b, b.emit("embedding", {tokens, weight, positions}, {}, "embedding.out"), "embedding.dropout");
+  }
+
+  TensorId attention(Builder& b, TensorId x) {
+    const int64_t width = (config_.heads + 2 * config_.kv_heads) * config_.head_size;
+    TensorId qkv = linear(b, norm(b, x, "norm1"), "qkv", width, config_.bias || config_.qkv_bias);
+    strata::Attributes heads{{"heads", config_.heads}, {"kv_heads", config_.kv_heads}};
+    if (config_.positions == "rotary") {
+      strata::Attributes rotary = heads;
+      rotary.set("base", config_.rotary_base);
+      rotary.set("inverse", int64_t{0});
+      qkv = b.emit("rotary", {qkv}, rotary);
+    }
+    return back(b, x, b.emit("attention", {qkv}, heads), "attention_output");
+  }
+
+  TensorId mlp(Builder& b, TensorId x) {
+    const TensorId normed = norm(b, x, "norm2");
+    const auto scope = b.scope("mlp");
+    TensorId inner = linear(b, normed, "up", config_.ffn, config_.bias);
+    if (config_.activation == "swiglu") inner = b.emit("swiglu", {linear(b, normed, "gate", config_.ffn, config_.bias), inner});
+    else inner = b.emit("gelu", {inner});
+    return back(b, x, inner, "down");
+  }
+
+  TensorId head(Builder& b, TensorId x, const strata::ModelStage& stage) {
+    const auto& batch = stage.batch();
+    TensorId normed = norm(b, x, "norm");
+    const TensorId weight = b.parameter(config_.tied ? "embedding.weight" : "head.weight", {config_.vocabulary, config_.hidden},
+                                        normal(kStandardDeviation));
+    if (stage.goal() == strata::Goal::logits) return b.emit("linear", {normed, weight, {}}, {}, "logits");
+    const TensorId targets = b.data("targets", {batch.micro_batch, batch.sequence_length}, strata::DType::i32);
+    const double tokens = double(batch.micro_batch * batch.sequence_length * batch.microbatches);
+    return b.emit("lm_head_loss", {normed, weight, targets}, {{"scale", 1 / tokens}}, "loss");
+  }
+
+  GptConfig config_;
+  double dropout_ = 0;
+};
+
+}  // namespace
+
+STRATA_PLUGIN(Gpt, "gpt", "1.0.0", "decoder-only transformer: GPT-2, Llama and Qwen2.5 by options")

@@ -1,0 +1,59 @@
+// What each command takes, and the function that does it. No parsing here (main.cpp) and no work of the engine's.
+// Functions return the exit code and throw Error for what a user can mend.
+#pragma once
+#include <string>
+#include <vector>
+
+#include "engine/data/prepare.h"
+#include "engine/runtime/generator.h"
+
+namespace strata {
+
+struct ConfigArguments {
+  std::string config;
+  std::vector<std::string> sets;
+};
+
+struct TrainArguments : ConfigArguments {
+  bool resume = false;
+};
+int train_command_main(const TrainArguments& arguments);
+
+struct PlanArguments : ConfigArguments {
+  bool program = false, json = false;
+};
+int plan_command_main(const PlanArguments& arguments);
+
+int check_command_main(const ConfigArguments& arguments);
+
+struct PluginsArguments {
+  std::string name;
+  std::vector<std::string> paths;
+  bool schema = false;
+};
+int plugins_command_main(const PluginsArguments& arguments);
+
+struct NewPluginArguments {
+  std::string name, directory;
+};
+int new_plugin_command_main(const NewPluginArguments& arguments);
+
+int data_prepare_command(const PrepareArguments& arguments);
+
+struct GenerateArguments : ConfigArguments {
+  std::string checkpoint, tokenizer, prompt;
+  SamplingOptions sampling;
+};
+int generate_command_main(const GenerateArguments& arguments);
+
+struct ImportArguments {
+  std::string source, target, plugin = "gpt";
+};
+int import_command_main(const ImportArguments& arguments);
+
+struct ExportArguments : ConfigArguments {
+  std::string target, checkpoint;
+};
+int export_command_main(const ExportArguments& arguments);
+
+}  // namespace strata

@@ -1,0 +1,65 @@
+// `train`, `plan`, `check` and `generate`: a session, and what each does with it.
+#include <fmt/format.h>
+
+#include <filesystem>
+
+#include "engine/checkpoint/store.h"
+#include "engine/data/sampler.h"
+#include "engine/data/token_file.h"
+#include "engine/data/tokenizer.h"
+#include "engine/planning/report.h"
+#include "engine/runtime/trainer.h"
+#include "tools/strata/commands.h"
+
+namespace strata {
+
+int train_command_main(const TrainArguments& arguments) {
+  Session session(arguments.config, arguments.sets);
+  const TrainSummary summary = train(session, arguments.resume);
+  if (!summary.interrupted) return int(ExitCode::done);
+  fmt::print("stopped after step {}; go on with: strata train {} --resume\n", summary.steps, arguments.config);
+  return int(ExitCode::failed);
+}
+
+int plan_command_main(const PlanArguments& arguments) {
+  const Session session(arguments.config, arguments.sets);
+  const PlannedProgram planned = session.plan(Goal::train);
+  if (arguments.json) fmt::print("{}", plan_json(planned.built, planned.memory));
+  else fmt::print("{}", plan_text(planned.built, planned.memory));
+  if (arguments.program) fmt::print("\n{}", print(planned.program()));
+  return int(ExitCode::done);
+}
+
+int check_command_main(const ConfigArguments& arguments) {
+  const Session session(arguments.config, arguments.sets);
+  const PlannedProgram planned = session.plan(Goal::train);
+  const TokenDataset train(session.data.train, planned.built.vocabulary);
+  const Sampler sampler(train, session.data.sequence_length, session.data.shuffle, uint64_t(session.run.seed));
+  if (!session.data.validation.empty()) {
+    const TokenDataset validation(session.data.validation, planned.built.vocabulary);
+    const Sampler sequences(validation, session.data.sequence_length, false, 0);
+  }
+  fmt::print("{}: no errors. {} training tokens, {} of device memory.\n", arguments.config, train.tokens(), bytes_text(planned.memory.total_bytes()));
+  return int(ExitCode::done);
+}
+
+int generate_command_main(const GenerateArguments& arguments) {
+  const Session session(arguments.config, arguments.sets);
+  std::string checkpoint = arguments.checkpoint;
+  if (checkpoint.empty()) {
+    const auto newest = std::filesystem::is_directory(session.run.directory) ? CheckpointStore(session.run.directory, 1 << 30).latest() : std::nullopt;
+    if (!newest) throw Error(session.run.directory + ": holds no checkpoint to generate from; train first, or name one with --checkpoint.");
+    checkpoint = *newest;
+  }
+  std::string directory = arguments.tokenizer;
+  if (directory.empty() && !session.data.train.empty()) directory = std::filesystem::path(session.data.train.front()).parent_path().string();
+  const auto tokenizer = load_tokenizer(directory);
+  Generator generator(session, checkpoint);
+  std::vector<int32_t> tokens = tokenizer->encode(arguments.prompt.empty() ? "\n" : arguments.prompt);
+  std::vector<int32_t> sampled;
+  generator.generate(tokens, arguments.sampling, [&](int32_t id) { sampled.push_back(id); });
+  fmt::print("{}{}\n", arguments.prompt, tokenizer->decode(sampled));
+  return int(ExitCode::done);
+}
+
+}  // namespace strata
