@@ -1,0 +1,94 @@
+// Dropout whose mask is a pure function of seed, step, site and global element index (Philox), so that nothing is
+// stored and every split of the batch drops the same elements.
+#include "engine/ops/registration.h"
+#include "engine/ops/vector.h"
+#include "strata/random.h"
+
+namespace strata {
+namespace {
+
+using simd::U;
+
+// The four words of blocks block..block+15, one block a lane; the same numbers as philox().
+struct Words {
+  U word[4];
+};
+STRATA_INLINE Words philox_lanes(uint64_t block, uint32_t stream0, uint32_t stream1, uint32_t key0, uint32_t key1) {
+  using Wide = uint64_t __attribute__((vector_size(128)));
+  U lane{};
+  for (int i = 0; i < 16; ++i) lane[i] = uint32_t(i);
+  U c0 = uint32_t(block) + lane, c1 = U{} + uint32_t(block >> 32), c2 = U{} + stream0, c3 = U{} + stream1;
+  c1 += (c0 < lane) ? U{} + 1u : U{};  // carry
+  for (int round = 0; round < 10; ++round) {
+    const Wide a = __builtin_convertvector(c0, Wide) * uint64_t{0xD2511F53}, b = __builtin_convertvector(c2, Wide) * uint64_t{0xCD9E8D57};
+    c0 = __builtin_convertvector(b >> 32, U) ^ c1 ^ key0;
+    c1 = __builtin_convertvector(b, U);
+    c2 = __builtin_convertvector(a >> 32, U) ^ c3 ^ key1;
+    c3 = __builtin_convertvector(a, U);
+    key0 += 0x9E3779B9;
+    key1 += 0xBB67AE85;
+  }
+  return {{c0, c1, c2, c3}};
+}
+
+// Elements [begin, end) of a tensor whose element 0 has global index `first`. Element i keeps its value (times factor)
+// when word i%4 of block i/4 is at least `threshold`.
+STRATA_SIMD void dropout(const float* x, float* y, int64_t begin, int64_t end, int64_t first, uint32_t threshold, float factor, uint64_t seed, uint64_t stream) {
+  for (int64_t i = begin; i < end;) {
+    const uint64_t block = uint64_t(first + i) / 4;
+    const Words words = philox_lanes(block, uint32_t(stream), uint32_t(stream >> 32), uint32_t(seed), uint32_t(seed >> 32));
+    uint32_t bits[64];
+    for (int w = 0; w < 4; ++w)
+      for (int lane = 0; lane < 16; ++lane) bits[lane * 4 + w] = words.word[w][lane];
+    const int64_t base = int64_t(block) * 4 - first, stop = std::min(end, base + 64);
+    for (; i < stop; ++i) y[i] = bits[i - base] >= threshold ? x[i] * factor : 0.0f;
+  }
+}
+
+struct Draw {
+  uint64_t seed, stream;
+  uint32_t threshold;
+  double factor;
+  int64_t first;
+};
+
+Draw draw_of(const Binding& b) {
+  const double p = b.attributes().real("probability");
+  const uint64_t step = uint64_t(*b.in<double>(2));
+  const int microbatch = std::max(0, b.op().microbatch);
+  return {uint64_t(*b.in<double>(1)), uint64_t(b.attributes().integer("stream")) ^ (step * 0x9E3779B97F4A7C15ull), uint32_t(p * 4294967296.0), 1 / (1 - p),
+          int64_t(microbatch) * elements(b.input(0).shape)};
+}
+
+const AtLoad registered([] {
+  register_kind(
+      {.name = "dropout", .summary = "x (…), seed, step (f64 scalars) -> x·mask/(1-p); attributes probability, stream",
+       .shape = [](const OpView& v) -> std::vector<TensorSpec> {
+         require(v.inputs() == 3 && v.has_input(0) && is_float(v.input(0)) && v.has_input(1) && is_scalar(v.input(1)) && v.has_input(2) && is_scalar(v.input(2)) &&
+                     v.attributes().has("probability") && v.attributes().has("stream") && v.attributes().real("probability") >= 0 && v.attributes().real("probability") < 1,
+                 v, "x, the scalars seed and step, and attributes probability in [0, 1) and stream");
+         return {like(v.input(0))};
+       },
+       .gradient = [](Differentiation& d) {
+         d.set(0, d.build().emit("dropout", {d.output_gradient(0), d.input(1), d.input(2)}, d.forward().attributes()));
+       },
+       .cost = {}, .accumulates = 0, .in_place = {{0, 0}},
+       .kernels = {{"cpu", cpu_kernel([](const Binding& b) {
+                      const Draw draw = draw_of(b);
+                      b.threads().split(elements(b.input(0).shape), kGrain, [&](int64_t i, int64_t e) {
+                        dropout(b.in<float>(0), b.out<float>(0), i, e, draw.first, draw.threshold, float(draw.factor), draw.seed, draw.stream);
+                      });
+                    })},
+                   {"reference", reference_kernel([](const Binding& b, auto zero) {
+                      using T = decltype(zero);
+                      const Draw draw = draw_of(b);
+                      for (int64_t i = 0; i < elements(b.input(0).shape); ++i) {
+                        const uint64_t index = uint64_t(draw.first + i);
+                        const bool keep = random_block(draw.seed, draw.stream, index / 4)[index % 4] >= draw.threshold;
+                        b.out<T>(0)[i] = keep ? b.in<T>(0)[i] * T(draw.factor) : T(0);
+                      }
+                    })}}});
+});
+
+}  // namespace
+}  // namespace strata

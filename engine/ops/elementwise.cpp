@@ -1,0 +1,175 @@
+// Elementwise kinds: add, scale, clamp, copy, gelu, swiglu and their gradients.
+#include <cmath>
+
+#include "engine/ops/registration.h"
+#include "engine/ops/vector.h"
+
+namespace strata {
+namespace {
+
+using simd::F;
+using simd::get;
+using simd::put;
+
+STRATA_SIMD void add(const float* x, const float* y, float* z, int64_t n) {
+  simd::map(n, [&](int64_t i, int64_t c) STRATA_INLINE_LAMBDA { put(z + i, get(x + i, c) + get(y + i, c), c); });
+}
+STRATA_SIMD void scale(const float* x, float factor, float* y, int64_t n) {
+  simd::map(n, [&](int64_t i, int64_t c) STRATA_INLINE_LAMBDA { put(y + i, get(x + i, c) * factor, c); });
+}
+STRATA_SIMD void clamp(const float* x, float limit, float* y, int64_t n) {
+  simd::map(n, [&](int64_t i, int64_t c) STRATA_INLINE_LAMBDA {
+    put(y + i, simd::min(simd::max(get(x + i, c), simd::set(-limit)), simd::set(limit)), c);
+  });
+}
+
+// GELU in its tanh form (Hendrycks and Gimpel, arXiv 1606.08415): 0.5 x (1 + tanh(k (x + 0.044715 x³))), k = √(2/π).
+constexpr float kGelu = 0.7978845608f, kCubic = 0.044715f;
+STRATA_SIMD void gelu(const float* x, float* y, int64_t n) {
+  simd::map(n, [&](int64_t i, int64_t c) STRATA_INLINE_LAMBDA {
+    const F v = get(x + i, c);
+    put(y + i, v * simd::sigmoid(2 * kGelu * (v + kCubic * v * v * v)), c);
+  });
+}
+STRATA_SIMD void gelu_gradient(const float* dy, const float* x, float* dx, int64_t n) {
+  simd::map(n, [&](int64_t i, int64_t c) STRATA_INLINE_LAMBDA {
+    const F v = get(x + i, c);
+    const F s = simd::sigmoid(2 * kGelu * (v + kCubic * v * v * v));
+    put(dx + i, get(dy + i, c) * (s + v * s * (1.0f - s) * (2 * kGelu * (1.0f + 3 * kCubic * v * v))), c);
+  });
+}
+// SwiGLU (Shazeer, arXiv 2002.05202): silu(gate)·up.
+STRATA_SIMD void swiglu(const float* gate, const float* up, float* y, int64_t n) {
+  simd::map(n, [&](int64_t i, int64_t c) STRATA_INLINE_LAMBDA {
+    const F g = get(gate + i, c);
+    put(y + i, g * simd::sigmoid(g) * get(up + i, c), c);
+  });
+}
+STRATA_SIMD void swiglu_gradient(const float* dy, const float* gate, const float* up, float* dgate, float* dup, int64_t n) {
+  simd::map(n, [&](int64_t i, int64_t c) STRATA_INLINE_LAMBDA {
+    const F d = get(dy + i, c), g = get(gate + i, c), u = get(up + i, c), s = simd::sigmoid(g);
+    put(dgate + i, d * u * s * (1.0f + g * (1.0f - s)), c);
+    put(dup + i, d * g * s, c);
+  });
+}
+
+template <class T>
+T gelu_slope(T x) {
+  const T inner = T(0.7978845608028654) * (x + T(0.044715) * x * x * x), t = std::tanh(inner);
+  return T(0.5) * (1 + t) + T(0.5) * x * (1 - t * t) * T(0.7978845608028654) * (1 + 3 * T(0.044715) * x * x);
+}
+
+auto same_shape(int inputs) {
+  return [inputs](const OpView& v) -> std::vector<TensorSpec> {
+    bool right = v.inputs() == inputs && v.has_input(0) && is_float(v.input(0));
+    for (int i = 1; right && i < inputs; ++i) right = v.has_input(i) && v.input(i).shape == v.input(0).shape && v.input(i).dtype == v.input(0).dtype;
+    require(right, v, std::to_string(inputs) + " floating-point tensor(s) of one shape");
+    return {like(v.input(0))};
+  };
+}
+int64_t count(const Binding& b) { return elements(b.input(0).shape); }
+
+const AtLoad registered([] {
+  register_kind({.name = "add", .summary = "x (…) + y (…)", .shape = same_shape(2),
+                 .gradient = [](Differentiation& d) { d.set(0, d.output_gradient(0)); d.set(1, d.output_gradient(0)); },
+                 .cost = {}, .accumulates = 0, .in_place = {{0, 0}, {0, 1}},
+                 .kernels = {{"cpu", cpu_kernel([](const Binding& b) {
+                                b.threads().split(count(b), kGrain, [&](int64_t i, int64_t e) { add(b.in<float>(0) + i, b.in<float>(1) + i, b.out<float>(0) + i, e - i); });
+                              })},
+                             {"reference", reference_kernel([](const Binding& b, auto zero) {
+                                using T = decltype(zero);
+                                for (int64_t i = 0; i < count(b); ++i) b.out<T>(0)[i] = b.in<T>(0)[i] + b.in<T>(1)[i];
+                              })}}});
+
+  register_kind({.name = "scale", .summary = "x (…) times a f64 scalar",
+                 .shape = [](const OpView& v) -> std::vector<TensorSpec> {
+                   require(v.inputs() == 2 && v.has_input(0) && v.has_input(1) && is_float(v.input(0)) && is_scalar(v.input(1)), v, "x and a f64 (1) factor");
+                   return {like(v.input(0))};
+                 },
+                 .gradient = {}, .cost = {}, .accumulates = 0, .in_place = {{0, 0}},
+                 .kernels = {{"cpu", cpu_kernel([](const Binding& b) {
+                                b.threads().split(count(b), kGrain, [&](int64_t i, int64_t e) { scale(b.in<float>(0) + i, float(*b.in<double>(1)), b.out<float>(0) + i, e - i); });
+                              })},
+                             {"reference", reference_kernel([](const Binding& b, auto zero) {
+                                using T = decltype(zero);
+                                for (int64_t i = 0; i < count(b); ++i) b.out<T>(0)[i] = b.in<T>(0)[i] * T(*b.in<double>(1));
+                              })}}});
+
+  register_kind({.name = "clamp", .summary = "x (…) cut to [-limit, limit]",
+                 .shape = [](const OpView& v) -> std::vector<TensorSpec> {
+                   require(v.inputs() == 1 && v.has_input(0) && is_float(v.input(0)) && v.attributes().has("limit"), v, "one tensor and an attribute limit");
+                   return {like(v.input(0))};
+                 },
+                 .gradient = {}, .cost = {}, .accumulates = 0, .in_place = {{0, 0}},
+                 .kernels = {{"cpu", cpu_kernel([](const Binding& b) {
+                                const float limit = float(b.attributes().real("limit"));
+                                b.threads().split(count(b), kGrain, [&](int64_t i, int64_t e) { clamp(b.in<float>(0) + i, limit, b.out<float>(0) + i, e - i); });
+                              })},
+                             {"reference", reference_kernel([](const Binding& b, auto zero) {
+                                using T = decltype(zero);
+                                const T limit = T(b.attributes().real("limit"));
+                                for (int64_t i = 0; i < count(b); ++i) b.out<T>(0)[i] = std::min(std::max(b.in<T>(0)[i], -limit), limit);
+                              })}}});
+
+  register_kind({.name = "gelu", .summary = "x (…) -> GELU, tanh form", .shape = same_shape(1),
+                 .gradient = [](Differentiation& d) { d.set(0, d.build().emit("gelu_gradient", {d.output_gradient(0), d.input(0)})); },
+                 .cost = {}, .accumulates = 0, .in_place = {{0, 0}},
+                 .kernels = {{"cpu", cpu_kernel([](const Binding& b) {
+                                b.threads().split(count(b), kGrain, [&](int64_t i, int64_t e) { gelu(b.in<float>(0) + i, b.out<float>(0) + i, e - i); });
+                              })},
+                             {"reference", reference_kernel([](const Binding& b, auto zero) {
+                                using T = decltype(zero);
+                                for (int64_t i = 0; i < count(b); ++i) {
+                                  const T x = b.in<T>(0)[i];
+                                  b.out<T>(0)[i] = T(0.5) * x * (1 + std::tanh(T(0.7978845608028654) * (x + T(0.044715) * x * x * x)));
+                                }
+                              })}}});
+  register_kind({.name = "gelu_gradient", .summary = "dy, x -> dx", .shape = same_shape(2), .gradient = {}, .cost = {}, .accumulates = 0, .in_place = {{0, 0}},
+                 .kernels = {{"cpu", cpu_kernel([](const Binding& b) {
+                                b.threads().split(count(b), kGrain, [&](int64_t i, int64_t e) { gelu_gradient(b.in<float>(0) + i, b.in<float>(1) + i, b.out<float>(0) + i, e - i); });
+                              })},
+                             {"reference", reference_kernel([](const Binding& b, auto zero) {
+                                using T = decltype(zero);
+                                for (int64_t i = 0; i < count(b); ++i) b.out<T>(0)[i] = b.in<T>(0)[i] * gelu_slope(b.in<T>(1)[i]);
+                              })}}});
+
+  register_kind({.name = "swiglu", .summary = "gate, up (…) -> silu(gate)·up", .shape = same_shape(2),
+                 .gradient = [](Differentiation& d) {
+                   const auto out = d.build().emit_all("swiglu_gradient", {d.output_gradient(0), d.input(0), d.input(1)});
+                   d.set(0, out[0]);
+                   d.set(1, out[1]);
+                 },
+                 .cost = {}, .accumulates = 0, .in_place = {{0, 0}, {0, 1}},
+                 .kernels = {{"cpu", cpu_kernel([](const Binding& b) {
+                                b.threads().split(count(b), kGrain, [&](int64_t i, int64_t e) { swiglu(b.in<float>(0) + i, b.in<float>(1) + i, b.out<float>(0) + i, e - i); });
+                              })},
+                             {"reference", reference_kernel([](const Binding& b, auto zero) {
+                                using T = decltype(zero);
+                                for (int64_t i = 0; i < count(b); ++i) {
+                                  const T g = b.in<T>(0)[i];
+                                  b.out<T>(0)[i] = g / (1 + std::exp(-g)) * b.in<T>(1)[i];
+                                }
+                              })}}});
+  register_kind({.name = "swiglu_gradient", .summary = "dy, gate, up -> dgate, dup",
+                 .shape = [](const OpView& v) -> std::vector<TensorSpec> {
+                   const auto one = same_shape(3)(v);
+                   return {one[0], one[0]};
+                 },
+                 .gradient = {}, .cost = {}, .accumulates = 0, .in_place = {{0, 0}, {1, 1}, {1, 2}},
+                 .kernels = {{"cpu", cpu_kernel([](const Binding& b) {
+                                b.threads().split(count(b), kGrain, [&](int64_t i, int64_t e) {
+                                  swiglu_gradient(b.in<float>(0) + i, b.in<float>(1) + i, b.in<float>(2) + i, b.out<float>(0) + i, b.out<float>(1) + i, e - i);
+                                });
+                              })},
+                             {"reference", reference_kernel([](const Binding& b, auto zero) {
+                                using T = decltype(zero);
+                                for (int64_t i = 0; i < count(b); ++i) {
+                                  const T d = b.in<T>(0)[i], g = b.in<T>(1)[i], u = b.in<T>(2)[i], s = 1 / (1 + std::exp(-g));
+                                  b.out<T>(0)[i] = d * u * s * (1 + g * (1 - s));
+                                  b.out<T>(1)[i] = d * g * s;
+                                }
+                              })}}});
+});
+
+}  // namespace
+}  // namespace strata
