@@ -1,0 +1,71 @@
+// AtomicFile on write(2), fsync(2), rename(2); see atomic_file.h.
+#include "memory/atomic_file.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+
+#include "strata/error.h"
+
+namespace strata {
+
+AtomicFile::AtomicFile(std::string path) : path_(std::move(path)), temporary_(path_ + ".tmp-" + std::to_string(getpid())) {
+  file_ = open(temporary_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
+  if (file_ < 0) refuse("cannot write it");
+}
+
+AtomicFile::~AtomicFile() {
+  if (file_ < 0) return;
+  close(file_);
+  unlink(temporary_.c_str());
+}
+
+void AtomicFile::refuse(const char* what) { throw Error(path_ + ": " + what + ": " + std::strerror(errno) + ".", ExitCode::failed); }
+
+void AtomicFile::write(std::span<const std::byte> bytes) {
+  while (!bytes.empty()) {
+    const ssize_t count = ::write(file_, bytes.data(), std::min<size_t>(bytes.size(), 1 << 30));
+    if (count < 0 && errno == EINTR) continue;
+    if (count < 0) refuse("cannot write it");
+    bytes = bytes.subspan(size_t(count));
+  }
+}
+
+void AtomicFile::write_at(std::span<const std::byte> bytes, size_t offset) {
+  while (!bytes.empty()) {
+    const ssize_t count = pwrite(file_, bytes.data(), bytes.size(), off_t(offset));
+    if (count < 0 && errno == EINTR) continue;
+    if (count < 0) refuse("cannot write it");
+    bytes = bytes.subspan(size_t(count));
+    offset += size_t(count);
+  }
+}
+
+void AtomicFile::commit() {
+  if (fsync(file_) != 0) refuse("cannot sync it");
+  if (const int file = std::exchange(file_, -1); close(file) != 0) {
+    unlink(temporary_.c_str());
+    refuse("cannot close it");
+  }
+  if (rename(temporary_.c_str(), path_.c_str()) != 0) {
+    unlink(temporary_.c_str());
+    refuse("cannot rename to it");
+  }
+  const std::string folder = std::filesystem::path(path_).parent_path().string();
+  sync_folder(folder.empty() ? "." : folder);
+}
+
+void sync_folder(const std::string& path) {
+  const int folder = open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (folder < 0 || fsync(folder) != 0) {
+    const int problem = errno;
+    if (folder >= 0) close(folder);
+    throw Error(path + ": cannot sync the folder: " + std::strerror(problem) + ".", ExitCode::failed);
+  }
+  close(folder);
+}
+
+}  // namespace strata

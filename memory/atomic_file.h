@@ -1,0 +1,29 @@
+// Writes a file so that its name only ever shows the old content or the whole new one.
+#pragma once
+#include <cstddef>
+#include <span>
+#include <string>
+
+namespace strata {
+
+// Bytes go to a temporary name beside the target; commit() syncs and renames. Without commit() nothing remains.
+// All methods throw Error (failed) with the file's name when the system refuses, a full disk for instance.
+class AtomicFile {
+ public:
+  explicit AtomicFile(std::string path);
+  ~AtomicFile();
+  AtomicFile(const AtomicFile&) = delete;
+  void write(std::span<const std::byte> bytes);
+  void write(const std::string& text) { write(std::as_bytes(std::span(text))); }
+  void write_at(std::span<const std::byte> bytes, size_t offset);  // overwrites; does not move the end
+  void commit();
+
+ private:
+  void refuse(const char* what);
+  std::string path_, temporary_;
+  int file_ = -1;
+};
+
+void sync_folder(const std::string& path);
+
+}  // namespace strata
