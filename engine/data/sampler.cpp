@@ -10,7 +10,7 @@
 namespace strata {
 
 int64_t permuted(int64_t index, int64_t size, uint64_t seed, uint64_t epoch) {
-  const int half = std::max(1, (std::bit_width(uint64_t(size - 1)) + 1) / 2);
+  const int half = std::max(1, (int(std::bit_width(uint64_t(size - 1))) + 1) / 2);
   const uint64_t mask = (uint64_t{1} << half) - 1;
   uint64_t value = uint64_t(index);
   do {

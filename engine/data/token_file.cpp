@@ -77,11 +77,13 @@ int64_t TokenFile::first_at_least(int64_t vocabulary) const {
 TokenDataset::TokenDataset(const std::vector<std::string>& patterns, int64_t vocabulary) {
   for (const std::string& pattern : patterns) {
     glob_t found{};
-    const int status = glob(pattern.c_str(), GLOB_NOCHECK, nullptr, &found);
-    std::vector<std::string> paths(found.gl_pathv, found.gl_pathv + (status == 0 ? found.gl_pathc : 0));
+    const int status = glob(pattern.c_str(), 0, nullptr, &found);
+    std::vector<std::string> paths;
+    if (status == 0) paths.assign(found.gl_pathv, found.gl_pathv + found.gl_pathc);
     globfree(&found);
-    if (paths.size() == 1 && paths[0] == pattern && pattern.find_first_of("*?[") != std::string::npos && glob(pattern.c_str(), 0, nullptr, nullptr) == GLOB_NOMATCH)
+    if (paths.empty() && pattern.find_first_of("*?[") != std::string::npos)
       throw Error(pattern + ": no file matches. Make token files with: strata data prepare.");
+    if (paths.empty()) paths = {pattern};  // opening it says what is wrong
     for (const std::string& path : paths) {
       files_.emplace_back(path);
       if (const int64_t at = files_.back().first_at_least(vocabulary); at >= 0) {

@@ -165,16 +165,7 @@ class Loop final : public StepContext {
     if (newest)
       throw Error(session_.run.directory + ": already holds checkpoints of a run; continue it with --resume, or choose another run.directory.");
     storage_->initialize(uint64_t(session_.run.seed), threads_);
-    if (!session_.run.initialize.empty()) load(checkpoint_path(session_.run.initialize), false);
-  }
-
-  // A checkpoint itself, or the newest one of a run directory.
-  static std::string checkpoint_path(const std::string& path) {
-    if (std::filesystem::exists(path + "/manifest.json")) return path;
-    if (!std::filesystem::is_directory(path)) throw Error(path + ": there is no checkpoint or run directory here (run.initialize).");
-    const auto newest = CheckpointStore(path, 1 << 30).latest();
-    if (!newest) throw Error(path + ": holds no checkpoint (run.initialize).");
-    return *newest;
+    if (!session_.run.initialize.empty()) load(find_checkpoint(session_.run.initialize, "run.initialize"), false);
   }
 
   void load(const std::string& path, bool everything) {

@@ -45,12 +45,8 @@ int check_command_main(const ConfigArguments& arguments) {
 
 int generate_command_main(const GenerateArguments& arguments) {
   const Session session(arguments.config, arguments.sets);
-  std::string checkpoint = arguments.checkpoint;
-  if (checkpoint.empty()) {
-    const auto newest = std::filesystem::is_directory(session.run.directory) ? CheckpointStore(session.run.directory, 1 << 30).latest() : std::nullopt;
-    if (!newest) throw Error(session.run.directory + ": holds no checkpoint to generate from; train first, or name one with --checkpoint.");
-    checkpoint = *newest;
-  }
+  const std::string checkpoint = arguments.checkpoint.empty() ? find_checkpoint(session.run.directory, "run.directory")
+                                                              : find_checkpoint(arguments.checkpoint, "--checkpoint");
   std::string directory = arguments.tokenizer;
   if (directory.empty() && !session.data.train.empty()) directory = std::filesystem::path(session.data.train.front()).parent_path().string();
   const auto tokenizer = load_tokenizer(directory);
