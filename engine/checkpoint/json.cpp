@@ -1,5 +1,5 @@
-// The one file that knows nlohmann-json; see json.h.
-#include "engine/checkpoint/json.h"
+// The one file that knows nlohmann-json; see strata/strata/json.h.
+#include "strata/json.h"
 
 #include <nlohmann/json.hpp>
 

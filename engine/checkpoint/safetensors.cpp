@@ -5,7 +5,7 @@
 #include <cstring>
 #include <limits>
 
-#include "engine/checkpoint/json.h"
+#include "strata/json.h"
 #include "strata/error.h"
 
 namespace strata {

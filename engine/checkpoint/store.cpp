@@ -9,7 +9,7 @@
 #include <cstring>
 #include <filesystem>
 
-#include "engine/checkpoint/json.h"
+#include "strata/json.h"
 #include "strata/error.h"
 
 namespace strata {

@@ -1,5 +1,4 @@
-// JSON as a plain tree: what checkpoints and foreign model folders need, and no more.
-#pragma once
+// JSON as a plain tree: what checkpoints, foreign model folders and the plugins that read their configuration need.
 #include <cstdint>
 #include <string>
 #include <string_view>

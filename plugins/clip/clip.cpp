@@ -1,0 +1,66 @@
+// Clipping by the global norm of all gradients (Pascanu et al., arXiv 1211.5063), as a scalar that the update reads:
+// gradients are read once for the norm and never rewritten.
+#include <algorithm>
+#include <cmath>
+
+#include "strata/plugin.h"
+
+namespace {
+
+// norm = √Σ, factor = min(1, max_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_.
+strata::Kernel factor_kernel() {
+  return {[](const strata::Binding& b) -> strata::Launch {
+            const double limit = b.attributes().real("max_norm");
+            return [b, limit] {
+              const double norm = std::sqrt(*b.in<double>(0));
+              *b.out<double>(0) = std::min(1.0, limit / (norm + 1e-6));
+              *b.out<double>(1) = norm;
+            };
+          },
+          {}};
+}
+
+class Clip final : public strata::Plugin {
+ public:
+  Clip() {
+    static const bool once = [] {
+      strata::register_kind({.name = "clip_factor", .summary = "sum of squares f64 (1) -> factor f64 (1), norm f64 (1)",
+                             .shape = [](const strata::OpView& v) -> std::vector<strata::TensorSpec> {
+                               strata::require(v.inputs() == 1 && v.input(0).dtype == strata::DType::f64, v, "a f64 scalar");
+                               return {{{1}, strata::DType::f64}, {{1}, strata::DType::f64}};
+                             },
+                             .gradient = {}, .cost = {}, .accumulates = 0, .in_place = {},
+                             .kernels = {{"cpu", factor_kernel()}, {"reference", factor_kernel()}}});
+      return true;
+    }();
+    (void)once;
+  }
+
+  void options(strata::Options& o) override { o.add("max_norm", max_norm_, "largest global norm").positive(); }
+
+  void gradients(strata::GradientStage& stage) override {
+    auto& build = stage.build();
+    build.role = strata::Role::workspace;
+    std::vector<strata::TensorId> squares;
+    for (auto& gradient : stage.gradients()) {
+      stage.materialize(gradient);
+      build.role = strata::Role::workspace;
+      squares.push_back(build.emit("sum_of_squares", {gradient.tensor}));
+    }
+    if (squares.empty()) return;
+    const auto out = build.emit_all("clip_factor", {build.emit("sum_scalars", squares)}, {{"max_norm", max_norm_}}, {}, "clip");
+    norm_ = build[out[1]].name;
+    build.program()[out[1]].step_output = true;
+    for (auto& gradient : stage.gradients()) stage.scale(gradient, out[0]);
+  }
+
+  void step_end(strata::StepContext& context) override { context.log("gradient_norm", context.scalar(norm_)); }
+
+ private:
+  double max_norm_ = 1;
+  std::string norm_;
+};
+
+}  // namespace
+
+STRATA_PLUGIN(Clip, "clip", "1.0.0", "scales gradients down to a global norm")
