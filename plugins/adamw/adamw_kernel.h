@@ -1,0 +1,52 @@
+// AdamW's update over plain arrays: one pass over memory. Not the plugin, and no allocation of states.
+// Loshchilov and Hutter, "Decoupled weight decay regularization", arXiv 1711.05101, in the form of torch.optim.AdamW.
+#pragma once
+#include <cmath>
+#include <cstdint>
+
+#include "strata/threads.h"
+
+namespace strata::adamw {
+
+struct Settings {
+  double beta1 = 0.9;
+  double beta2 = 0.95;
+  double epsilon = 1e-8;
+  double learning_rate = 3e-4;  // of this step, with the schedule's factor in it
+  double weight_decay = 0.1;
+  double gradient_scale = 1;    // multiplies the gradient as it is read
+};
+
+// What one element needs, computed in double once a step.
+template <class T>
+struct Factors {
+  T gradient_scale, weight1, beta2, weight2, decay, step_size, inverse_root, epsilon;
+};
+
+// `step` counts from 1.
+template <class T>
+Factors<T> factors(const Settings& s, double step) {
+  const double correction1 = 1 - std::pow(s.beta1, step), correction2 = 1 - std::pow(s.beta2, step);
+  return {T(s.gradient_scale), T(1 - s.beta1), T(s.beta2), T(1 - s.beta2), T(1 - s.learning_rate * s.weight_decay),
+          T(s.learning_rate / correction1), T(1 / std::sqrt(correction2)), T(s.epsilon)};
+}
+
+// parameter, gradient, m (first moment), v (second moment): `count` elements each; all but the gradient are updated.
+void update(Threads& threads, float* parameter, const float* gradient, float* m, float* v, int64_t count,
+            const Factors<float>& factors);
+
+// The same, plainly, term by term as torch.optim.AdamW writes it.
+template <class T>
+void reference_update(T* parameter, const T* gradient, T* m, T* v, int64_t count, const Settings& s, double step) {
+  const T step_size = T(s.learning_rate / (1 - std::pow(s.beta1, step)));
+  const T root = T(std::sqrt(1 - std::pow(s.beta2, step)));
+  for (int64_t i = 0; i < count; ++i) {
+    const T g = gradient[i] * T(s.gradient_scale);
+    parameter[i] *= T(1 - s.learning_rate * s.weight_decay);
+    m[i] += T(1 - s.beta1) * (g - m[i]);
+    v[i] = T(s.beta2) * v[i] + T(1 - s.beta2) * g * g;
+    parameter[i] -= step_size * m[i] / (std::sqrt(v[i]) / root + T(s.epsilon));
+  }
+}
+
+}  // namespace strata::adamw
