@@ -15,7 +15,9 @@ using strata::TensorSpec;
 // Inputs: parameter, gradient, m, v (…, one shape and type), step, learning_rate_factor, [gradient scale] (f64 {1}).
 // Outputs: parameter, m, v, in place.
 std::vector<TensorSpec> shape(const OpView& view) {
-  const auto scalar = [&](int i) { return view.input(i).dtype == DType::f64 && view.input(i).shape == strata::Shape{1}; };
+  const auto scalar = [&](int i) {
+    return view.input(i).dtype == DType::f64 && view.input(i).shape == strata::Shape{1};
+  };
   bool right = view.inputs() == 6 || view.inputs() == 7;
   for (int i = 0; right && i < 6; ++i) right = view.has_input(i);
   for (int i = 1; right && i < 4; ++i)
@@ -37,20 +39,25 @@ strata::adamw::Settings settings(const Binding& b) {
 strata::Launch bind_cpu(const Binding& b) {
   require(b.input(0).dtype == DType::f32, b, "f32 tensors on the cpu backend");
   return [b] {
+    const auto factors = strata::adamw::factors<float>(settings(b), *b.in<double>(4));
     strata::adamw::update(b.threads(), b.out<float>(0), b.in<float>(1), b.out<float>(1), b.out<float>(2),
-                          strata::elements(b.input(0).shape), strata::adamw::factors<float>(settings(b), *b.in<double>(4)));
+                          strata::elements(b.input(0).shape), factors);
   };
 }
 
 template <class T>
 strata::Launch bind_reference(const Binding& b) {
   return [b] {
-    strata::adamw::reference_update(b.out<T>(0), b.in<T>(1), b.out<T>(1), b.out<T>(2), strata::elements(b.input(0).shape),
-                                    settings(b), *b.in<double>(4));
+    strata::adamw::reference_update(b.out<T>(0), b.in<T>(1), b.out<T>(1), b.out<T>(2),
+                                    strata::elements(b.input(0).shape), settings(b), *b.in<double>(4));
   };
 }
 
-const bool registered = [] {
+// Called when the plugin is made, not when its library is loaded: the engine checks that the library fits in between.
+void register_once() {
+  static bool done = false;
+  if (done) return;
+  done = true;
   strata::OpKind kind;
   kind.name = "adamw";
   kind.summary = "parameter, gradient, m, v, step, factor, [scale] -> parameter, m, v";
@@ -65,27 +72,32 @@ const bool registered = [] {
     return b.input(0).dtype == DType::f64 ? bind_reference<double>(b) : bind_reference<float>(b);
   }, {}};
   register_kind(std::move(kind));
-  return true;
-}();
+}
 
 class AdamW final : public strata::Plugin {
  public:
+  AdamW() { register_once(); }
+
   void options(strata::Options& o) override {
     o.add("learning_rate", settings_.learning_rate, "step size at the schedule's peak").positive();
     o.add("beta1", settings_.beta1, "decay of the first moment").range(0, 0.9999999);
     o.add("beta2", settings_.beta2, "decay of the second moment").range(0, 0.9999999);
     o.add("epsilon", settings_.epsilon, "added to the root of the second moment").positive();
-    o.add("weight_decay", settings_.weight_decay, "decoupled decay of tensors with two or more dimensions").non_negative();
+    o.add("weight_decay", settings_.weight_decay, "decoupled decay of tensors with two dimensions or more")
+        .non_negative();
   }
 
-  strata::Capabilities capabilities() const override { return {.provides = {"optimizer"}, .requires_ = {}, .conflicts = {}}; }
+  strata::Capabilities capabilities() const override {
+    return {.provides = {"optimizer"}, .requires_ = {}, .conflicts = {}};
+  }
 
   void update(strata::UpdateStage& stage) override {
     strata::Builder& build = stage.build();
     const TensorId step = build.scalar(strata::kStepScalar), factor = build.scalar(strata::kLearningRateFactor);
     for (const strata::Gradient& gradient : stage.gradients()) {
       const strata::Tensor parameter = build[gradient.parameter];  // a copy: adding states moves the list
-      const TensorId m = stage.state(gradient, "m", parameter.shape), v = stage.state(gradient, "v", parameter.shape);
+      const TensorId m = stage.state(gradient, "adamw.m", parameter.shape);
+      const TensorId v = stage.state(gradient, "adamw.v", parameter.shape);
       std::vector<TensorId> inputs{gradient.parameter, gradient.tensor, m, v, step, factor};
       if (gradient.scale) inputs.push_back(gradient.scale);
       build.emit_all("adamw", inputs,

@@ -17,6 +17,11 @@ constexpr int64_t kCount = 1 << 25;  // 128 MiB an array: far beyond any cache
 
 int threads() { return std::max(1, int(std::thread::hardware_concurrency())); }
 
+void report(benchmark::State& state, double bytes) {
+  const double total = bytes * double(state.iterations());
+  state.counters["GB/s"] = benchmark::Counter(total / 1e9, benchmark::Counter::kIsRate);
+}
+
 STRATA_SIMD void triad(double* a, const double* b, const double* c, double factor, int64_t count) {
 #pragma GCC ivdep
   for (int64_t i = 0; i < count; ++i) a[i] = b[i] + factor * c[i];
@@ -39,7 +44,7 @@ void run_triad(benchmark::State& state, Triad&& body) {
   std::vector<double> a(count), b(count, 1.0), c(count, 2.0);
   for (auto _ : state)
     team.split(count, 4096, [&](int64_t i, int64_t e) { body(a.data() + i, b.data() + i, c.data() + i, 3.0, e - i); });
-  state.counters["GB/s"] = benchmark::Counter(24.0 * double(count) * double(state.iterations()) / 1e9, benchmark::Counter::kIsRate);
+  report(state, 24.0 * double(count));
 }
 
 void Triad(benchmark::State& state) { run_triad(state, triad); }
@@ -50,7 +55,7 @@ void AdamW(benchmark::State& state) {
   std::vector<float> p(kCount, 1), g(kCount, 0.1f), m(kCount, 0), v(kCount, 0);
   const auto factors = strata::adamw::factors<float>({}, 10);
   for (auto _ : state) strata::adamw::update(team, p.data(), g.data(), m.data(), v.data(), kCount, factors);
-  state.counters["GB/s"] = benchmark::Counter(28.0 * double(kCount) * double(state.iterations()) / 1e9, benchmark::Counter::kIsRate);
+  report(state, 28.0 * double(kCount));
 }
 
 BENCHMARK(Triad)->UseRealTime()->Unit(benchmark::kMillisecond);

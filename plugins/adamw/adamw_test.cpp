@@ -35,7 +35,8 @@ TEST(AdamW, KernelAgreesWithReferenceInDouble) {
     Threads team(threads);
     for (int64_t count : {1, 7, 15, 16, 17, 31, 33, 1000, 4096, 4097, 20011}) {
       State s = random_state(count, seed + unsigned(count));
-      std::vector<double> p(s.p.begin(), s.p.end()), g(s.g.begin(), s.g.end()), m(s.m.begin(), s.m.end()), v(s.v.begin(), s.v.end());
+      std::vector<double> p(s.p.begin(), s.p.end()), g(s.g.begin(), s.g.end());
+      std::vector<double> m(s.m.begin(), s.m.end()), v(s.v.begin(), s.v.end());
       const Settings settings{.learning_rate = 1e-2, .weight_decay = 0.1, .gradient_scale = 0.37};
       reference_update(p.data(), g.data(), m.data(), v.data(), count, settings, 5);
       update(team, s.p.data(), s.g.data(), s.m.data(), s.v.data(), count, factors<float>(settings, 5));
@@ -54,8 +55,8 @@ TEST(AdamW, FirstStepsFollowTheFormula) {
   const Settings settings{.beta1 = 0.9, .beta2 = 0.95, .epsilon = 1e-8, .learning_rate = 0.1, .weight_decay = 0.1};
   double p = 1, m = 0, v = 0, g = 0.5;
   reference_update(&p, &g, &m, &v, 1, settings, 1);
-  // At step 1 the corrected moments are g and g², so the step is lr·sign(g) whatever the size of g; epsilon changes it
-  // by 2e-9.
+  // At step 1 the corrected moments are g and g², so the step is lr·sign(g) whatever the size of g; epsilon
+  // changes it by 2e-9.
   EXPECT_NEAR(p, 1 * (1 - 0.01) - 0.1, 1e-8);
   g = -0.25;
   reference_update(&p, &g, &m, &v, 1, settings, 2);
