@@ -1,4 +1,4 @@
-// The one file that knows nlohmann-json; see strata/strata/json.h.
+// The one file that knows nlohmann-json; see strata/json.h.
 #include "strata/json.h"
 
 #include <nlohmann/json.hpp>

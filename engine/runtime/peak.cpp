@@ -1,59 +1,169 @@
-// Measures FMA peak and triad bandwidth; see peak.h.
+// Register-only multiply-adds and STREAM's triad; see peak.h.
 #include "engine/runtime/peak.h"
 
+#include <unistd.h>
+
 #include <algorithm>
+#include <atomic>
 #include <chrono>
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <new>
 #include <vector>
 
-#include "engine/ops/vector.h"
 #include "strata/threads.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 namespace strata {
 namespace {
 
-double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+using Clock = std::chrono::steady_clock;
 
-// Sixteen chains hide the latency of four cycles on two units twice over; 2·16·16 operations a round.
-STRATA_SIMD float fma_rounds(int64_t rounds) {
-  simd::F chain[16];
-  for (int i = 0; i < 16; ++i) chain[i] = simd::set(float(i));
+double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+
+// Independent chains of multiply-adds: more than latency (4 or 5 cycles) times units (2), so that none waits; with the
+// two constants they fit the 16 registers of AVX2.
+constexpr int kChains = 12;
+
+// x ← x·0.999 + 0.001 tends to 1: never infinite or denormal, which would be slower on some machines.
+constexpr float kFactor = 0.999f, kTerm = 0.001f;
+
+// Each kernel runs `rounds` rounds of kChains multiply-adds and returns a value that depends on all of them.
+using FmaKernel = float (*)(int64_t rounds);
+
+float fma_plain(int64_t rounds) {
+  float chain[kChains][4] = {};
   for (int64_t r = 0; r < rounds; ++r)
-    for (auto& value : chain) value = value * 0.999f + 0.001f;
-  simd::F total{};
-  for (const auto& value : chain) total += value;
-  return simd::sum(total);
+    for (auto& lanes : chain)
+      for (float& x : lanes) x = x * kFactor + kTerm;
+  float sum = 0;
+  for (auto& lanes : chain)
+    for (float x : lanes) sum += x;
+  return sum;
 }
 
-STRATA_SIMD void triad(float* a, const float* b, const float* c, int64_t n) {
-  simd::map(n, [&](int64_t i, int64_t k) STRATA_INLINE_LAMBDA { simd::put(a + i, simd::get(b + i, k) + simd::get(c + i, k) * 3.0f, k); });
+#if defined(__x86_64__)
+__attribute__((target("avx2,fma"))) float fma_avx2(int64_t rounds) {
+  const __m256 factor = _mm256_set1_ps(kFactor), term = _mm256_set1_ps(kTerm);
+  __m256 chain[kChains];
+  for (__m256& x : chain) x = _mm256_setzero_ps();
+  for (int64_t r = 0; r < rounds; ++r) {
+#pragma GCC unroll 12
+    for (int c = 0; c < kChains; ++c) chain[c] = _mm256_fmadd_ps(chain[c], factor, term);
+  }
+  for (int c = 1; c < kChains; ++c) chain[0] = _mm256_add_ps(chain[0], chain[c]);
+  return _mm256_cvtss_f32(chain[0]);
+}
+
+__attribute__((target("avx512f"))) float fma_avx512(int64_t rounds) {
+  const __m512 factor = _mm512_set1_ps(kFactor), term = _mm512_set1_ps(kTerm);
+  __m512 chain[kChains];
+  for (__m512& x : chain) x = _mm512_setzero_ps();
+  for (int64_t r = 0; r < rounds; ++r) {
+#pragma GCC unroll 12
+    for (int c = 0; c < kChains; ++c) chain[c] = _mm512_fmadd_ps(chain[c], factor, term);
+  }
+  for (int c = 1; c < kChains; ++c) chain[0] = _mm512_add_ps(chain[0], chain[c]);
+  return _mm512_cvtss_f32(chain[0]);
+}
+#endif
+
+struct Fma {
+  FmaKernel kernel;
+  int lanes;
+};
+
+Fma widest_fma() {
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx512f")) return {fma_avx512, 16};
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return {fma_avx2, 8};
+#endif
+  return {fma_plain, 4};
+}
+
+// a[i] = b[i] + s·c[i] for i in [begin, end); begin and end are even and the arrays 16-byte aligned.
+using TriadKernel = void (*)(double* a, const double* b, const double* c, double s, int64_t begin, int64_t end);
+
+void triad_ordinary(double* a, const double* b, const double* c, double s, int64_t begin, int64_t end) {
+#pragma GCC ivdep
+  for (int64_t i = begin; i < end; ++i) a[i] = b[i] + s * c[i];
+}
+
+#if defined(__x86_64__)
+void triad_streaming(double* a, const double* b, const double* c, double s, int64_t begin, int64_t end) {
+  const __m128d factor = _mm_set1_pd(s);
+  for (int64_t i = begin; i < end; i += 2)
+    _mm_stream_pd(a + i, _mm_add_pd(_mm_load_pd(b + i), _mm_mul_pd(factor, _mm_load_pd(c + i))));
+  _mm_sfence();
+}
+#endif
+
+struct Free {
+  void operator()(double* array) const { std::free(array); }
+};
+using Array = std::unique_ptr<double, Free>;
+
+Array make_array(int64_t elements) {
+  void* memory = std::aligned_alloc(64, size_t(elements) * sizeof(double));
+  if (!memory) throw std::bad_alloc();
+  return Array(static_cast<double*>(memory));
+}
+
+// Elements of one array: four times the last-level cache in bytes, so that nothing of a pass remains for the next.
+int64_t triad_elements() {
+  const int64_t cache = std::max<int64_t>(sysconf(_SC_LEVEL3_CACHE_SIZE), 0);  // 0 or -1 where unknown
+  const int64_t bytes = std::clamp<int64_t>(4 * cache, int64_t{64} << 20, int64_t{512} << 20);
+  return bytes / int64_t(sizeof(double)) / 8 * 8;
 }
 
 }  // namespace
 
 double measure_fma_peak(int threads) {
+  constexpr double kTotal = 0.03, kSlice = 0.003;  // seconds
+  const Fma fma = widest_fma();
   Threads team(threads);
-  constexpr int64_t kRounds = 200'000;
-  volatile float sink = 0;
-  double best = 1e9;
-  for (int repeat = 0; repeat < 5; ++repeat) {
-    const double begin = now();
-    team.parallel([&](int) { sink = fma_rounds(kRounds); });
-    best = std::min(best, now() - begin);
-  }
-  return 2.0 * 16 * simd::kLanes * double(kRounds) * threads / best;
+  std::atomic<float> sink{0};  // keeps the compiler from dropping the work
+  const auto run = [&](int64_t rounds) {
+    const auto start = Clock::now();
+    team.parallel([&](int) { sink.store(fma.kernel(rounds), std::memory_order_relaxed); });
+    return seconds_since(start);
+  };
+  const auto begin = Clock::now();
+  int64_t rounds = 10'000;  // under 0.1 ms; grows until a slice is long against waking the threads
+  double best = 0;
+  do {
+    const double seconds = run(rounds);
+    best = std::max(best, 2.0 * kChains * fma.lanes * double(rounds) * team.count() / seconds);
+    if (seconds < kSlice) rounds *= 2;
+  } while (seconds_since(begin) < kTotal);
+  return best;
 }
 
 double measure_triad_bandwidth(int threads) {
+  constexpr int kPasses = 8;
+  const int64_t elements = triad_elements();
   Threads team(threads);
-  constexpr int64_t kElements = 32 << 20;
-  std::vector<float> a(kElements), b(kElements, 1.0f), c(kElements, 2.0f);
-  double best = 1e9;
-  for (int repeat = 0; repeat < 5; ++repeat) {
-    const double begin = now();
-    team.split(kElements, 4096, [&](int64_t i, int64_t e) { triad(a.data() + i, b.data() + i, c.data() + i, e - i); });
-    best = std::min(best, now() - begin);
-  }
-  return 3.0 * 4 * double(kElements) / best;
+  const Array a = make_array(elements), b = make_array(elements), c = make_array(elements);
+  // Written first by the thread that will use it, so that its pages lie near that thread's core.
+  team.split(elements, 8, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) a.get()[i] = 0, b.get()[i] = 1, c.get()[i] = 2;
+  });
+  std::vector<TriadKernel> kernels{triad_ordinary};
+#if defined(__x86_64__)
+  kernels.push_back(triad_streaming);
+#endif
+  double best = 0;
+  for (int pass = 0; pass < kPasses; ++pass)
+    for (const TriadKernel triad : kernels) {
+      const auto start = Clock::now();
+      team.split(elements, 8, [&](int64_t begin, int64_t end) { triad(a.get(), b.get(), c.get(), 0.5, begin, end); });
+      best = std::max(best, 3.0 * sizeof(double) * double(elements) / seconds_since(start));
+    }
+  return best;
 }
 
 }  // namespace strata

@@ -1,9 +1,18 @@
-// What this machine can do at most, measured: the denominators of every share that is reported.
+// What this machine can do at most, measured: the figures that "share of peak" is a share of.
+// Not a benchmark of Strata's own kernels (those are the *_bench.cpp files).
 #pragma once
 
 namespace strata {
 
-double measure_fma_peak(int threads);         // FLOP/s of fp32 fused multiply-adds (2 each) in registers, about 30 ms
-double measure_triad_bandwidth(int threads);  // bytes/s of STREAM's triad a = b + s·c, arrays far larger than caches
+// FLOP/s of fp32 multiply-adds (2 FLOPs each) that stay in registers, at the widest vectors the machine has (AVX-512,
+// AVX2 with FMA, else what the compiler makes of plain code), on `threads` threads at once. The best of some slices;
+// takes about 30 ms, so turbo clocks are those of a short burst. Allocates no arrays.
+double measure_fma_peak(int threads);
+
+// Bytes/s of STREAM's triad, a[i] = b[i] + s * c[i] in double (McCalpin 1995), counted as STREAM does: 24 bytes an
+// element, a write's fetch not counted. The best of several passes with ordinary and with streaming stores, the latter
+// without that fetch: what an optimizer's update can hope for. Uses three arrays of four times the last-level cache each
+// (64 MiB to 512 MiB), freed on return; takes about a second.
+double measure_triad_bandwidth(int threads);
 
 }  // namespace strata

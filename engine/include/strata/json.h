@@ -1,4 +1,5 @@
 // JSON as a plain tree: what checkpoints, foreign model folders and the plugins that read their configuration need.
+#pragma once
 #include <cstdint>
 #include <string>
 #include <string_view>
