@@ -65,7 +65,7 @@ void check_fingerprint(const std::string& path, const PluginEntry& entry) {
 
 const PluginEntry& open_library(const std::string& path) {
   check_symbols(path);
-  static std::map<std::string, boost::dll::shared_library> libraries;  // never unloaded
+  static auto& libraries = *new std::map<std::string, boost::dll::shared_library>;  // never destroyed, so never unloaded
   boost::dll::shared_library& library = libraries[path];
   try {
     if (!library.is_loaded()) library.load(path, boost::dll::load_mode::rtld_now | boost::dll::load_mode::rtld_local);

@@ -87,6 +87,10 @@ bool Walk::visit(Op op) {
 }
 
 void Walk::contribute(TensorId to, TensorId contribution, size_t first) {
+  // A tensor made for a parameter alone is its gradient, or a part of it; one passed on from above is not.
+  if (program_[to].role == Role::parameter && contribution.value >= int32_t(gradient_.size()) &&
+      std::find(gradient_.begin(), gradient_.end(), contribution) == gradient_.end())
+    program_[contribution].role = Role::gradient;
   TensorId& sum = gradient_[to.value];
   if (!sum) {
     sum = contribution;

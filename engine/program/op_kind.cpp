@@ -5,7 +5,8 @@ namespace strata {
 namespace {
 
 std::map<std::string, OpKind, std::less<>>& registry() {
-  static std::map<std::string, OpKind, std::less<>> kinds;
+  // Never destroyed: it holds code of plugin libraries, whose own end may come first.
+  static auto& kinds = *new std::map<std::string, OpKind, std::less<>>;
   return kinds;
 }
 

@@ -1,0 +1,168 @@
+// Adafactor: the reference against values recorded from transformers, the fast kernels against the reference.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <random>
+#include <vector>
+
+#include "plugins/adafactor/adafactor_kernel.cpp"  // a plugin's code is not in the engine's library
+#include "plugins/adafactor/adafactor_recorded.h"
+#include "plugins/adafactor/adafactor_reference.h"
+
+namespace strata::adafactor {
+namespace {
+
+struct Case {
+  const char* name;
+  Matrix shape;  // a vector: rows = 0
+  Settings settings;
+  bool first_moment;
+  const std::vector<double>* expected;
+};
+
+const Case kCases[] = {
+    {"matrix", {1, 5, 7}, {}, false, &recorded::k_matrix},
+    {"vector", {1, 0, 6}, {}, false, &recorded::k_vector},
+    {"batch of matrices", {2, 3, 4}, {}, false, &recorded::k_batch_of_matrices},
+    {"single row", {1, 1, 5}, {}, false, &recorded::k_single_row},
+    {"first moment", {1, 4, 3}, {.beta1 = 0.9}, true, &recorded::k_first_moment},
+    {"fixed rate", {1, 3, 6}, {.learning_rate = 0.02, .weight_decay = 0.1}, false, &recorded::k_fixed_rate},
+    {"fixed rate, unscaled", {1, 0, 4}, {.learning_rate = 0.02, .scale_parameter = false, .beta1 = 0.8}, true,
+     &recorded::k_fixed_rate_unscaled},
+};
+
+template <class T>
+std::vector<T> run(const Case& c, bool fast, Threads& threads) {
+  const bool vector = c.shape.rows == 0;
+  const size_t count = vector ? size_t(c.shape.columns) : size_t(c.shape.elements());
+  std::vector<T> p(count), g(count), m(count), second(count), column(count);
+  std::vector<double> workspace(4096);
+  for (size_t i = 0; i < count; ++i) p[i] = T(0.3 * std::sin(double(i) + 1));
+  T* moment = c.first_moment ? m.data() : nullptr;
+  for (int step = 1; step <= recorded::kSteps; ++step) {
+    for (size_t i = 0; i < count; ++i) g[i] = T(std::cos(0.7 * double(i) + step) / step);
+    Settings settings = c.settings;
+    settings.step = step;
+    if constexpr (std::is_same_v<T, float>) {
+      if (fast && vector)
+        update_vector(threads, p.data(), g.data(), second.data(), moment, int64_t(count), settings, workspace.data());
+      else if (fast)
+        update_matrix(threads, p.data(), g.data(), second.data(), column.data(), moment, c.shape, settings, workspace.data());
+      if (fast) continue;
+    }
+    if (vector) reference_vector(p.data(), g.data(), second.data(), moment, int64_t(count), settings);
+    else reference_matrix(p.data(), g.data(), second.data(), column.data(), moment, c.shape, settings);
+  }
+  return p;
+}
+
+TEST(Adafactor, ReferenceReproducesTransformers) {
+  Threads threads(1);
+  for (const Case& c : kCases) {
+    const auto p = run<double>(c, false, threads);
+    ASSERT_EQ(p.size(), c.expected->size());
+    // Recorded with 12 digits.
+    for (size_t i = 0; i < p.size(); ++i) EXPECT_NEAR(p[i], (*c.expected)[i], 1e-11) << c.name << " " << i;
+  }
+}
+
+TEST(Adafactor, KernelsReproduceTransformers) {
+  Threads threads(2);
+  for (const Case& c : kCases) {
+    const auto p = run<float>(c, true, threads);
+    // Five steps in float: each adds a few roundings of 2^-24 to values below 0.5.
+    for (size_t i = 0; i < p.size(); ++i) EXPECT_NEAR(p[i], (*c.expected)[i], 5e-7) << c.name << " " << i;
+  }
+}
+
+struct Random {
+  std::vector<float> p, g, m, second, column;
+};
+
+Random random_arrays(int64_t count, unsigned seed) {
+  std::mt19937 random(seed);
+  std::normal_distribution<float> normal;
+  Random r;
+  for (int64_t i = 0; i < count; ++i) {
+    r.p.push_back(normal(random));
+    r.g.push_back(1e-3f * normal(random));
+    r.m.push_back(1e-3f * normal(random));
+    r.second.push_back(1e-6f * std::abs(normal(random)));
+    r.column.push_back(1e-6f * std::abs(normal(random)));
+  }
+  return r;
+}
+
+std::vector<double> wide(const std::vector<float>& values) { return {values.begin(), values.end()}; }
+
+// The factored moments are sums of positive terms, so errors stay relative: sums of up to 6400 floats in 32 lanes and
+// chunks of 100 rows lose at most about 300 roundings of 2^-24 in the worst case, square roots halve that.
+constexpr double kRelative = 1e-5;
+
+TEST(Adafactor, MatrixKernelAgreesWithReferenceInDouble) {
+  const unsigned seed = std::random_device{}();
+  SCOPED_TRACE("seed " + std::to_string(seed));
+  const Matrix shapes[] = {{1, 1, 1}, {1, 1, 33}, {1, 33, 1}, {1, 3, 31}, {1, 17, 32}, {2, 65, 63}, {3, 100, 129}, {1, 300, 64}};
+  for (const Matrix& shape : shapes)
+    for (bool first_moment : {false, true}) {
+      Random r = random_arrays(shape.elements(), seed);
+      auto p = wide(r.p), g = wide(r.g), m = wide(r.m), row = wide(r.second), column = wide(r.column);
+      const Settings s{.step = 7, .factor = 0.5, .beta1 = 0.9, .weight_decay = 0.01, .gradient_scale = 0.4};
+      Threads threads(2);
+      std::vector<double> workspace(size_t(matrix_workspace(shape) / 8));
+      reference_matrix(p.data(), g.data(), row.data(), column.data(), first_moment ? m.data() : nullptr, shape, s);
+      update_matrix(threads, r.p.data(), r.g.data(), r.second.data(), r.column.data(), first_moment ? r.m.data() : nullptr,
+                    shape, s, workspace.data());
+      for (int64_t i = 0; i < shape.batch * shape.rows; ++i) ASSERT_NEAR(r.second[i], row[i], kRelative * row[i]);
+      for (int64_t i = 0; i < shape.batch * shape.columns; ++i) ASSERT_NEAR(r.column[i], column[i], kRelative * column[i]);
+      const double largest = 0.02;  // step size times a clipped element: bounds what can differ in an update
+      for (int64_t i = 0; i < shape.elements(); ++i)
+        ASSERT_NEAR(r.p[i], p[i], 1.2e-7 * std::abs(p[i]) + 10 * kRelative * largest) << shape.rows << "x" << shape.columns;
+    }
+}
+
+TEST(Adafactor, VectorKernelAgreesWithReferenceInDouble) {
+  const unsigned seed = std::random_device{}();
+  SCOPED_TRACE("seed " + std::to_string(seed));
+  for (int64_t count : {1, 15, 16, 17, 31, 32, 33, 4095, 4097, 9000}) {
+    Random r = random_arrays(count, seed);
+    auto p = wide(r.p), g = wide(r.g), m = wide(r.m), v = wide(r.second);
+    const Settings s{.step = 3, .gradient_scale = 2};
+    Threads threads(3);
+    std::vector<double> workspace(size_t(vector_workspace(count) / 8));
+    reference_vector(p.data(), g.data(), v.data(), static_cast<double*>(nullptr), count, s);
+    update_vector(threads, r.p.data(), r.g.data(), r.second.data(), nullptr, count, s, workspace.data());
+    for (int64_t i = 0; i < count; ++i) {
+      ASSERT_NEAR(r.second[i], v[i], 1e-6 * v[i]);
+      ASSERT_NEAR(r.p[i], p[i], 1.2e-7 * std::abs(p[i]) + kRelative * 0.02);
+    }
+  }
+}
+
+TEST(Adafactor, SameBitsForAnyNumberOfThreads) {
+  const Matrix shape{1, 203, 130};
+  Random one = random_arrays(shape.elements(), 1), three = one;
+  std::vector<double> workspace(size_t(matrix_workspace(shape) / 8));
+  Threads team1(1), team3(3);
+  update_matrix(team1, one.p.data(), one.g.data(), one.second.data(), one.column.data(), nullptr, shape, {}, workspace.data());
+  update_matrix(team3, three.p.data(), three.g.data(), three.second.data(), three.column.data(), nullptr, shape, {}, workspace.data());
+  EXPECT_EQ(one.p, three.p);
+  EXPECT_EQ(one.second, three.second);
+  EXPECT_EQ(one.column, three.column);
+}
+
+TEST(Adafactor, AZeroGradientChangesNothing) {
+  const Matrix shape{1, 3, 4};
+  Random r = random_arrays(12, 1);
+  r.g.assign(12, 0);
+  r.second.assign(12, 0);
+  r.column.assign(12, 0);
+  const auto before = r.p;
+  std::vector<double> workspace(size_t(matrix_workspace(shape) / 8));
+  Threads threads(1);
+  update_matrix(threads, r.p.data(), r.g.data(), r.second.data(), r.column.data(), nullptr, shape, {}, workspace.data());
+  EXPECT_EQ(r.p, before);
+}
+
+}  // namespace
+}  // namespace strata::adafactor
