@@ -54,8 +54,8 @@ std::vector<TensorSpec> shape(const OpView& view) {
     }
   }
   require(right, view,
-          "parameter, gradient, the f64 (1) scalars step, factor and scale, then the first moment and the second moment "
-          "(whole, or its rows and columns)");
+          "parameter, gradient, the f64 (1) scalars step, factor and scale, then the first moment and the second "
+          "moment (whole, or its rows and columns)");
   return outputs;
 }
 
@@ -92,10 +92,11 @@ struct Arrays {
 strata::Launch bind_cpu(const Binding& b) {
   require(b.input(kParameter).dtype == DType::f32, b, "f32 tensors on the cpu backend");
   return [b, a = Arrays<float>(b)] {
+    const Settings s = settings(b);
     if (factored(b))
-      update_matrix(b.threads(), a.parameter, a.gradient, a.second, a.column, a.m, matrix(b), settings(b), b.workspace());
+      update_matrix(b.threads(), a.parameter, a.gradient, a.second, a.column, a.m, matrix(b), s, b.workspace());
     else
-      update_vector(b.threads(), a.parameter, a.gradient, a.second, a.m, strata::elements(b.input(0).shape), settings(b),
+      update_vector(b.threads(), a.parameter, a.gradient, a.second, a.m, strata::elements(b.input(kParameter).shape), s,
                     b.workspace());
   };
 }
@@ -141,14 +142,16 @@ class Adafactor final : public strata::Plugin {
   Adafactor() { register_once(); }
 
   void options(strata::Options& o) override {
-    o.add("learning_rate", settings_.learning_rate, "step size at the schedule's peak; 0: min(0.01, 1/sqrt(step))").non_negative();
+    o.add("learning_rate", settings_.learning_rate, "step size at the schedule's peak; 0: min(0.01, 1/sqrt(step))")
+        .non_negative();
     o.add("scale_parameter", settings_.scale_parameter, "multiply the step size by the parameter's RMS");
     o.add("clip_threshold", settings_.clip_threshold, "largest RMS of an update before the step size").positive();
     o.add("decay", settings_.decay, "the second moment's decay at step t is 1 - t^-decay").range(0.01, 1);
     o.add("epsilon1", settings_.epsilon1, "added to squared gradients").positive();
     o.add("epsilon2", settings_.epsilon2, "least RMS of a parameter").positive();
     o.add("beta1", settings_.beta1, "decay of the first moment; 0: none is kept").range(0, 0.9999999);
-    o.add("weight_decay", settings_.weight_decay, "decoupled decay of tensors with two dimensions or more").non_negative();
+    o.add("weight_decay", settings_.weight_decay, "decoupled decay of tensors with two dimensions or more")
+        .non_negative();
   }
 
   strata::Capabilities capabilities() const override {

@@ -58,7 +58,8 @@ STRATA_SIMD float sum_of_scaled_squares(const float* g, const float* factor, int
 }
 
 // v ← b·v + (1 − b)·(x + epsilon), where x is (scale·g)².
-STRATA_SIMD void decay_squares(const float* g, float scale, float epsilon, float b, float rest, float* v, int64_t count) {
+STRATA_SIMD void decay_squares(const float* g, float scale, float epsilon, float b, float rest, float* v,
+                               int64_t count) {
 #pragma GCC ivdep
   for (int64_t i = 0; i < count; ++i) v[i] = b * v[i] + rest * ((scale * g[i]) * (scale * g[i]) + epsilon);
 }
@@ -75,7 +76,8 @@ struct Application {
 };
 
 // parameter ← keep·parameter − update, update = scale·factor·g, through the first moment when there is one.
-STRATA_SIMD void apply_plain(float* parameter, const float* g, const float* factor, float scale, float keep, int64_t count) {
+STRATA_SIMD void apply_plain(float* parameter, const float* g, const float* factor, float scale, float keep,
+                             int64_t count) {
 #pragma GCC ivdep
   for (int64_t i = 0; i < count; ++i) parameter[i] = keep * parameter[i] - scale * factor[i] * g[i];
 }
@@ -88,7 +90,8 @@ STRATA_SIMD void apply_moment(float* parameter, const float* g, const float* fac
     parameter[i] = keep * parameter[i] - moment;
   }
 }
-void apply(float* parameter, const float* g, const float* factor, float scale, float* m, const Application& a, int64_t count) {
+void apply(float* parameter, const float* g, const float* factor, float scale, float* m, const Application& a,
+           int64_t count) {
   if (m) apply_moment(parameter, g, factor, scale, m, a.keep, a.beta1, a.rest, count);
   else apply_plain(parameter, g, factor, scale, a.keep, count);
 }
@@ -190,7 +193,7 @@ void update_matrix(Threads& threads, float* parameter, const float* gradient, fl
     threads.split(columns, 64, [&](int64_t begin, int64_t end) {
       for (int64_t j = begin; j < end; ++j) {
         double column_sum = 0;
-        for (int64_t chunk = 0; chunk < chunks.per_matrix; ++chunk) column_sum += scratch.column_sums[chunk * columns + j];
+        for (int64_t c = 0; c < chunks.per_matrix; ++c) column_sum += scratch.column_sums[c * columns + j];
         matrix_column[j] = float(b * matrix_column[j] + (1 - b) * column_sum / double(rows));
       }
     });

@@ -47,7 +47,8 @@ std::vector<T> run(const Case& c, bool fast, Threads& threads) {
       if (fast && vector)
         update_vector(threads, p.data(), g.data(), second.data(), moment, int64_t(count), settings, workspace.data());
       else if (fast)
-        update_matrix(threads, p.data(), g.data(), second.data(), column.data(), moment, c.shape, settings, workspace.data());
+        update_matrix(threads, p.data(), g.data(), second.data(), column.data(), moment, c.shape, settings,
+                      workspace.data());
       if (fast) continue;
     }
     if (vector) reference_vector(p.data(), g.data(), second.data(), moment, int64_t(count), settings);
@@ -102,7 +103,8 @@ constexpr double kRelative = 1e-5;
 TEST(Adafactor, MatrixKernelAgreesWithReferenceInDouble) {
   const unsigned seed = std::random_device{}();
   SCOPED_TRACE("seed " + std::to_string(seed));
-  const Matrix shapes[] = {{1, 1, 1}, {1, 1, 33}, {1, 33, 1}, {1, 3, 31}, {1, 17, 32}, {2, 65, 63}, {3, 100, 129}, {1, 300, 64}};
+  const Matrix shapes[] = {{1, 1, 1},   {1, 1, 33},  {1, 33, 1},    {1, 3, 31},
+                           {1, 17, 32}, {2, 65, 63}, {3, 100, 129}, {1, 300, 64}};
   for (const Matrix& shape : shapes)
     for (bool first_moment : {false, true}) {
       Random r = random_arrays(shape.elements(), seed);
@@ -111,13 +113,15 @@ TEST(Adafactor, MatrixKernelAgreesWithReferenceInDouble) {
       Threads threads(2);
       std::vector<double> workspace(size_t(matrix_workspace(shape) / 8));
       reference_matrix(p.data(), g.data(), row.data(), column.data(), first_moment ? m.data() : nullptr, shape, s);
-      update_matrix(threads, r.p.data(), r.g.data(), r.second.data(), r.column.data(), first_moment ? r.m.data() : nullptr,
-                    shape, s, workspace.data());
+      update_matrix(threads, r.p.data(), r.g.data(), r.second.data(), r.column.data(),
+                    first_moment ? r.m.data() : nullptr, shape, s, workspace.data());
       for (int64_t i = 0; i < shape.batch * shape.rows; ++i) ASSERT_NEAR(r.second[i], row[i], kRelative * row[i]);
-      for (int64_t i = 0; i < shape.batch * shape.columns; ++i) ASSERT_NEAR(r.column[i], column[i], kRelative * column[i]);
+      for (int64_t i = 0; i < shape.batch * shape.columns; ++i)
+        ASSERT_NEAR(r.column[i], column[i], kRelative * column[i]);
       const double largest = 0.02;  // step size times a clipped element: bounds what can differ in an update
       for (int64_t i = 0; i < shape.elements(); ++i)
-        ASSERT_NEAR(r.p[i], p[i], 1.2e-7 * std::abs(p[i]) + 10 * kRelative * largest) << shape.rows << "x" << shape.columns;
+        ASSERT_NEAR(r.p[i], p[i], 1.2e-7 * std::abs(p[i]) + 10 * kRelative * largest)
+            << shape.rows << "x" << shape.columns;
     }
 }
 
@@ -143,9 +147,12 @@ TEST(Adafactor, SameBitsForAnyNumberOfThreads) {
   const Matrix shape{1, 203, 130};
   Random one = random_arrays(shape.elements(), 1), three = one;
   std::vector<double> workspace(size_t(matrix_workspace(shape) / 8));
-  Threads team1(1), team3(3);
-  update_matrix(team1, one.p.data(), one.g.data(), one.second.data(), one.column.data(), nullptr, shape, {}, workspace.data());
-  update_matrix(team3, three.p.data(), three.g.data(), three.second.data(), three.column.data(), nullptr, shape, {}, workspace.data());
+  const auto run = [&](int threads, Random& r) {
+    Threads team(threads);
+    update_matrix(team, r.p.data(), r.g.data(), r.second.data(), r.column.data(), nullptr, shape, {}, workspace.data());
+  };
+  run(1, one);
+  run(3, three);
   EXPECT_EQ(one.p, three.p);
   EXPECT_EQ(one.second, three.second);
   EXPECT_EQ(one.column, three.column);

@@ -4,6 +4,8 @@
 Needs torch and transformers from PyPI. Run from the repository's root:
     python tests/reference/adafactor.py > plugins/adafactor/adafactor_recorded.h
 """
+import textwrap
+
 import torch
 from transformers.optimization import Adafactor
 
@@ -32,7 +34,8 @@ def main():
             parameter.grad = (torch.cos(0.7 * index + step) / step).reshape(shape)
             optimizer.step()
         values = ", ".join(f"{v:.12g}" for v in parameter.detach().flatten().tolist())
-        print(f"// shape {shape}, {options or 'defaults'}\ninline const std::vector<double> k_{name}{{{values}}};")
+        print(f"// shape {shape}, {options or 'defaults'}")
+        print(textwrap.fill(f"inline const std::vector<double> k_{name}{{{values}}};", 118, subsequent_indent="    "))
     print("\n}  // namespace strata::adafactor::recorded")
 
 
