@@ -31,8 +31,9 @@ STRATA_INLINE F load(const float* p, int64_t count) {  // the first `count` < 16
   return v;
 }
 STRATA_INLINE void store(float* p, F v, int64_t count) { std::memcpy(p, &v, size_t(count) * 4); }
-STRATA_INLINE F max(F a, F b) { return a > b ? a : b; }
-STRATA_INLINE F min(F a, F b) { return a < b ? a : b; }
+// A NaN in the first argument stays one.
+STRATA_INLINE F max(F a, F b) { return a < b ? b : a; }
+STRATA_INLINE F min(F a, F b) { return b < a ? b : a; }
 
 // Sum of the lanes, always in the same tree.
 STRATA_INLINE float sum(F v) {
@@ -49,7 +50,8 @@ STRATA_INLINE float max(F v) {
   return lane[0];
 }
 
-// e^x to about 1 ulp on [-87.3, 88.7]; outside it stays at the ends' values (no overflow to infinity, no denormals).
+// e^x to about 1 ulp on [-87.3, 88.7]; outside it stays at the ends' values (no overflow to infinity, no denormals);
+// NaN stays NaN.
 // Cody and Waite's reduction by ln 2 in two parts, then Cephes' polynomial for expf.
 STRATA_INLINE F exp(F x) {
   x = min(max(x, set(-87.3f)), set(88.3f));
