@@ -30,7 +30,7 @@ void make_buffers(const Program& program, MemoryPlan& plan) {
     plan.buffers.push_back({tensor.name, tensor.role, aligned(tensor.bytes()), -1, first, tensor.step_output ? end : std::max(first, last[id.value])});
   };
   for (int32_t t = 0; t < int32_t(count); ++t)
-    if (!program.tensors[t].persistent && program.tensors[t].role == Role::data && last[t] >= 0) add({t}, 0);
+    if (!program.tensors[t].persistent && program.tensors[t].role == Role::data && (last[t] >= 0 || program.tensors[t].step_output)) add({t}, 0);
   for (int32_t i = 0; i <= end; ++i) {
     const Op& op = program.ops[i];
     const OpView view(program, op);

@@ -98,6 +98,10 @@ class Loop final : public StepContext {
       evaluator_.emplace(validation_->program(), validation_->memory, *storage_, session.device.backend, threads_);
       validation_feed_.emplace(*evaluator_, session.batch(Goal::evaluate));
     }
+    // Nothing is written before everything that can be wrong with the input has been looked at.
+    std::error_code problem;
+    std::filesystem::create_directories(session.run.directory, problem);
+    if (problem) throw Error(session.run.directory + ": cannot make the run directory: " + problem.message() + ".");
     store_.emplace(session.run.directory, int(session.run.keep));
     start(resume);
     log_.emplace(session.run.directory + "/log.jsonl", step_);
@@ -292,9 +296,6 @@ class Loop final : public StepContext {
 }  // namespace
 
 TrainSummary train(Session& session, bool resume) {
-  std::error_code problem;
-  std::filesystem::create_directories(session.run.directory, problem);
-  if (problem) throw Error(session.run.directory + ": cannot make the run directory: " + problem.message() + ".");
   stop_requested = 0;
   Loop loop(session, resume);
   struct sigaction action {}, old_interrupt {}, old_terminate {};

@@ -155,7 +155,7 @@ class Adafactor final : public strata::Plugin {
   }
 
   strata::Capabilities capabilities() const override {
-    return {.provides = {"optimizer"}, .requires_ = {}, .conflicts = {}};
+    return {.provides = {"optimizer", "lowers optimizer_state"}, .requires_ = {}, .conflicts = {}};
   }
 
   void update(strata::UpdateStage& stage) override {

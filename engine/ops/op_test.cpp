@@ -1,0 +1,254 @@
+// Every op kind over random shapes: reference gradients against central differences in double, and the CPU kernels,
+// forward and backward, against the double reference. New kinds get a line in cases().
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <functional>
+#include <random>
+
+#include "engine/planning/memory_plan.h"
+#include "engine/program/autodiff.h"
+#include "engine/runtime/executor.h"
+#include "strata/builder.h"
+
+namespace strata {
+namespace {
+
+// One input of a case; `limit` > 0 makes it i32 below that limit, `fixed` a f64 scalar of that value.
+struct Input {
+  Shape shape;
+  int64_t limit = 0;
+  double fixed = NAN;
+};
+
+struct Case {
+  std::string kind;
+  std::vector<Input> inputs;  // an empty shape is an input left out
+  Attributes attributes;
+  bool residual = false;  // add a tensor of the output's shape through the accumulating output
+  bool loss = false;      // the output is a loss itself
+};
+
+using Values = std::vector<std::vector<double>>;
+
+// A program of the case's op alone, differentiated with respect to its floating-point inputs.
+struct Built {
+  Program program;
+  std::vector<TensorId> inputs, cotangents, outputs, gradients;
+};
+
+Built build(const Case& c, DType type) {
+  Built b;
+  Builder builder(b.program);
+  std::vector<TensorId> wanted;
+  for (size_t i = 0; i < c.inputs.size(); ++i) {
+    const Input& in = c.inputs[i];
+    const DType dtype = in.limit > 0 ? DType::i32 : !std::isnan(in.fixed) ? DType::f64 : type;
+    b.inputs.push_back(in.shape.empty() ? TensorId{} : builder.data("in" + std::to_string(i), in.shape, dtype));
+    if (!in.shape.empty() && in.limit == 0 && std::isnan(in.fixed)) wanted.push_back(b.inputs.back());
+  }
+  builder.microbatch = 0;
+  b.outputs = builder.emit_all(c.kind, b.inputs, c.attributes);
+  if (c.residual) {
+    b.inputs.push_back(builder.data("residual", b.program[b.outputs[0]].shape, type));
+    wanted.push_back(b.inputs.back());
+    builder.accumulate_onto(0, b.inputs.back());
+  }
+  Root root{b.outputs[0], {}};
+  if (!c.loss) b.cotangents.push_back(root.gradient = builder.data("cotangent", b.program[b.outputs[0]].shape, type));
+  b.gradients = differentiate(b.program, {root}, wanted);
+  for (TensorId id : b.outputs) b.program[id].step_output = true;
+  for (TensorId id : b.gradients) b.program[id].step_output = true;
+  verify(b.program, "test");
+  return b;
+}
+
+// Runs the program and returns the first output and then the gradients.
+Values run(const Built& b, const std::string& backend, const Values& inputs, const std::vector<double>& cotangent, Threads& threads) {
+  const MemoryPlan plan = plan_memory(b.program, backend, threads.count());
+  Storage storage(b.program, plan, 0);
+  Executor executor(b.program, plan, storage, backend, threads);
+  const auto fill = [&](TensorId id, const std::vector<double>& values) {
+    if (!id) return;
+    for (size_t i = 0; i < values.size(); ++i) switch (b.program[id].dtype) {
+        case DType::f32: static_cast<float*>(executor.pointer(id))[i] = float(values[i]); break;
+        case DType::f64: static_cast<double*>(executor.pointer(id))[i] = values[i]; break;
+        default: static_cast<int32_t*>(executor.pointer(id))[i] = int32_t(values[i]);
+      }
+  };
+  for (size_t i = 0; i < b.inputs.size(); ++i) fill(b.inputs[i], inputs[i]);
+  if (!b.cotangents.empty()) fill(b.cotangents[0], cotangent);
+  executor.run();
+  Values results;
+  const auto take = [&](TensorId id) {
+    std::vector<double> values(size_t(elements(b.program[id].shape)));
+    for (size_t i = 0; i < values.size(); ++i)
+      values[i] = b.program[id].dtype == DType::f32 ? double(static_cast<float*>(executor.pointer(id))[i]) : static_cast<double*>(executor.pointer(id))[i];
+    results.push_back(std::move(values));
+  };
+  take(b.outputs[0]);
+  for (TensorId id : b.gradients) take(id);
+  return results;
+}
+
+double dot(const std::vector<double>& a, const std::vector<double>& b) {
+  double sum = 0;
+  for (size_t i = 0; i < a.size(); ++i) sum += a[i] * b[i];
+  return sum;
+}
+
+std::string describe(const Case& c) {
+  std::string text = c.kind;
+  for (const Input& in : c.inputs) text += " " + strata::text(in.shape);
+  return text;
+}
+
+void check(const Case& c, uint32_t seed) {
+  SCOPED_TRACE(describe(c) + ", seed " + std::to_string(seed));
+  std::mt19937 random(seed);
+  std::normal_distribution<double> normal;
+  Threads threads(2);
+  const Built reference = build(c, DType::f64), cpu = build(c, DType::f32);
+  Values inputs;
+  std::vector<int> floats;  // indices of the inputs that have gradients
+  for (size_t i = 0; i < reference.inputs.size(); ++i) {
+    std::vector<double> values;
+    const TensorId id = reference.inputs[i];
+    const Input in = i < c.inputs.size() ? c.inputs[i] : Input{reference.program[id].shape};
+    for (int64_t n = 0; id && n < elements(in.shape); ++n) {
+      if (in.limit > 0) values.push_back(double(random() % uint64_t(in.limit)));
+      else values.push_back(std::isnan(in.fixed) ? double(float(normal(random))) : in.fixed);
+    }
+    if (id && in.limit == 0 && std::isnan(in.fixed)) floats.push_back(int(i));
+    inputs.push_back(values);
+  }
+  std::vector<double> cotangent;
+  if (!c.loss)
+    for (int64_t n = 0; n < elements(reference.program[reference.outputs[0]].shape); ++n) cotangent.push_back(double(float(normal(random))));
+  const auto objective = [&](const Values& in) {
+    const auto out = run(reference, "reference", in, cotangent, threads)[0];
+    return c.loss ? out[0] : dot(out, cotangent);
+  };
+  const Values want = run(reference, "reference", inputs, cotangent, threads);
+
+  // Central differences: truncation is O(h²) ~ 1e-10, cancellation 1e-16·|f|/h ~ 1e-11·|f|; 1e-6 leaves room for
+  // third derivatives of norms over very few columns.
+  constexpr double kStep = 1e-5;
+  for (size_t g = 0; g < floats.size(); ++g)
+    for (int probe = 0; probe < 6; ++probe) {
+      const size_t at = random() % inputs[floats[g]].size();
+      Values moved = inputs;
+      moved[floats[g]][at] += kStep;
+      const double up = objective(moved);
+      moved[floats[g]][at] -= 2 * kStep;
+      const double slope = (up - objective(moved)) / (2 * kStep);
+      EXPECT_NEAR(want[g + 1][at], slope, 1e-6 * (1 + std::abs(slope))) << "input " << floats[g] << " element " << at;
+    }
+
+  // Single precision: 2^-24 a term, sums of up to a few thousand terms of random sign, exp and division at a few ulp.
+  const Values got = run(cpu, "cpu", inputs, cotangent, threads);
+  for (size_t r = 0; r < want.size(); ++r) {
+    double scale = 1;
+    for (double value : want[r]) scale = std::max(scale, std::abs(value));
+    for (size_t i = 0; i < want[r].size(); ++i) ASSERT_NEAR(got[r][i], want[r][i], 2e-5 * scale) << "result " << r << " element " << i;
+  }
+}
+
+std::vector<Case> cases(std::mt19937& random) {
+  const auto pick = [&](std::initializer_list<int64_t> values) { return *(values.begin() + random() % values.size()); };
+  const int64_t rows = pick({1, 2, 3, 7, 16, 33}), in = pick({1, 3, 15, 16, 17, 64}), out = pick({1, 5, 16, 31, 48});
+  const int64_t batch = pick({1, 2, 3}), time = pick({1, 2, 17, 64, 65, 130}), size = 2 * pick({1, 4, 8, 9}), groups = pick({1, 2}), per_group = pick({1, 3});
+  const int64_t vocabulary = pick({2, 15, 16, 50}), columns = pick({2, 15, 16, 17, 70});
+  const Attributes heads{{"heads", groups * per_group}, {"kv_heads", groups}};
+  Attributes rotary = heads;
+  rotary.set("base", 100.0);
+  rotary.set("inverse", int64_t{0});
+  const Shape qkv{batch, time, groups * (per_group + 2) * size};
+  const Attributes epsilon{{"epsilon", 1e-3}};
+  return {
+      {"linear", {{{batch, rows, in}}, {{out, in}}, {{out}}}, {}},
+      {"linear", {{{rows, in}}, {{out, in}}, {{}}}, {}},
+      {"linear", {{{rows, in}}, {{out, in}}, {{out}}}, {}, true},
+      {"attention", {{qkv}}, heads},
+      {"rotary", {{qkv}}, rotary},
+      {"embedding", {{{batch, time}, vocabulary}, {{vocabulary, columns}}, {{time + 2, columns}}}, {}},
+      {"embedding", {{{batch, time}, vocabulary}, {{vocabulary, columns}}, {{}}}, {}},
+      {"layer_norm", {{{batch, rows, columns}}, {{columns}}, {{columns}}}, epsilon},
+      {"rms_norm", {{{rows, columns}}, {{columns}}}, epsilon},
+      {"gelu", {{{rows, columns}}}, {}},
+      {"swiglu", {{{rows, columns}}, {{rows, columns}}}, {}},
+      {"add", {{{rows, columns}}, {{rows, columns}}}, {}},
+      {"dropout", {{{rows, columns}}, {{1}, 0, 7}, {{1}, 0, 3}}, {{"probability", 0.3}, {"stream", int64_t{11}}}},
+      {"lm_head_loss", {{{batch, rows, in}}, {{vocabulary, in}}, {{batch, rows}, vocabulary}}, {{"scale", 0.25}}, false, true},
+  };
+}
+
+TEST(Ops, GradientsAndKernels) {
+  const uint32_t base = std::random_device{}();
+  for (uint32_t i = 0; i < 12; ++i) {
+    std::mt19937 shapes(base + i);
+    for (const Case& c : cases(shapes)) check(c, base + i);
+    if (HasFatalFailure()) return;
+  }
+}
+
+// Kinds without a gradient of their own: CPU against reference.
+TEST(Ops, KernelsWithoutGradient) {
+  Threads threads(2);
+  for (int64_t n : {1, 15, 16, 17, 5000, 70001}) {
+    Values results[2];
+    for (int b = 0; b < 2; ++b) {
+      Program program;
+      Builder build(program);
+      const TensorId x = build.data("x", {n}, DType::f32), factor = build.data("factor", {1}, DType::f64);
+      const std::vector<TensorId> outputs = {build.emit("scale", {x, factor}), build.emit("clamp", {x}, {{"limit", 0.5}}), build.emit("sum_of_squares", {x}),
+                                             build.emit("sum_rows", {x})};
+      for (TensorId id : outputs) program[id].step_output = true;
+      const std::string backend = b ? "cpu" : "reference";
+      const MemoryPlan plan = plan_memory(program, backend, 2);
+      Storage storage(program, plan, 0);
+      Executor executor(program, plan, storage, backend, threads);
+      std::mt19937 random(5);
+      std::normal_distribution<float> normal;
+      for (int64_t i = 0; i < n; ++i) static_cast<float*>(executor.pointer(x))[i] = normal(random);
+      *static_cast<double*>(executor.pointer(factor)) = 0.3;
+      executor.run();
+      for (TensorId id : outputs) {
+        std::vector<double> values;
+        for (int64_t i = 0; i < elements(program[id].shape); ++i)
+          values.push_back(program[id].dtype == DType::f64 ? static_cast<double*>(executor.pointer(id))[i] : double(static_cast<float*>(executor.pointer(id))[i]));
+        results[b].push_back(values);
+      }
+    }
+    for (size_t r = 0; r < results[0].size(); ++r)
+      for (size_t i = 0; i < results[0][r].size(); ++i) ASSERT_NEAR(results[1][r][i], results[0][r][i], 1e-6 * (1 + std::abs(results[0][r][i]))) << r << " of n " << n;
+  }
+}
+
+// The mask must not depend on how the batch is split: element i of microbatch m is global element m·n + i.
+TEST(Ops, DropoutMaskIsGlobal) {
+  Threads threads(2);
+  const auto mask = [&](int64_t n, int microbatch) {
+    Program program;
+    Builder build(program);
+    const TensorId x = build.data("x", {n}, DType::f32), seed = build.data("seed", {1}, DType::f64), step = build.data("step", {1}, DType::f64);
+    build.microbatch = microbatch;
+    const TensorId y = build.emit("dropout", {x, seed, step}, {{"probability", 0.5}, {"stream", int64_t{4}}});
+    program[y].step_output = true;
+    const MemoryPlan plan = plan_memory(program, "cpu", 2);
+    Storage storage(program, plan, 0);
+    Executor executor(program, plan, storage, "cpu", threads);
+    std::fill_n(static_cast<float*>(executor.pointer(x)), n, 1.0f);
+    *static_cast<double*>(executor.pointer(seed)) = 9;
+    *static_cast<double*>(executor.pointer(step)) = 2;
+    executor.run();
+    const float* values = static_cast<float*>(executor.pointer(y));
+    return std::vector<float>(values, values + n);
+  };
+  const std::vector<float> whole = mask(4 * 37, 0);
+  EXPECT_NEAR(double(std::count(whole.begin(), whole.end(), 0.0f)), 74, 30);  // five standard deviations of a fair coin
+  for (int m = 0; m < 4; ++m) EXPECT_EQ(mask(37, m), std::vector<float>(whole.begin() + 37 * m, whole.begin() + 37 * (m + 1))) << m;
+}
+
+}  // namespace
+}  // namespace strata

@@ -1,0 +1,147 @@
+#!/usr/bin/env bash
+# Runs the command as a user would, right and wrong: each wrong input gives one clear message, exit code 2, and leaves
+# nothing behind. command.sh BUILD_FOLDER
+set -euo pipefail
+strata=$1/bin/strata
+work=$(mktemp -d)
+trap 'chmod -R u+w "$work"; rm -rf "$work"' EXIT
+cd "$work"
+failures=0
+
+for i in $(seq 400); do echo "line $i: all work and no play makes a dull model, said the fox to the dog"; done >text
+"$strata" data prepare text --output data >/dev/null
+
+config() {  # writes config.toml; arguments replace nothing, they are appended
+  cat >config.toml <<TOML
+[run]
+steps = 6
+directory = "run"
+[model]
+plugin = "gpt"
+layers = 2
+hidden = 32
+heads = 2
+dropout = 0.1
+[data]
+train = ["data/train_*.bin"]
+validation = ["data/validation_*.bin"]
+sequence_length = 16
+global_batch = 4
+micro_batch = 2
+[plugins.adamw]
+TOML
+}
+
+fail() { echo "FAILED: $*"; failures=$((failures + 1)); }
+
+# expect CODE TEXT COMMAND...: exit code, and TEXT (fixed) in what is printed to stderr
+expect() {
+  local code=$1 text=$2 status=0
+  shift 2
+  "$@" >out 2>error </dev/null || status=$?
+  [[ $status == "$code" ]] || fail "$*: exit $status, expected $code: $(cat error)"
+  [[ -z $text ]] || grep -qF -- "$text" error || fail "$*: expected \"$text\", got: $(cat error)"
+  [[ ! -e run ]] || [[ $code == 0 ]] || [[ -z $(find run -name '.saving-*' -o -name '*.tmp-*') ]] || fail "$*: left half-written files"
+}
+
+config
+for command in "" train plan check plugins new-plugin "data prepare" generate import export; do
+  $strata $command --help >help || fail "strata $command --help"
+  [[ $(wc -l <help) -gt 3 ]] || fail "strata $command --help says little"
+done
+"$strata" plugins adamw | grep -q 'weight_decay' || fail "plugins adamw"
+"$strata" plugins --schema | python3 -m json.tool >/dev/null || fail "plugins --schema is no JSON"
+"$strata" plan config.toml --json | python3 -m json.tool >/dev/null || fail "plan --json is no JSON"
+"$strata" check config.toml >/dev/null || fail check
+
+# Configuration.
+expect 2 "nothere.toml: cannot read" "$strata" train nothere.toml
+echo '[run' >bad.toml
+expect 2 "bad.toml:1:" "$strata" train bad.toml
+expect 2 'Did you mean "steps"?' "$strata" train config.toml --set run.stepz=3
+{ cat config.toml; echo '[plugins.adanw]'; } >bad.toml
+expect 2 'bad.toml:17:1:' "$strata" train bad.toml
+expect 2 'Did you mean "adamw"?' "$strata" train bad.toml
+{ cat config.toml; echo '[modell]'; } >bad.toml
+expect 2 'Did you mean "model"?' "$strata" train bad.toml
+sed 's/steps = 6/steps = "six"/' config.toml >bad.toml
+expect 2 'bad.toml:2:9: run.steps must be an integer, but it is a string.' "$strata" train bad.toml
+expect 2 'must be > 0, but it is 0' "$strata" train config.toml --set run.steps=0
+expect 2 'must be 0 to 0.99' "$strata" train config.toml --set model.dropout=1.5
+expect 2 'must be one of "cpu", "reference"' "$strata" train config.toml --set device.backend=cuda
+expect 2 'not divisible by model.heads' "$strata" train config.toml --set model.heads=5
+expect 2 'is not a multiple of data.micro_batch' "$strata" train config.toml --set data.micro_batch=3
+expect 2 'such as "2GiB"' "$strata" train config.toml --set device.memory=lots
+expect 2 'expected KEY=VALUE' "$strata" train config.toml --set run.steps
+expect 2 'each provide the optimizer' "$strata" train config.toml --set plugins.adafactor.learning_rate=0.0
+sed '/adamw/d' config.toml >bad.toml
+expect 2 'no enabled plugin provides the optimizer' "$strata" train bad.toml
+expect 2 'device.memory allows' "$strata" train config.toml --set device.memory=100KiB
+expect 2 'adafactor' "$strata" train config.toml --set device.memory=100KiB
+expect 2 '' "$strata" train
+expect 2 '' "$strata" frobnicate
+
+# Data.
+expect 2 'no file matches' "$strata" train config.toml --set 'data.train=["nothere*.bin"]'
+expect 2 'nothere.bin: cannot open' "$strata" train config.toml --set 'data.train=["nothere.bin"]'
+head -c 2000 data/train_000.bin >short.bin
+expect 2 'it is truncated' "$strata" train config.toml --set 'data.train=["short.bin"]'
+expect 2 'is no token file' "$strata" train config.toml --set 'data.train=["text"]'
+expect 2 "the model's vocabulary has 50 ids" "$strata" train config.toml --set model.vocabulary=50
+expect 2 'does not hold one sequence of 100000 tokens' "$strata" train config.toml --set data.sequence_length=100000 --set model.context=100000
+expect 2 "exceeds the model's context" "$strata" train config.toml --set model.context=8
+expect 2 'nothere: cannot read it' "$strata" data prepare nothere --output d2
+: >empty
+expect 2 'is empty' "$strata" data prepare empty --output d2
+[[ ! -e run ]] || fail "wrong input left a run folder behind"
+
+# A run, and its repetition bit for bit.
+losses() { python3 -c 'import json,sys
+for line in open(sys.argv[1]): r = json.loads(line); print(r["step"], r["loss"], r.get("validation_loss"))' "$1"; }
+expect 0 '' "$strata" train config.toml
+losses run/log.jsonl >first
+[[ $(wc -l <first) == 6 ]] || fail "the log has $(wc -l <first) lines"
+grep -q 'optimizer_state' out || fail "no memory table: $(cat out)"
+expect 2 'continue it with --resume' "$strata" train config.toml
+expect 0 '' "$strata" train config.toml --set run.directory=again
+losses again/log.jsonl | cmp - first || fail "a rerun differs"
+
+# Stopped after three steps and resumed: the same losses. (The schedule's end is named, so steps may differ.)
+expect 2 'no checkpoint to resume from' "$strata" train config.toml --resume --set run.directory=half
+expect 0 '' "$strata" train config.toml --set run.directory=half --set run.steps=3
+expect 0 'resuming after step 3' "$strata" train config.toml --resume --set run.directory=half
+losses half/log.jsonl | grep -v '^3 ' | cmp - <(grep -v '^3 ' first) || fail "a resumed run differs"
+cmp again/step-00000006/tensors-00000.safetensors half/step-00000006/tensors-00000.safetensors || fail "resumed parameters differ"
+
+# The same with a kill -9 in the middle: the checkpoint before is whole.
+"$strata" train config.toml --set run.directory=killed --set run.steps=100000 --set run.checkpoint_every=2 --set run.keep=3 >/dev/null 2>&1 &
+pid=$!
+for _ in $(seq 100); do [[ -e killed/step-00000004 ]] && break; sleep 0.1; done
+kill -9 $pid
+wait $pid 2>/dev/null || true
+expect 0 'resuming after step' "$strata" train config.toml --set run.directory=killed --resume --set run.steps=100001 --set run.steps=$(($(ls -d killed/step-* | sed 's/.*step-0*//' | sort -n | tail -1) + 2))
+
+# Generation, export and import.
+expect 0 '' "$strata" generate config.toml --tokens 20 --prompt 'line'
+[[ $(wc -c <out) -gt 20 ]] || fail "generate printed: $(cat out)"
+expect 0 '' "$strata" export config.toml exported
+expect 0 '' "$strata" import exported imported
+expect 0 '' "$strata" train config.toml --set run.directory=tuned --set run.initialize=imported --set model.context=1024
+expect 2 'it is a checkpoint of another model' "$strata" train config.toml --set run.directory=other --set run.initialize=imported --set model.hidden=64
+
+# Damaged checkpoints.
+cp -r run damaged
+file=damaged/step-00000006/tensors-00000.safetensors
+printf '\x55' | dd of="$file" bs=1 seek=$(($(stat -c %s "$file") - 100)) conv=notrunc 2>/dev/null
+expect 2 'checksum does not match' "$strata" train config.toml --resume --set run.directory=damaged --set run.steps=9
+rm -r damaged && cp -r run damaged && truncate -s -64 "$file"
+expect 2 'truncated or damaged' "$strata" train config.toml --resume --set run.directory=damaged --set run.steps=9
+rm -r damaged && cp -r run damaged && sed -i 's/"step": 6/"step": 7/' damaged/step-00000006/manifest.json
+expect 2 'is damaged' "$strata" train config.toml --resume --set run.directory=damaged --set run.steps=9
+
+# Divergence: named, and the checkpoint before stays.
+expect 1 'The first tensor that was not finite' "$strata" train config.toml --set run.directory=diverged --set plugins.adamw.learning_rate=1e30 --set run.checkpoint_every=1
+ls diverged/step-* >/dev/null || fail "no checkpoint before the divergence"
+
+((failures == 0)) || exit 1
+echo "command: all as expected"

@@ -1,0 +1,109 @@
+// What tests of whole programs share: a program built from TOML text and extra plugins, run step by step by hand.
+#pragma once
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+#include <memory>
+
+#include "engine/runtime/executor.h"
+#include "engine/runtime/session.h"
+
+namespace strata::test {
+
+// A folder that is removed at the end.
+class TemporaryFolder {
+ public:
+  TemporaryFolder() {
+    std::string name = (std::filesystem::temp_directory_path() / "strata-test-XXXXXX").string();
+    path_ = mkdtemp(name.data());
+  }
+  ~TemporaryFolder() { std::filesystem::remove_all(path_); }
+  std::string operator/(const std::string& name) const { return path_ + "/" + name; }
+  const std::string& path() const { return path_; }
+
+ private:
+  std::string path_;
+};
+
+inline std::string write_file(const std::string& path, const std::string& text) {
+  std::ofstream(path) << text;
+  return path;
+}
+
+// Keeps the gradients readable after the step, by parameter name.
+class KeepGradients final : public Plugin {
+ public:
+  void gradients(GradientStage& stage) override {
+    for (Gradient& gradient : stage.gradients()) {
+      stage.build().program()[gradient.tensor].step_output = true;
+      tensors[stage.build()[gradient.parameter].name] = gradient.tensor;
+    }
+  }
+  std::map<std::string, TensorId> tensors;
+};
+
+// One training program with its storage.
+class Runner final : public StepContext {
+ public:
+  Runner(const std::string& toml, std::vector<NamedPlugin> more = {}, Goal goal = Goal::train)
+      : session_(write_file(folder_ / "config.toml", toml), {}), threads_(session_.threads()) {
+    plugins = session_.plugins;
+    plugins.insert(plugins.end(), more.begin(), more.end());
+    built = build_program(plugins, session_.batch(goal), goal);
+    plan = plan_memory(built.program, session_.device.backend, threads_.count());
+    storage = std::make_unique<Storage>(built.program, plan, 0);
+    executor = std::make_unique<Executor>(built.program, plan, *storage, session_.device.backend, threads_);
+    storage->initialize(uint64_t(session_.run.seed), threads_);
+  }
+
+  // One step on tokens and targets (global_batch, sequence_length); returns the loss.
+  double run_step(const int32_t* tokens, const int32_t* targets) {
+    ++step_;
+    set_scalar(kStepScalar, double(step_));
+    set_scalar(kSeedScalar, double(session_.run.seed));
+    set_scalar(kLearningRateFactor, 1);
+    const Program& program = built.program;
+    const BatchShape batch = session_.batch(Goal::train);
+    const size_t count = size_t(batch.micro_batch * batch.sequence_length);
+    for (int64_t m = 0; program.find("tokens@" + std::to_string(m)); ++m) {
+      std::copy_n(tokens + size_t(m) * count, count, static_cast<int32_t*>(executor->pointer(program.find("tokens@" + std::to_string(m)))));
+      if (const TensorId id = program.find("targets@" + std::to_string(m))) std::copy_n(targets + size_t(m) * count, count, static_cast<int32_t*>(executor->pointer(id)));
+    }
+    for (const NamedPlugin& named : plugins) named.plugin->step_start(*this);
+    executor->run();
+    double loss = 0;
+    for (TensorId id : program.losses) loss += *static_cast<const float*>(executor->pointer(id));
+    for (const NamedPlugin& named : plugins) named.plugin->step_end(*this);
+    return loss;
+  }
+
+  std::vector<float> values(TensorId id) const {
+    const float* data = static_cast<const float*>(executor->pointer(id));
+    return {data, data + elements(built.program[id].shape)};
+  }
+  std::vector<float> values(const std::string& name) const { return values(built.program.find(name)); }
+
+  int64_t step() const override { return step_; }
+  int64_t steps() const override { return session_.run.steps; }
+  double scalar(std::string_view name) const override { return *static_cast<const double*>(executor->pointer(built.program.find(name))); }
+  void set_scalar(std::string_view name, double value) override {
+    if (void* data = storage->persistent(name)) *static_cast<double*>(data) = value;
+  }
+  void log(std::string_view, double) override {}
+
+  std::vector<NamedPlugin> plugins;
+  BuiltProgram built;
+  MemoryPlan plan;
+  std::unique_ptr<Storage> storage;
+  std::unique_ptr<Executor> executor;
+
+ private:
+  TemporaryFolder folder_;
+  Session session_;
+  Threads threads_;
+  int64_t step_ = 0;
+};
+
+}  // namespace strata::test

@@ -1,0 +1,58 @@
+#!/usr/bin/env bash
+# Installs Strata, moves the tree, writes a plugin with `strata new-plugin` outside of the source, builds it against the
+# moved tree and runs its test; then tries libraries that are no plugins or do not fit: out_of_tree.sh BUILD_FOLDER
+set -euo pipefail
+build=$1
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+cd "$work"
+
+cmake --install "$build" --prefix "$work/first" >/dev/null
+mv first moved
+strata=$work/moved/bin/strata
+if grep -rlq "$build" moved/lib/cmake moved/include; then echo "the install tree names the build folder"; exit 1; fi
+"$strata" plugins | grep -q '^gpt '
+flags=$(sed -n 's/^CMAKE_CXX_FLAGS:STRING=//p' "$build/CMakeCache.txt")
+sanitize=$(sed -n 's/^STRATA_SANITIZE:STRING=//p' "$build/CMakeCache.txt")
+[[ -n $sanitize ]] && flags="$flags -fsanitize=$sanitize"
+
+"$strata" new-plugin clip_value
+"$strata" new-plugin clip_value 2>error && exit 1
+grep -q 'exists already' error
+cmake -G Ninja -S clip_value -B clip_value/build -DCMAKE_PREFIX_PATH="$work/moved" -DCMAKE_CXX_FLAGS="$flags" >cmake.log || { cat cmake.log; exit 1; }
+cmake --build clip_value/build >build.log || { cat build.log; exit 1; }
+ctest --test-dir clip_value/build --output-on-failure
+STRATA_PLUGIN_PATH=$work/clip_value/build/lib/strata/plugins "$strata" plugins clip_value | grep -q 'limit'
+
+# Libraries that must be refused, each with its own message and exit code 2.
+mkdir bad
+compile() { g++ -std=c++20 -shared -fPIC $flags -I moved/include "$@"; }
+refused() {  # NAME EXPECTED_TEXT
+  local code=0
+  STRATA_PLUGIN_PATH=$work/bad "$strata" plugins "$1" >out 2>error || code=$?
+  if [[ $code != 2 ]] || ! grep -q "$2" error; then echo "plugins $1: exit $code, expected 2 and \"$2\", got:"; cat error; exit 1; fi
+}
+echo "not a library" >bad/text.so
+refused text 'is not a shared library'
+echo 'int unrelated() { return 1; }' >c.cpp && compile c.cpp -o bad/unrelated.so
+refused unrelated 'not a Strata plugin'
+echo 'extern "C" int strata_plugin_v2() { return 1; }' >c.cpp && compile c.cpp -o bad/future.so
+refused future 'version 2 of the plugin interface'
+cat >c.cpp <<'CODE'
+#include <strata/plugin.h>
+extern "C" __attribute__((visibility("default"))) const strata::PluginEntry* strata_plugin_v1() {
+  static const strata::PluginEntry entry{sizeof(strata::PluginEntry), "headers 0123;compiler gcc 3", "foreign", "1", "", nullptr, nullptr};
+  return &entry;
+}
+CODE
+compile c.cpp -o bad/foreign.so
+refused foreign 'it has headers 0123'
+cat >c.cpp <<'CODE'
+#include <strata/plugin.h>
+struct Thrower : strata::Plugin { Thrower() { throw std::runtime_error("no luck today"); } };
+STRATA_PLUGIN(Thrower, "thrower", "1", "throws")
+CODE
+compile c.cpp -o bad/thrower.so -L moved/lib -lstrata
+refused thrower 'no luck today'
+refused clip_valu 'no plugin is named "clip_valu"'
+echo "out of tree: all as expected"

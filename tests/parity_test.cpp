@@ -1,0 +1,102 @@
+// Against PyTorch and transformers: logits, loss, every gradient and twenty AdamW steps of a tiny GPT-2 and a tiny
+// Qwen2, recorded by tests/reference/make.py.
+#include <cmath>
+
+#include "engine/checkpoint/external.h"
+#include "engine/checkpoint/safetensors.h"
+#include "tests/harness.h"
+
+namespace strata {
+namespace {
+
+const std::string kData = STRATA_SOURCE_DIR "/tests/reference/data/";
+
+template <class T>
+std::vector<T> read(const SafetensorsFile& file, const std::string& name) {
+  const auto bytes = file.data(file.tensors().at(name));
+  const T* data = reinterpret_cast<const T*>(bytes.data());
+  return {data, data + bytes.size() / sizeof(T)};
+}
+
+void expect_close(const std::vector<float>& got, const std::vector<float>& want, double tolerance, const std::string& what) {
+  ASSERT_EQ(got.size(), want.size()) << what;
+  double scale = 0, worst = 0;
+  for (float value : want) scale = std::max(scale, double(std::abs(value)));
+  for (size_t i = 0; i < got.size(); ++i) worst = std::max(worst, double(std::abs(got[i] - want[i])));
+  EXPECT_LE(worst, tolerance * scale) << what;
+}
+
+class Parity : public testing::TestWithParam<std::string> {
+ protected:
+  std::string folder() const { return kData + GetParam(); }
+  std::string toml(const std::string& plugins) const {
+    const LoadedPlugin gpt = load_plugin("gpt", {});
+    return *gpt->import_config(read_external_config(folder())) + "[data]\ntrain = [\"none\"]\nsequence_length = 16\nglobal_batch = 2\nmicro_batch = 1\n" + plugins;
+  }
+  // Puts the recorded parameters into a program.
+  void load(test::Runner& runner) const {
+    std::map<std::string, Shape> shapes;
+    for (TensorId id : runner.built.program.with_role(Role::parameter)) shapes[runner.built.program[id].name] = runner.built.program[id].shape;
+    const auto mapping = runner.plugins[0].plugin->external_tensors();
+    for (const auto& [name, values] : import_tensors(folder(), mapping, shapes)) std::copy(values.begin(), values.end(), static_cast<float*>(runner.storage->persistent(name)));
+  }
+};
+
+TEST_P(Parity, LogitsLossAndGradients) {
+  const SafetensorsFile expected(folder() + "/expected.safetensors");
+  const auto tokens = read<int32_t>(expected, "tokens"), targets = read<int32_t>(expected, "targets");
+  test::KeepGradients keep;
+  test::Runner runner(toml("[plugins.adamw]\n"), {{"keep", &keep}});
+  load(runner);
+  const double loss = runner.run_step(tokens.data(), targets.data());
+  // Single precision against double: 1e-5 of the largest value.
+  EXPECT_NEAR(loss, read<float>(expected, "loss")[0], 1e-5 * std::abs(loss));
+
+  // Gradients map like the parameters themselves: export ours under the foreign names.
+  std::map<std::string, std::vector<float>> gradients;
+  for (const auto& [name, id] : keep.tensors) gradients[name] = runner.values(id);
+  test::TemporaryFolder exported;
+  export_tensors(exported.path(), "{}", runner.plugins[0].plugin->external_tensors(), gradients);
+  const SafetensorsFile ours(exported / "model.safetensors");
+  int compared = 0;
+  for (const auto& [name, tensor] : expected.tensors())
+    if (name.rfind("gradient.", 0) == 0) {
+      expect_close(read<float>(ours, name.substr(9)), read<float>(expected, name), 1e-5, name);
+      ++compared;
+    }
+  EXPECT_GT(compared, 20);
+
+  test::Runner logits(toml("[plugins.adamw]\n"), {}, Goal::logits);
+  load(logits);
+  const auto want = read<float>(expected, "logits");
+  std::vector<float> got;
+  for (int row = 0; row < 2; ++row) {
+    std::copy_n(tokens.begin() + 16 * row, 16, static_cast<int32_t*>(logits.executor->pointer(logits.built.program.find("tokens@0"))));
+    logits.executor->run();
+    const auto values = logits.values(logits.built.logits);
+    got.insert(got.end(), values.begin(), values.end());
+  }
+  expect_close(got, want, 1e-5, "logits");
+}
+
+TEST_P(Parity, TwentyAdamWSteps) {
+  const SafetensorsFile expected(folder() + "/expected.safetensors");
+  const auto batches = read<int32_t>(expected, "train_tokens");
+  const auto losses = read<float>(expected, "losses");
+  test::Runner runner(toml("[plugins.adamw]\nlearning_rate = 1e-3\nbeta2 = 0.95\n[plugins.clip]\n[plugins.schedule]\nkind = \"constant\"\nwarmup = 5\n"));
+  load(runner);
+  for (size_t step = 0; step < losses.size(); ++step) {
+    std::vector<int32_t> tokens, targets;
+    for (int row = 0; row < 2; ++row) {
+      const auto from = batches.begin() + long((step * 2 + size_t(row)) * 17);
+      tokens.insert(tokens.end(), from, from + 16);
+      targets.insert(targets.end(), from + 1, from + 17);
+    }
+    EXPECT_NEAR(runner.run_step(tokens.data(), targets.data()), losses[step], 1e-4 * losses[step]) << "step " << step + 1;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Models, Parity, testing::Values("gpt2", "qwen2"), [](const auto& info) { return info.param; });
+
+}  // namespace
+}  // namespace strata

@@ -1,0 +1,81 @@
+"""Records what PyTorch and transformers compute for two tiny models, for tests/parity_test.cpp to compare with.
+
+Needs: python3 -m venv ref && ref/bin/pip install torch transformers safetensors numpy
+Run:   ref/bin/python tests/reference/make.py
+
+Writes, for gpt2 and qwen2, tests/reference/data/NAME/: config.json and model.safetensors as save_pretrained writes them,
+and expected.safetensors with
+  tokens, targets  (2, 16) i32
+  logits           (2, 16, V) f32      loss (1) f32: mean cross-entropy
+  gradient.NAME    f32: of every parameter, by its Hugging Face name
+  train_tokens     (20, 2, 17) i32     losses (20) f32: of 20 AdamW steps
+Everything is computed in double and stored in single precision. AdamW: lr 1e-3 rising linearly over 5 steps, betas
+0.9 and 0.95, eps 1e-8, weight decay 0.1 on matrices only, gradients clipped to a global norm of 1.
+"""
+import pathlib
+
+import torch
+import transformers
+from safetensors.torch import save_file
+
+HERE = pathlib.Path(__file__).parent / "data"
+VOCABULARY, BATCH, TIME, STEPS = 96, 2, 16, 20
+
+
+def models():
+    torch.manual_seed(1)
+    gpt2 = transformers.GPT2Config(vocab_size=VOCABULARY, n_positions=32, n_embd=32, n_layer=2, n_head=4,
+                                   resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, initializer_range=0.2)
+    qwen2 = transformers.Qwen2Config(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                                     num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32,
+                                     rms_norm_eps=1e-6, tie_word_embeddings=False, initializer_range=0.2)
+    yield "gpt2", transformers.GPT2LMHeadModel(gpt2)
+    yield "qwen2", transformers.Qwen2ForCausalLM(qwen2)
+
+
+def loss_of(model, tokens, targets):
+    logits = model(tokens.long()).logits
+    return logits, torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.long().flatten())
+
+
+def record(name, model):
+    model.train()
+    for parameter in model.parameters():  # biases and norms away from their trivial first values
+        if parameter.ndim == 1:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    folder = HERE / name
+    model.save_pretrained(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    model = model.double()
+    tokens = torch.randint(VOCABULARY, (BATCH, TIME), dtype=torch.int32)
+    targets = torch.randint(VOCABULARY, (BATCH, TIME), dtype=torch.int32)
+    logits, loss = loss_of(model, tokens, targets)
+    loss.backward()
+    out = {"tokens": tokens, "targets": targets, "logits": logits.float(), "loss": loss.float().reshape(1)}
+    for key, parameter in model.named_parameters():
+        out["gradient." + key] = parameter.grad.float().contiguous()
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+                                  lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
+    train_tokens = torch.randint(VOCABULARY, (STEPS, BATCH, TIME + 1), dtype=torch.int32)
+    losses = []
+    for step in range(STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * min(1.0, (step + 1) / 5)
+        optimizer.zero_grad()
+        _, loss = loss_of(model, train_tokens[step, :, :-1], train_tokens[step, :, 1:])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    out["train_tokens"] = train_tokens
+    out["losses"] = torch.tensor(losses, dtype=torch.float32)
+    save_file({k: v.detach().contiguous() for k, v in out.items()}, folder / "expected.safetensors")
+
+
+if __name__ == "__main__":
+    HERE.mkdir(exist_ok=True)
+    for name, model in models():
+        record(name, model)
+    print("torch", torch.__version__, "transformers", transformers.__version__)
