@@ -1,7 +1,10 @@
 // Token and learned position embeddings, and rotary positions (Su et al., arXiv 2104.09864).
 #include <cmath>
 #include <cstring>
+#include <map>
 #include <memory>
+#include <mutex>
+#include <tuple>
 
 #include "engine/ops/registration.h"
 #include "engine/ops/vector.h"
@@ -132,11 +135,24 @@ void rotate(const double* x, double* y, const double* cosine, const double* sine
   }
 }
 
+// The table for one set of sizes, shared by all layers, microbatches and directions that are alive: a table of its own
+// for each op would be hundreds of times as much memory, and none of it planned.
+template <class T>
+std::shared_ptr<const std::vector<T>> shared_rotary_table(int64_t time, int64_t size, double base, bool inverse) {
+  static std::mutex mutex;
+  static std::map<std::tuple<int64_t, int64_t, double, bool>, std::weak_ptr<const std::vector<T>>> tables;
+  const std::lock_guard lock(mutex);
+  auto& known = tables[{time, size, base, inverse}];
+  auto table = known.lock();
+  if (!table) known = table = std::make_shared<const std::vector<T>>(rotary_table<T>(time, size, base, inverse));
+  return table;
+}
+
 template <class T>
 Launch bind_rotary(const Binding& b) {
   const int64_t heads = b.attributes().integer("heads"), groups = b.attributes().integer("kv_heads"), width = b.columns(0);
   const int64_t size = width / (heads + 2 * groups), per_group = heads / groups + 2, time = b.input(0).shape[1];
-  auto table = std::make_shared<std::vector<T>>(rotary_table<T>(time, size, b.attributes().real("base"), b.attributes().integer("inverse") != 0));
+  const auto table = shared_rotary_table<T>(time, size, b.attributes().real("base"), b.attributes().integer("inverse") != 0);
   return [=] {
     b.threads().split(b.rows(0), 4, [&](int64_t r, int64_t e) {
       for (; r < e; ++r)
