@@ -1,5 +1,7 @@
 // Dropout whose mask is a pure function of seed, step, site and global element index (Philox), so that nothing is
 // stored and every split of the batch drops the same elements.
+#include <algorithm>
+
 #include "engine/ops/registration.h"
 #include "engine/ops/vector.h"
 #include "strata/random.h"
@@ -31,17 +33,37 @@ STRATA_INLINE Words philox_lanes(uint64_t block, uint32_t stream0, uint32_t stre
   return {{c0, c1, c2, c3}};
 }
 
+// a[0], b[0], a[1], b[1], … of the lower or upper halves.
+STRATA_INLINE U zip_low(U a, U b) {
+  return __builtin_shuffle(a, b, U{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23});
+}
+STRATA_INLINE U zip_high(U a, U b) {
+  return __builtin_shuffle(a, b, U{8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31});
+}
+
 // Elements [begin, end) of a tensor whose element 0 has global index `first`. Element i keeps its value (times factor)
 // when word i%4 of block i/4 is at least `threshold`.
-STRATA_SIMD void dropout(const float* x, float* y, int64_t begin, int64_t end, int64_t first, uint32_t threshold, float factor, uint64_t seed, uint64_t stream) {
+STRATA_SIMD void dropout(const float* x, float* y, int64_t begin, int64_t end, int64_t first, uint32_t threshold,
+                         float factor, uint64_t seed, uint64_t stream) {
   for (int64_t i = begin; i < end;) {
     const uint64_t block = uint64_t(first + i) / 4;
-    const Words words = philox_lanes(block, uint32_t(stream), uint32_t(stream >> 32), uint32_t(seed), uint32_t(seed >> 32));
-    uint32_t bits[64];
-    for (int w = 0; w < 4; ++w)
-      for (int lane = 0; lane < 16; ++lane) bits[lane * 4 + w] = words.word[w][lane];
+    const Words words =
+        philox_lanes(block, uint32_t(stream), uint32_t(stream >> 32), uint32_t(seed), uint32_t(seed >> 32));
+    // Block by block from word by word: 64 consecutive elements.
+    const U low02 = zip_low(words.word[0], words.word[2]), low13 = zip_low(words.word[1], words.word[3]);
+    const U high02 = zip_high(words.word[0], words.word[2]), high13 = zip_high(words.word[1], words.word[3]);
+    const U bits[4] = {zip_low(low02, low13), zip_high(low02, low13), zip_low(high02, high13), zip_high(high02, high13)};
     const int64_t base = int64_t(block) * 4 - first, stop = std::min(end, base + 64);
-    for (; i < stop; ++i) y[i] = bits[i - base] >= threshold ? x[i] * factor : 0.0f;
+    if (i == base && stop == base + 64) {
+      for (int v = 0; v < 4; ++v, i += simd::kLanes) {
+        const simd::F scaled = simd::load(x + i) * factor;
+        simd::store(y + i, bits[v] >= threshold ? scaled : simd::F{});
+      }
+    } else {  // at the ends
+      uint32_t word[64];
+      std::memcpy(word, bits, sizeof word);
+      for (; i < stop; ++i) y[i] = word[i - base] >= threshold ? x[i] * factor : 0.0f;
+    }
   }
 }
 
