@@ -51,7 +51,7 @@ struct Executor::Streams {
   std::exception_ptr error;
   std::mutex error_mutex;
   std::vector<std::thread> threads;
-  Threads* compute = nullptr;
+  std::array<Threads, kStreams> alone{Threads{1}, Threads{1}, Threads{1}, Threads{1}};  // a team serves one stream: those beside compute get teams of one
 
   void fail(std::exception_ptr what) {
     {
@@ -68,7 +68,7 @@ struct Executor::Streams {
   }
 };
 
-Executor::Executor(const Program& program, const MemoryPlan& plan, const Storage& storage, const std::string& backend, Threads& threads)
+Executor::Executor(const Program& program, const MemoryPlan& plan, const Storage& storage, const std::string& backend, Threads& compute)
     : program_(program), pointers_(program.tensors.size(), nullptr), streams_(std::make_unique<Streams>()) {
   for (size_t t = 0; t < program.tensors.size(); ++t) {
     if (program.tensors[t].persistent) {
@@ -109,6 +109,7 @@ Executor::Executor(const Program& program, const MemoryPlan& plan, const Storage
         copies.push_back({outputs[o], pointers_[view.addend(o).value], size_t(view.output(o).bytes())});
     const auto kernel = op.kind->kernels.find(backend);
     STRATA_CHECK(kernel != op.kind->kernels.end());
+    Threads& threads = op.stream == Stream::compute ? compute : streams_->alone[int(op.stream)];
     Step& step = steps_[i];
     step.launch = kernel->second.bind(Binding(view, inputs, outputs, workspace(i), threads));
     if (!copies.empty())
@@ -130,7 +131,6 @@ Executor::Executor(const Program& program, const MemoryPlan& plan, const Storage
       last = i;
     }
   }
-  streams_->compute = &threads;
   for (int s = 1; s < kStreams; ++s)
     if (!streams_->ops[s].empty())
       streams_->threads.emplace_back([this, s] {

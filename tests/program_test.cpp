@@ -1,0 +1,210 @@
+// Whole programs: microbatch splits, bitwise reruns, plan against reality, the verifier, budgets, streams.
+#include <cmath>
+#include <cstring>
+#include <random>
+
+#include "engine/planning/dependencies.h"
+#include "engine/planning/unroll.h"
+#include "engine/runtime/usage.h"
+#include "tests/harness.h"
+
+namespace strata {
+namespace {
+
+std::string toml(int64_t micro_batch, const std::string& extra = "", const std::string& model = "") {
+  return "[model]\nplugin = \"gpt\"\nlayers = 2\nhidden = 32\nheads = 4\nvocabulary = 64\ncontext = 16\n" + model +
+         "[data]\ntrain = [\"none\"]\nsequence_length = 16\nglobal_batch = 8\nmicro_batch = " + std::to_string(micro_batch) + "\n[plugins.adamw]\n" + extra;
+}
+
+std::vector<int32_t> random_tokens(size_t count, uint32_t seed) {
+  std::mt19937 random(seed);
+  std::vector<int32_t> tokens(count);
+  for (int32_t& token : tokens) token = int32_t(random() % 64);
+  return tokens;
+}
+
+// Dropout on: only equal masks make these agree. Sums are taken in another order, so single precision's 1e-5.
+TEST(Programs, MicrobatchSplitsAgree) {
+  const auto tokens = random_tokens(8 * 16, 1), targets = random_tokens(8 * 16, 2);
+  std::vector<std::vector<double>> losses;
+  for (int64_t micro_batch : {8, 4, 2, 1}) {
+    test::Runner runner(toml(micro_batch, "[plugins.clip]\n", "dropout = 0.2\n"));
+    losses.emplace_back();
+    for (int step = 0; step < 6; ++step) losses.back().push_back(runner.run_step(tokens.data(), targets.data()));
+    for (size_t i = 0; i < losses.back().size(); ++i) EXPECT_NEAR(losses.back()[i], losses[0][i], 1e-5 * losses[0][i]) << micro_batch << " step " << i;
+  }
+  EXPECT_LT(losses[0].back(), losses[0].front());
+}
+
+TEST(Programs, RerunsAreBitwiseEqual) {
+  const auto tokens = random_tokens(8 * 16, 1), targets = random_tokens(8 * 16, 2);
+  std::vector<float> first;
+  for (int run = 0; run < 2; ++run) {
+    test::Runner runner(toml(2, "[plugins.clip]\n", "dropout = 0.1\n"));
+    for (int step = 0; step < 4; ++step) runner.run_step(tokens.data(), targets.data());
+    const auto values = runner.values("block.1.qkv.weight");
+    if (run == 0) first = values;
+    else EXPECT_EQ(std::memcmp(first.data(), values.data(), values.size() * 4), 0);
+  }
+}
+
+// The whole program on plain reference kernels learns the same: the two backends agree to single precision.
+TEST(Programs, ReferenceBackendAgrees) {
+  const auto tokens = random_tokens(8 * 16, 1), targets = random_tokens(8 * 16, 2);
+  test::Runner fast(toml(4, "[plugins.clip]\n")), plain(toml(4, "[plugins.clip]\n[device]\nbackend = \"reference\"\n"));
+  for (int step = 0; step < 3; ++step) EXPECT_NEAR(fast.run_step(tokens.data(), targets.data()), plain.run_step(tokens.data(), targets.data()), 2e-5);
+}
+
+// No two buffers that live at once overlap, and everything lies inside the region.
+void check_plan(const MemoryPlan& plan) {
+  for (size_t a = 0; a < plan.buffers.size(); ++a) {
+    const Buffer& x = plan.buffers[a];
+    ASSERT_GE(x.offset, 0);
+    ASSERT_LE(x.offset + x.bytes, plan.transient_bytes);
+    for (size_t b = a + 1; b < plan.buffers.size(); ++b) {
+      const Buffer& y = plan.buffers[b];
+      const bool together = x.first <= y.last && y.first <= x.last, overlap = x.offset < y.offset + y.bytes && y.offset < x.offset + x.bytes;
+      ASSERT_FALSE(together && overlap) << x.name << " and " << y.name;
+    }
+  }
+  EXPECT_GE(plan.transient_bytes, plan.live_peak_bytes);
+}
+
+TEST(Programs, PlanKeepsLiveTensorsApart) {
+  for (int64_t micro_batch : {8, 2}) {
+    test::Runner runner(toml(micro_batch, "[plugins.clip]\n", "dropout = 0.1\n"));
+    check_plan(runner.plan);
+    EXPECT_EQ(runner.storage->bytes(), runner.plan.total_bytes());
+    EXPECT_LE(double(runner.plan.transient_bytes), 1.05 * double(runner.plan.live_peak_bytes));
+  }
+}
+
+// Gradients that no clipping waits for are consumed as they arrive: far fewer bytes than all of them.
+TEST(Programs, GradientsAreConsumedAsTheyArrive) {
+  const test::Runner streaming(toml(8, "", "tied = false\n")), waiting(toml(8, "[plugins.clip]\n", "tied = false\n"));
+  const auto gradients = [](const test::Runner& runner) {
+    int64_t most = 0;
+    for (const Ledger& live : timeline(runner.built.program, runner.plan)) most = std::max(most, live[int(Role::gradient)]);
+    return most;
+  };
+  EXPECT_LT(gradients(streaming) * 3, gradients(waiting));
+}
+
+TEST(Programs, BudgetIsHardAndSaysWhatIsLargest) {
+  try {
+    test::Runner runner(toml(8));
+    enforce_budget(runner.built.program, runner.plan, 1000, " Try less.");
+    FAIL();
+  } catch (const Error& error) {
+    const std::string text = error.what();
+    EXPECT_NE(text.find("device.memory allows 1000 B"), std::string::npos) << text;
+    EXPECT_NE(text.find("optimizer_state"), std::string::npos) << text;
+    EXPECT_NE(text.find("Try less."), std::string::npos) << text;
+  }
+}
+
+// A plugin whose pass breaks the program is named.
+class Breaker final : public Plugin {
+ public:
+  void backward(ProgramStage& stage) override { stage.program.ops.erase(stage.program.ops.begin() + 1); }
+};
+class Thrower final : public Plugin {
+ public:
+  void update(UpdateStage&) override { throw std::runtime_error("out of ideas"); }
+};
+
+template <class Bad>
+std::string message() {
+  Bad bad;
+  try {
+    test::Runner runner(toml(8), {{"culprit", &bad}});
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST(Programs, VerifierNamesThePluginThatBrokeIt) {
+  const std::string text = message<Breaker>();
+  EXPECT_NE(text.find("not well formed after \"culprit\", stage \"backward\""), std::string::npos) << text;
+  EXPECT_NE(text.find("before anything has written it"), std::string::npos) << text;
+}
+
+TEST(Programs, ExceptionsOfPluginsCarryTheirName) {
+  EXPECT_EQ(message<Thrower>(), "plugin \"culprit\", stage update: threw \"out of ideas\".");
+}
+
+// Forward passes first, then backward passes (GPipe's order): the same gradients from a plugin of five lines.
+class AllForwardFirst final : public Plugin {
+ public:
+  void schedule(ScheduleStage& stage) override {
+    std::stable_sort(stage.order.begin(), stage.order.end(), [](const Pass& a, const Pass& b) { return a.stage < b.stage; });
+  }
+};
+
+TEST(Programs, SchedulesAgree) {
+  const auto tokens = random_tokens(8 * 16, 1), targets = random_tokens(8 * 16, 2);
+  AllForwardFirst gpipe;
+  test::Runner plain(toml(2)), reordered(toml(2), {{"gpipe", &gpipe}});
+  for (int step = 0; step < 3; ++step) EXPECT_EQ(plain.run_step(tokens.data(), targets.data()), reordered.run_step(tokens.data(), targets.data()));
+  EXPECT_GT(reordered.plan.transient_bytes, plain.plan.transient_bytes);  // activations of all microbatches at once
+}
+
+// Ops on other streams: results equal those of one stream, whatever runs beside what.
+TEST(Streams, WaitsMakeAnyAssignmentSafe) {
+  std::mt19937 random(7);
+  Threads threads(2);
+  for (int round = 0; round < 30; ++round) {
+    std::vector<float> want;
+    for (bool many : {false, true}) {
+      std::mt19937 shape(uint32_t(round) + 100);
+      Program program;
+      Builder build(program);
+      std::vector<TensorId> known = {build.data("x", {257}, DType::f32)};
+      program[known[0]].step_output = true;
+      for (int i = 0; i < 60; ++i) {
+        build.stream = many ? Stream(random() % kStreams) : Stream::compute;
+        const TensorId a = known[shape() % known.size()], b = known[shape() % known.size()];
+        known.push_back(a == b ? build.emit("gelu", {a}) : build.emit("add", {a, b}));
+        if (known.size() > 6) known.erase(known.begin());
+      }
+      program[known.back()].step_output = true;
+      const MemoryPlan plan = plan_memory(program, "cpu", 2);
+      check_plan(plan);
+      Storage storage(program, plan, 0);
+      Executor executor(program, plan, storage, "cpu", threads);
+      for (int repeat = 0; repeat < 3; ++repeat) {
+        for (int i = 0; i < 257; ++i) static_cast<float*>(executor.pointer({0}))[i] = 0.001f * float(i);
+        executor.run();
+        const float* y = static_cast<const float*>(executor.pointer(known.back()));
+        if (!many && repeat == 0) want.assign(y, y + 257);
+        else ASSERT_EQ(std::memcmp(want.data(), y, 257 * 4), 0) << "round " << round;
+      }
+    }
+  }
+}
+
+TEST(Planner, RandomProgramsNeverOverlap) {
+  const uint32_t base = std::random_device{}();
+  for (uint32_t seed = base; seed < base + 40; ++seed) {
+    SCOPED_TRACE(seed);
+    std::mt19937 random(seed);
+    Program program;
+    Builder build(program);
+    std::vector<TensorId> known = {build.data("x", {8, 16}, DType::f32)};
+    for (int i = 0; i < 120; ++i) {
+      const TensorId a = known[random() % known.size()];
+      const int64_t width = int64_t(16 * (1 + random() % 8));
+      switch (random() % 3) {
+        case 0: known.push_back(build.emit("gelu", {a})); break;
+        case 1: known.push_back(build.emit("linear", {a, build.parameter("w" + std::to_string(i), {width, program[a].shape[1]}, {}), {}})); break;
+        default: known.push_back(build.emit("add", {a, a}));
+      }
+      if (random() % 8 == 0) program[known.back()].step_output = true;
+    }
+    check_plan(plan_memory(program, "cpu", 2));
+  }
+}
+
+}  // namespace
+}  // namespace strata
