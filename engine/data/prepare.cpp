@@ -1,15 +1,20 @@
 // Splits, encodes and writes; see prepare.h.
 #include "engine/data/prepare.h"
 
+#include <fcntl.h>
+#include <sys/file.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <cerrno>
+#include <charconv>
 #include <cstdio>
-#include <cstdlib>
+#include <cstring>
 #include <filesystem>
-#include <fstream>
 #include <memory>
 #include <optional>
 
+#include "engine/data/text_reader.h"
 #include "engine/data/token_file.h"
 #include "engine/data/tokenizer.h"
 #include "strata/error.h"
@@ -19,22 +24,94 @@ namespace {
 
 namespace fs = std::filesystem;
 
+[[noreturn]] void refuse(const fs::path& path, const char* what, const std::error_code& problem) {
+  throw Error(path.string() + ": " + what + ": " + problem.message() + ".", ExitCode::failed);
+}
+
+// Is this the name of a shard, such as train_000.bin?
+bool is_shard(const std::string& name) {
+  const size_t digits = name.find('_') + 1;
+  if (name.rfind("train_", 0) != 0 && name.rfind("validation_", 0) != 0) return false;
+  const size_t dot = name.find_first_not_of("0123456789", digits);
+  return dot != name.npos && dot >= digits + 3 && name.substr(dot) == ".bin";
+}
+
+// The output directory, locked against other runs while this lives, with a folder aside that goes with it.
+class Output {
+ public:
+  explicit Output(const std::string& directory) : directory_(directory), aside_(directory_ / ".preparing") {
+    std::error_code problem;
+    made_ = fs::create_directories(directory_, problem);
+    if (problem) throw Error(directory + ": cannot make the folder: " + problem.message() + ".");
+    lock_ = open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (lock_ < 0) throw Error(directory + ": cannot open the folder: " + std::strerror(errno) + ".");
+    if (flock(lock_, LOCK_EX | LOCK_NB) != 0) {
+      const int reason = errno;
+      close(lock_);
+      if (reason == EWOULDBLOCK)
+        throw Error(directory + ": another strata data prepare is writing there; wait for it or name another folder.",
+                    ExitCode::failed);
+      throw Error(directory + ": cannot lock the folder: " + std::strerror(reason) + ".", ExitCode::failed);
+    }
+    fs::remove_all(aside_, problem);  // of a run that was killed
+    if (!problem) fs::create_directory(aside_, problem);
+    if (problem) {
+      close(lock_);
+      refuse(aside_, "cannot make the folder", problem);
+    }
+  }
+  ~Output() {
+    std::error_code ignored;  // nothing more can be done; the next run tries again
+    fs::remove_all(aside_, ignored);
+    if (made_ && !published_) fs::remove(directory_, ignored);
+    close(lock_);
+  }
+  Output(const Output&) = delete;
+  Output& operator=(const Output&) = delete;
+
+  const fs::path& aside() const { return aside_; }
+
+  // Puts the files named into place instead of an earlier run's. A kill between the moves leaves no mixture: the old
+  // files are gone before the first new one comes. `names` must end with what shows that all is there.
+  void publish(const std::vector<std::string>& names) {
+    std::error_code problem;
+    std::vector<fs::path> old{directory_ / "tokenizer.model", directory_ / "tokenizer.txt"};
+    for (fs::directory_iterator entry(directory_, problem), end; !problem && entry != end; entry.increment(problem))
+      if (is_shard(entry->path().filename().string())) old.push_back(entry->path());
+    if (problem) refuse(directory_, "cannot list the folder", problem);
+    for (const fs::path& path : old)
+      if (fs::remove(path, problem); problem) refuse(path, "cannot remove it", problem);
+    for (const std::string& name : names)
+      if (fs::rename(aside_ / name, directory_ / name, problem); problem)
+        refuse(directory_ / name, "cannot write it", problem);
+    sync_folder(directory_.string());
+    published_ = true;
+  }
+
+ private:
+  fs::path directory_, aside_;
+  int lock_ = -1;
+  bool made_ = false, published_ = false;
+};
+
 // Shards of one split: prefix_000.bin, prefix_001.bin, …
 class Shards {
  public:
-  Shards(fs::path folder, std::string prefix, bool wide, int64_t limit) : folder_(std::move(folder)), prefix_(std::move(prefix)), wide_(wide), limit_(limit) {}
-  void append(const std::vector<int32_t>& ids) {
-    for (size_t at = 0; at < ids.size();) {
+  Shards(fs::path folder, std::string prefix, bool wide, int64_t limit)
+      : folder_(std::move(folder)), prefix_(std::move(prefix)), wide_(wide), limit_(limit) {}
+
+  void append(std::span<const int32_t> ids) {
+    while (!ids.empty()) {
       if (!writer_) {
-        char name[64];
-        std::snprintf(name, sizeof name, "_%03d.bin", int(files.size()));
-        files.push_back((folder_ / (prefix_ + name)).string());
-        writer_.emplace(files.back(), wide_);
+        char number[32];
+        std::snprintf(number, sizeof number, "_%03zu.bin", names_.size());
+        names_.push_back(prefix_ + number);
+        writer_.emplace((folder_ / names_.back()).string(), wide_);
       }
-      const size_t count = std::min(ids.size() - at, size_t(limit_ - writer_->tokens()));
-      writer_->append({ids.begin() + long(at), ids.begin() + long(at + count)});
-      at += count;
-      tokens += int64_t(count);
+      const size_t count = std::min(ids.size(), size_t(limit_ - writer_->tokens()));
+      writer_->append(ids.first(count));
+      ids = ids.subspan(count);
+      tokens_ += int64_t(count);
       if (writer_->tokens() == limit_) close();
     }
   }
@@ -42,122 +119,162 @@ class Shards {
     if (writer_) writer_->commit();
     writer_.reset();
   }
-  std::vector<std::string> files;
-  int64_t tokens = 0;
+  const std::vector<std::string>& names() const { return names_; }
+  int64_t tokens() const { return tokens_; }
 
  private:
   fs::path folder_;
   std::string prefix_;
   bool wide_;
   int64_t limit_;
+  std::vector<std::string> names_;
+  int64_t tokens_ = 0;
   std::optional<TokenFileWriter> writer_;
 };
 
-// Standard input goes to a temporary file, as its size decides the split.
-class Spool {
- public:
-  explicit Spool(const fs::path& folder) : path_((folder / (".stdin-" + std::to_string(::getpid()))).string()) {
-    AtomicFile file(path_);
-    std::vector<char> buffer(1 << 20);
-    for (size_t n; (n = std::fread(buffer.data(), 1, buffer.size(), stdin)) > 0;) file.write(std::as_bytes(std::span(buffer.data(), n)));
-    file.commit();
+void copy_standard_input(const std::string& path) {
+  AtomicFile file(path);
+  std::vector<std::byte> buffer(1 << 20);
+  for (;;) {
+    const ssize_t count = ::read(STDIN_FILENO, buffer.data(), buffer.size());
+    if (count < 0 && errno == EINTR) continue;
+    if (count < 0) throw Error(std::string("standard input cannot be read: ") + std::strerror(errno) + ".");
+    if (count == 0) break;
+    file.write(std::span(buffer).first(size_t(count)));
   }
-  ~Spool() { std::remove(path_.c_str()); }
-  const std::string& path() const { return path_; }
-
- private:
-  std::string path_;
-};
-
-std::unique_ptr<Tokenizer> make_tokenizer(const PrepareArguments& arguments, const std::vector<std::string>& inputs) {
-  const fs::path folder(arguments.output_directory);
-  const std::string model = (folder / "tokenizer.model").string();
-  if (arguments.tokenizer == "bytes") {
-    AtomicFile file((folder / "tokenizer.txt").string());
-    file.write(std::string("bytes\n"));
-    file.commit();
-    fs::remove(model);
-    return byte_tokenizer();
-  }
-  std::string bytes;
-  if (arguments.tokenizer.rfind("train:", 0) == 0) {
-    char* end = nullptr;
-    const long size = std::strtol(arguments.tokenizer.c_str() + 6, &end, 10);
-    if (*end != '\0' || size < 2) throw Error("--tokenizer " + arguments.tokenizer + ": expected train:SIZE with a number of pieces, for example train:8000.");
-    bytes = train_sentencepiece(inputs, size);
-  } else {
-    sentencepiece_tokenizer(arguments.tokenizer);  // refuses what is no model
-    std::ifstream from(arguments.tokenizer, std::ios::binary);
-    bytes.assign(std::istreambuf_iterator<char>(from), {});
-  }
-  AtomicFile file(model);
-  file.write(bytes);
   file.commit();
-  return sentencepiece_tokenizer(model);
 }
 
-// Lines of a file up to `end`, in pieces of about a megabyte that end at a line's end where there is one.
-template <class Use>
-void read_pieces(std::ifstream& file, int64_t bytes, Use&& use) {
-  constexpr int64_t kPiece = 1 << 20;
-  std::string carried;
-  while (bytes > 0) {
-    std::string piece(size_t(std::min(bytes, kPiece)), '\0');
-    file.read(piece.data(), std::streamsize(piece.size()));
-    if (file.gcount() == 0) break;
-    piece.resize(size_t(file.gcount()));
-    bytes -= int64_t(piece.size());
-    carried += piece;
-    const size_t newline = bytes > 0 ? carried.rfind('\n') : carried.size() - 1;
-    if (newline == std::string::npos) continue;
-    use(carried.substr(0, newline + 1));
-    carried.erase(0, newline + 1);
+struct Input {
+  std::string path;
+  std::string name;  // for messages
+  int64_t size = 0;  // bytes
+};
+
+void require_text(const Input& input) {
+  if (input.size == 0) throw Error(input.name + ": is empty; there is nothing to prepare.");
+}
+
+// Files are looked at before anything is written; standard input comes later.
+std::vector<Input> look_at(const std::vector<std::string>& paths) {
+  if (paths.empty()) throw Error("no text is named; name text files, or - for standard input.");
+  if (std::count(paths.begin(), paths.end(), "-") > 1) throw Error("standard input (-) is named more than once.");
+  std::vector<Input> inputs;
+  for (const std::string& path : paths) {
+    if (path == "-") {
+      inputs.push_back({"", "standard input", 0});
+      continue;
+    }
+    inputs.push_back({path, path, text_size(path)});
+    require_text(inputs.back());
   }
-  if (!carried.empty()) use(carried);
+  return inputs;
+}
+
+void write_text(const fs::path& path, const std::string& content) {
+  AtomicFile file(path.string());
+  file.write(content);
+  file.commit();
+}
+
+std::string whole_file(const std::string& path) {
+  std::string content, piece;
+  for (TextReader reader(path, 0, text_size(path)); reader.next(piece);) content += piece;
+  return content;
+}
+
+struct Made {
+  std::unique_ptr<Tokenizer> tokenizer;
+  std::string name;  // of its file
+};
+
+// Makes the tokenizer and writes into `folder` what load_tokenizer needs.
+Made make_tokenizer(const std::string& wanted, const std::vector<Input>& inputs, const fs::path& folder) {
+  if (wanted == "bytes") {
+    write_text(folder / "tokenizer.txt", "bytes\n");
+    return {byte_tokenizer(), "tokenizer.txt"};
+  }
+  const std::string model = (folder / "tokenizer.model").string();
+  if (wanted.rfind("train:", 0) == 0) {
+    int64_t size = 0;
+    const char* end = wanted.data() + wanted.size();
+    const auto [stop, problem] = std::from_chars(wanted.data() + 6, end, size);
+    if (problem != std::errc() || stop != end || size < 1 || size > INT32_MAX)
+      throw Error("--tokenizer " + wanted + ": expected train:SIZE with a number of pieces, for example train:8000.");
+    std::vector<std::string> paths;
+    for (const Input& input : inputs) paths.push_back(input.path);
+    write_text(model, train_sentencepiece(paths, size));
+  } else {
+    sentencepiece_tokenizer(wanted);  // refuses what is no model
+    write_text(model, whole_file(wanted));
+  }
+  return {sentencepiece_tokenizer(model), "tokenizer.model"};
+}
+
+// Encodes bytes [begin, end) of an input. `done` counts bytes over all inputs.
+void encode(const Input& input, int64_t begin, int64_t end, const Tokenizer& tokenizer, bool utf8, Shards& to,
+            const std::function<void(int64_t bytes)>& done) {
+  std::string piece;
+  TextReader reader(input.path, begin, end);
+  for (int64_t position = begin; reader.next(piece); position = reader.position()) {
+    if (utf8) require_utf8(piece, input.name, position);
+    to.append(tokenizer.encode(piece));
+    done(int64_t(piece.size()));
+  }
+}
+
+void check(const PrepareArguments& arguments) {
+  if (!(arguments.validation_fraction >= 0 && arguments.validation_fraction < 1))
+    throw Error("--validation must be at least 0 and below 1; it is the share of the text kept for validation.");
+  if (arguments.shard_tokens < 2 || arguments.shard_tokens > TokenFileWriter::kMostTokens)
+    throw Error("--shard-tokens must be 2 to " + std::to_string(TokenFileWriter::kMostTokens) + ".");
+  if (arguments.output_directory.empty()) throw Error("--output must name a folder.");
 }
 
 }  // namespace
 
 PrepareResult prepare(const PrepareArguments& arguments) {
-  if (!(arguments.validation_fraction >= 0 && arguments.validation_fraction < 1)) throw Error("--validation must be at least 0 and below 1.");
-  if (arguments.shard_tokens < 2 || arguments.shard_tokens > INT32_MAX) throw Error("--shard-tokens must be 2 to 2147483647.");
-  for (const std::string& input : arguments.inputs) {
-    if (input == "-") continue;
-    if (!fs::is_regular_file(input)) throw Error(input + ": is not a file that can be read.");
-    if (fs::file_size(input) == 0) throw Error(input + ": is empty; there is nothing to prepare.");
-  }
-  std::error_code problem;
-  fs::create_directories(arguments.output_directory, problem);
-  if (problem) throw Error(arguments.output_directory + ": cannot make the folder: " + problem.message() + ".");
-  std::optional<Spool> spool;
-  std::vector<std::string> inputs = arguments.inputs;
-  for (std::string& input : inputs)
-    if (input == "-") {
-      if (spool) throw Error("standard input (-) can be named once only.");
-      spool.emplace(fs::path(arguments.output_directory));
-      input = spool->path();
-      if (fs::file_size(input) == 0) throw Error("standard input is empty; there is nothing to prepare.");
+  check(arguments);
+  std::vector<Input> inputs = look_at(arguments.inputs);
+  Output output(arguments.output_directory);
+  for (Input& input : inputs)
+    if (input.path.empty()) {
+      input.path = (output.aside() / "standard_input").string();
+      copy_standard_input(input.path);
+      input.size = text_size(input.path);
+      require_text(input);
     }
-  const auto tokenizer = make_tokenizer(arguments, inputs);
   PrepareResult result;
-  result.vocabulary = tokenizer->vocabulary();
+  for (const Input& input : inputs) result.text_bytes += input.size;
+
+  const Made made = make_tokenizer(arguments.tokenizer, inputs, output.aside());
+  result.vocabulary = made.tokenizer->vocabulary();
   const bool wide = result.vocabulary > 65536;
-  Shards train(arguments.output_directory, "train", wide, arguments.shard_tokens), validation(arguments.output_directory, "validation", wide, arguments.shard_tokens);
-  for (const std::string& input : inputs) {
-    const int64_t size = int64_t(fs::file_size(input));
-    const int64_t kept = int64_t(double(size) * arguments.validation_fraction);
-    std::ifstream file(input, std::ios::binary);
-    read_pieces(file, size - kept, [&](const std::string& text) { train.append(tokenizer->encode(text)); });
-    read_pieces(file, kept, [&](const std::string& text) { validation.append(tokenizer->encode(text)); });
-    if (file.bad()) throw Error(input + ": cannot be read to its end.", ExitCode::failed);
-    result.text_bytes += size;
+  const bool utf8 = arguments.tokenizer != "bytes";
+  Shards train(output.aside(), "train", wide, arguments.shard_tokens);
+  Shards validation(output.aside(), "validation", wide, arguments.shard_tokens);
+  int64_t bytes = 0;
+  const auto done = [&](int64_t more) {
+    bytes += more;
+    if (arguments.progress) arguments.progress(bytes, result.text_bytes);
+  };
+  for (const Input& input : inputs) {
+    const int64_t cut = cut_position(input.path, input.size, arguments.validation_fraction);
+    encode(input, 0, cut, *made.tokenizer, utf8, train, done);
+    encode(input, cut, input.size, *made.tokenizer, utf8, validation, done);
   }
   train.close();
   validation.close();
-  result.train_tokens = train.tokens;
-  result.validation_tokens = validation.tokens;
-  result.files = train.files;
-  result.files.insert(result.files.end(), validation.files.begin(), validation.files.end());
+  result.train_tokens = train.tokens();
+  result.validation_tokens = validation.tokens();
+
+  std::vector<std::string> order = validation.names();
+  order.push_back(made.name);
+  order.insert(order.end(), train.names().rbegin(), train.names().rend());
+  output.publish(order);
+  for (const Shards* shards : {&train, &validation})
+    for (const std::string& name : shards->names())
+      result.files.push_back((fs::path(arguments.output_directory) / name).string());
   return result;
 }
 

@@ -1,26 +1,35 @@
-// Text files to token files with a train and validation split: `strata data prepare`.
+// Text files to token files with a train and a validation split: `strata data prepare`.
+// Prints nothing (tools/strata/data_command.cpp does) and knows no tokenizer by name but those of tokenizer.h.
 #pragma once
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
 namespace strata {
 
 struct PrepareArguments {
-  std::vector<std::string> inputs;  // UTF-8 text; "-" is standard input
-  std::string output_directory;
+  std::vector<std::string> inputs;  // UTF-8 text ("bytes" takes any); "-" is standard input, once
+  std::string output_directory;     // made when missing
   std::string tokenizer = "bytes";  // or a .model file, or "train:SIZE"
-  double validation_fraction = 0.05;
-  int64_t shard_tokens = 100'000'000;
+  double validation_fraction = 0.05;     // of each input's bytes: its end, from a line's start on
+  int64_t shard_tokens = 100'000'000;    // tokens of a file at most
+  // Called after each piece of about a megabyte with the bytes done and those there are, if set.
+  std::function<void(int64_t done, int64_t total)> progress;
 };
 
 struct PrepareResult {
-  std::vector<std::string> files;
+  std::vector<std::string> files;  // train_000.bin, …, validation_000.bin, …
   int64_t train_tokens = 0, validation_tokens = 0, text_bytes = 0, vocabulary = 0;
 };
 
-// Streams: memory stays bounded. The last `validation_fraction` of each input is validation. Files appear whole or not
-// at all. Throws Error for missing or empty input.
+// Writes train_000.bin, … and validation_000.bin, … (uint16 tokens for vocabularies up to 65536, else uint32) and
+// the tokenizer (load_tokenizer) into the output directory, in place of an earlier run's, of which nothing stays.
+// Everything is made in the folder .preparing inside and moved at the very end, old files away first and train_000.bin
+// last: when the run fails, is killed or finds the disk full, what was there before still is. Memory stays bounded
+// (a few MiB, and what training a tokenizer takes); standard input is kept in .preparing, as its size decides the split.
+// Throws Error (usage) for inputs that are missing, unreadable, empty or, with SentencePiece, no UTF-8; Error (failed)
+// when the system refuses to write, or another run writes to the same folder.
 PrepareResult prepare(const PrepareArguments& arguments);
 
 }  // namespace strata

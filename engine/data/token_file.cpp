@@ -2,8 +2,13 @@
 #include "engine/data/token_file.h"
 
 #include <glob.h>
+#include <sys/mman.h>
 
+#include <algorithm>
+#include <bit>
+#include <cerrno>
 #include <cstring>
+#include <filesystem>
 
 #include "strata/error.h"
 #include "strata/simd.h"
@@ -11,89 +16,142 @@
 namespace strata {
 namespace {
 
+static_assert(std::endian::native == std::endian::little, "token files are little endian");
+
 constexpr int64_t kHeader = 256 * 4;
 constexpr int32_t kMagic16 = 20240520, kVersion16 = 1, kMagic32 = 20240801, kVersion32 = 7;
+constexpr const char* kRemedy = " Make token files with: strata data prepare.";
 
-// The largest token of a run; unsigned, so that ids above 2^31 count as large.
-STRATA_SIMD uint32_t largest16(const uint16_t* p, int64_t n) {
+// The largest of n tokens; unsigned, so that ids above 2^31 count as large.
+STRATA_SIMD uint32_t largest16(const uint16_t* tokens, int64_t n) {
   uint16_t best = 0;
-  for (int64_t i = 0; i < n; ++i) best = p[i] > best ? p[i] : best;
+  for (int64_t i = 0; i < n; ++i) best = tokens[i] > best ? tokens[i] : best;
   return best;
 }
-STRATA_SIMD uint32_t largest32(const uint32_t* p, int64_t n) {
+STRATA_SIMD uint32_t largest32(const uint32_t* tokens, int64_t n) {
   uint32_t best = 0;
-  for (int64_t i = 0; i < n; ++i) best = p[i] > best ? p[i] : best;
+  for (int64_t i = 0; i < n; ++i) best = tokens[i] > best ? tokens[i] : best;
   return best;
+}
+
+// The other formats of llm.c, which people mistake for token files.
+std::string what_it_is(int32_t magic) {
+  if (magic == 20240522) return "it is llm.c's multiple-choice evaluation format (HellaSwag), which has no plain text.";
+  if (magic == 20240326) return "it is a model checkpoint of llm.c.";
+  if (magic == 20240327) return "it is a debugging state of llm.c.";
+  return "it does not begin with llm.c's magic number 20240520 or 20240801.";
+}
+
+// Bytes of a token by the header; throws Error for a foreign one.
+int token_width(const std::string& path, int32_t magic, int32_t version) {
+  if (magic != kMagic16 && magic != kMagic32) throw Error(path + ": is no token file: " + what_it_is(magic) + kRemedy);
+  const int32_t expected = magic == kMagic16 ? kVersion16 : kVersion32;
+  if (version != expected)
+    throw Error(path + ": has version " + std::to_string(version) + " of llm.c's token format, but with magic number " +
+                std::to_string(magic) + " this program reads version " + std::to_string(expected) + " only." + kRemedy);
+  return magic == kMagic16 ? 2 : 4;
 }
 
 }  // namespace
 
 TokenFile::TokenFile(const std::string& path) : file_(path) {
-  const auto bytes = file_.bytes();
-  const std::string remedy = " Make token files with: strata data prepare.";
-  if (int64_t(bytes.size()) < kHeader)
-    throw Error(path + ": is no token file: it has " + std::to_string(bytes.size()) + " bytes, less than the header of 1024." + remedy);
+  const int64_t size = int64_t(file_.bytes().size());
+  if (size < kHeader)
+    throw Error(path + ": is no token file: it has " + std::to_string(size) +
+                " bytes, but the header alone takes 1024." + kRemedy);
   int32_t header[3];
-  std::memcpy(header, bytes.data(), sizeof header);
-  if (header[0] == kMagic16 && header[1] == kVersion16) width_ = 2;
-  else if (header[0] == kMagic32 && header[1] == kVersion32) width_ = 4;
-  else if (header[0] == kMagic16 || header[0] == kMagic32)
-    throw Error(path + ": has version " + std::to_string(header[1]) + " of the token format; this program reads version 1 (uint16) and 7 (uint32).");
-  else throw Error(path + ": is no token file: it does not begin with llm.c's magic number 20240520 or 20240801." + remedy);
-  const int64_t held = (int64_t(bytes.size()) - kHeader) / width_;
+  std::memcpy(header, file_.bytes().data(), sizeof header);
+  width_ = token_width(path, header[0], header[1]);
   tokens_ = header[2];
-  if (tokens_ < 0 || held != tokens_ || (int64_t(bytes.size()) - kHeader) % width_ != 0)
-    throw Error(path + ": its header says " + std::to_string(header[2]) + " tokens, but the file holds " + std::to_string(held) +
-                "; it is truncated or damaged. Make it again.");
+  if (tokens_ <= 0)
+    throw Error(path + ": its header says that it holds " + std::to_string(tokens_) + " tokens." + kRemedy);
+  const int64_t expected = kHeader + tokens_ * width_;
+  if (size != expected)
+    throw Error(path + ": its header says " + std::to_string(tokens_) + " tokens, which take " +
+                std::to_string(expected) + " bytes, but the file has " + std::to_string(size) + ": it is " +
+                (size < expected ? "truncated" : "damaged or has something appended") + ". Make or copy it again.");
 }
 
 void TokenFile::read(int64_t offset, int64_t count, int32_t* out) const {
-  STRATA_CHECK(offset >= 0 && count >= 0 && offset + count <= tokens_);
-  const std::byte* from = file_.bytes().data() + kHeader + offset * width_;
+  STRATA_CHECK(offset >= 0 && count >= 0 && offset <= tokens_ && count <= tokens_ - offset);
+  const int64_t first = kHeader + offset * width_;
+  const std::byte* from = file_.bytes().data() + first;
   if (width_ == 4) {
     std::memcpy(out, from, size_t(count) * 4);
-    return;
+  } else {
+    const auto* narrow = reinterpret_cast<const uint16_t*>(from);
+    for (int64_t i = 0; i < count; ++i) out[i] = narrow[i];
   }
-  const auto* narrow = reinterpret_cast<const uint16_t*>(from);
-  for (int64_t i = 0; i < count; ++i) out[i] = narrow[i];
+  release(first, count * width_);
 }
 
 int64_t TokenFile::first_at_least(int64_t vocabulary) const {
-  constexpr int64_t kRun = 1 << 16;
+  if (width_ == 2 && vocabulary > UINT16_MAX) return -1;
+  constexpr int64_t kRun = 1 << 20;  // tokens; about so many are resident at a time
   const std::byte* data = file_.bytes().data() + kHeader;
-  for (int64_t i = 0; i < tokens_; i += kRun) {
-    const int64_t n = std::min(kRun, tokens_ - i);
-    const uint32_t largest = width_ == 2 ? largest16(reinterpret_cast<const uint16_t*>(data) + i, n) : largest32(reinterpret_cast<const uint32_t*>(data) + i, n);
-    if (int64_t(largest) < vocabulary) continue;
-    for (int64_t j = i;; ++j) {
-      int32_t token;
-      read(j, 1, &token);
-      if (int64_t(uint32_t(token)) >= vocabulary) return j;
-    }
+  const auto largest = [&](int64_t first, int64_t n) {
+    return int64_t(width_ == 2 ? largest16(reinterpret_cast<const uint16_t*>(data) + first, n)
+                               : largest32(reinterpret_cast<const uint32_t*>(data) + first, n));
+  };
+  for (int64_t first = 0; first < tokens_; first += kRun) {
+    const int64_t n = std::min(kRun, tokens_ - first);
+    int64_t at = first;
+    const bool found = largest(first, n) >= vocabulary;
+    while (found && largest(at, 1) < vocabulary) ++at;
+    release(kHeader + first * width_, n * width_);
+    if (found) return at;
   }
   return -1;
 }
 
+// Unmaps the pages of a range from this process. Around a fault the kernel maps what is cached of the file, up to the
+// whole 2 MiB that one page table covers (seen with Linux 6.18 and ext4), so windows of that size go; a thread that
+// reads there at this moment faults its page in again.
+void TokenFile::release(int64_t first_byte, int64_t bytes) const {
+  constexpr uintptr_t kWindow = 2 << 20;  // of addresses, as page tables are
+  if (bytes == 0) return;
+  const uintptr_t base = reinterpret_cast<uintptr_t>(file_.bytes().data());
+  const uintptr_t first = base + uintptr_t(first_byte), last = first + uintptr_t(bytes);
+  const uintptr_t begin = std::max(base, first / kWindow * kWindow);
+  const uintptr_t end = std::min(base + file_.bytes().size(), (last + kWindow - 1) / kWindow * kWindow);
+  // Advice alone: the one failure that can occur here, memory locked with mlockall, means it is to stay resident.
+  (void)madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);
+}
+
+namespace {
+
+// The files a pattern stands for. A name that exists is itself, whatever characters it has.
+std::vector<std::string> matches(const std::string& pattern) {
+  std::error_code ignored;  // what cannot be looked at is opened below, and that says why
+  if (std::filesystem::exists(pattern, ignored) || pattern.find_first_of("*?[") == std::string::npos) return {pattern};
+  glob_t found{};
+  const int status = glob(pattern.c_str(), GLOB_ERR, nullptr, &found);
+  const int problem = errno;
+  std::vector<std::string> paths;
+  if (status == 0) paths.assign(found.gl_pathv, found.gl_pathv + found.gl_pathc);
+  globfree(&found);
+  if (status == GLOB_ABORTED) throw Error(pattern + ": cannot list the files: " + std::strerror(problem) + ".");
+  if (status == GLOB_NOSPACE) throw std::bad_alloc();
+  if (paths.empty()) throw Error(pattern + ": no file matches." + kRemedy);
+  return paths;
+}
+
+}  // namespace
+
 TokenDataset::TokenDataset(const std::vector<std::string>& patterns, int64_t vocabulary) {
-  for (const std::string& pattern : patterns) {
-    glob_t found{};
-    const int status = glob(pattern.c_str(), 0, nullptr, &found);
-    std::vector<std::string> paths;
-    if (status == 0) paths.assign(found.gl_pathv, found.gl_pathv + found.gl_pathc);
-    globfree(&found);
-    if (paths.empty() && pattern.find_first_of("*?[") != std::string::npos)
-      throw Error(pattern + ": no file matches. Make token files with: strata data prepare.");
-    if (paths.empty()) paths = {pattern};  // opening it says what is wrong
-    for (const std::string& path : paths) {
-      files_.emplace_back(path);
-      if (const int64_t at = files_.back().first_at_least(vocabulary); at >= 0) {
+  if (patterns.empty())
+    throw Error(std::string("no token files are named; set data.train, such as [\"data/train_*.bin\"].") + kRemedy);
+  for (const std::string& pattern : patterns)
+    for (const std::string& path : matches(pattern)) {
+      const TokenFile& file = files_.emplace_back(path);
+      if (const int64_t at = file.first_at_least(vocabulary); at >= 0) {
         int32_t token;
-        files_.back().read(at, 1, &token);
-        throw Error(path + ": token " + std::to_string(at) + " has id " + std::to_string(uint32_t(token)) + ", but the model's vocabulary has " +
-                    std::to_string(vocabulary) + " ids; raise model.vocabulary or use the model's tokenizer.");
+        file.read(at, 1, &token);
+        throw Error(path + ": token " + std::to_string(at) + " has id " + std::to_string(uint32_t(token)) +
+                    ", but the model's vocabulary has " + std::to_string(vocabulary) +
+                    " ids; raise model.vocabulary or prepare the data with the model's tokenizer.");
       }
     }
-  }
 }
 
 int64_t TokenDataset::tokens() const {
@@ -106,18 +164,20 @@ TokenFileWriter::TokenFileWriter(const std::string& path, bool wide) : file_(pat
   file_.write(std::string(size_t(kHeader), '\0'));
 }
 
-void TokenFileWriter::append(const std::vector<int32_t>& tokens) {
+void TokenFileWriter::append(std::span<const int32_t> tokens) {
+  STRATA_CHECK(int64_t(tokens.size()) <= kMostTokens - tokens_);
   if (wide_) {
-    file_.write(std::as_bytes(std::span(tokens)));
+    file_.write(std::as_bytes(tokens));
   } else {
-    const std::vector<uint16_t> narrow(tokens.begin(), tokens.end());
-    file_.write(std::as_bytes(std::span(narrow)));
+    for (int32_t token : tokens) STRATA_CHECK(token >= 0 && token <= UINT16_MAX);
+    narrow_.assign(tokens.begin(), tokens.end());
+    file_.write(std::as_bytes(std::span(narrow_)));
   }
   tokens_ += int64_t(tokens.size());
 }
 
 void TokenFileWriter::commit() {
-  if (tokens_ > INT32_MAX) throw Error("a token file holds at most 2147483647 tokens; lower --shard-tokens.");
+  STRATA_CHECK(tokens_ > 0);
   const int32_t header[3] = {wide_ ? kMagic32 : kMagic16, wide_ ? kVersion32 : kVersion16, int32_t(tokens_)};
   file_.write_at(std::as_bytes(std::span(header)), 0);
   file_.commit();

@@ -1,7 +1,9 @@
-// Token files in llm.c's .bin format: 256 int32 of header, then uint16 (magic 20240520, version 1) or uint32 (magic
-// 20240801, version 7) tokens, little endian. header[2] is the number of tokens.
+// Token files in llm.c's .bin format (dev/data/data_common.py there): 256 int32 of header, then the tokens, little
+// endian. header[0] and [1] are magic and version: 20240520 and 1 for uint16 tokens, 20240801 and 7 for uint32;
+// header[2] is the number of tokens. Not text (prepare.h) and not which tokens come when (sampler.h).
 #pragma once
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -10,23 +12,34 @@
 
 namespace strata {
 
+// One file, mapped. Reading keeps no pages of it in this process: they stay in the system's cache, and the process's
+// resident memory does not grow with the data. Nobody may shorten the file while it is open (SIGBUS); `data prepare`
+// never does, as it replaces files by renaming.
 class TokenFile {
  public:
-  explicit TokenFile(const std::string& path);  // throws Error when the file is not whole or not of this format
+  // Throws Error when the file cannot be opened, is not of this format, holds no tokens, or has another size than its
+  // header says. What the header says is believed for nothing else.
+  explicit TokenFile(const std::string& path);
+  const std::string& path() const { return file_.path(); }
   int64_t tokens() const { return tokens_; }
+  // Copies tokens [offset, offset + count) to out[0..count); the range must lie in the file. Any thread may call it.
   void read(int64_t offset, int64_t count, int32_t* out) const;
-  int64_t first_at_least(int64_t vocabulary) const;  // index of the first token id outside the vocabulary, or -1
+  // Index of the first token whose id is not below `vocabulary`, or -1. Reads the whole file, at about 4 GB/s from the
+  // system's cache on one core, or as fast as the disk.
+  int64_t first_at_least(int64_t vocabulary) const;
 
  private:
+  void release(int64_t first_byte, int64_t bytes) const;
   MappedFile file_;
   int64_t tokens_ = 0;
   int width_ = 2;  // bytes of a token
 };
 
-// All token files of a data set, in the order named; patterns with * and ? give their matches sorted. Every token is
-// checked once, when the set is opened (one pass over the files, about 1 s for 4 GB from the page cache).
+// All token files of a data set, in the order named; a pattern with *, ? or [] gives its matches sorted by name.
 class TokenDataset {
  public:
+  // Checks every token once against `vocabulary` (first_at_least). Throws Error for a pattern without a match, for
+  // what TokenFile refuses, and for a token outside the vocabulary (with file, index and id).
   TokenDataset(const std::vector<std::string>& patterns, int64_t vocabulary);
   const std::vector<TokenFile>& files() const { return files_; }
   int64_t tokens() const;
@@ -35,18 +48,22 @@ class TokenDataset {
   std::vector<TokenFile> files_;
 };
 
-// Writes one file; nothing remains unless commit() is called.
+// Writes one file; its name appears when commit() has put every byte on the disk, and never otherwise.
+// Throws Error (failed) when the system refuses, with a full disk for instance.
 class TokenFileWriter {
  public:
-  TokenFileWriter(const std::string& path, bool wide);  // wide: uint32 tokens
-  void append(const std::vector<int32_t>& tokens);
+  static constexpr int64_t kMostTokens = INT32_MAX;  // the header's count is an int32
+
+  TokenFileWriter(const std::string& path, bool wide);  // wide: uint32 tokens, for vocabularies above 65536
+  void append(std::span<const int32_t> tokens);
   int64_t tokens() const { return tokens_; }
-  void commit();
+  void commit();  // at least one token must have been appended
 
  private:
   AtomicFile file_;
   bool wide_;
   int64_t tokens_ = 0;
+  std::vector<uint16_t> narrow_;  // kept for its memory
 };
 
 }  // namespace strata

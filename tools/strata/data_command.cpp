@@ -1,4 +1,4 @@
-// `strata data prepare`: shows progress on standard error and says what was written. The work is engine/data/prepare.h's.
+// `strata data prepare`: shows progress on standard error and says what was written. The work is in engine/data.
 #include <fmt/format.h>
 #include <unistd.h>
 
