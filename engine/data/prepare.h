@@ -9,13 +9,13 @@
 namespace strata {
 
 struct PrepareArguments {
-  std::vector<std::string> inputs;  // UTF-8 text ("bytes" takes any); "-" is standard input, once
-  std::string output_directory;     // made when missing
-  std::string tokenizer = "bytes";  // or a .model file, or "train:SIZE"
-  double validation_fraction = 0.05;     // of each input's bytes: its end, from a line's start on
-  int64_t shard_tokens = 100'000'000;    // tokens of a file at most
+  std::vector<std::string> inputs{};   // UTF-8 text ("bytes" takes any); "-" is standard input, once
+  std::string output_directory{};      // made when missing
+  std::string tokenizer = "bytes";     // or a .model file, or "train:SIZE"
+  double validation_fraction = 0.05;   // of each input's bytes: its end, from a line's start on
+  int64_t shard_tokens = 100'000'000;  // tokens of a file at most
   // Called after each piece of about a megabyte with the bytes done and those there are, if set.
-  std::function<void(int64_t done, int64_t total)> progress;
+  std::function<void(int64_t done, int64_t total)> progress{};
 };
 
 struct PrepareResult {
@@ -27,9 +27,9 @@ struct PrepareResult {
 // the tokenizer (load_tokenizer) into the output directory, in place of an earlier run's, of which nothing stays.
 // Everything is made in the folder .preparing inside and moved at the very end, old files away first and train_000.bin
 // last: when the run fails, is killed or finds the disk full, what was there before still is. Memory stays bounded
-// (a few MiB, and what training a tokenizer takes); standard input is kept in .preparing, as its size decides the split.
-// Throws Error (usage) for inputs that are missing, unreadable, empty or, with SentencePiece, no UTF-8; Error (failed)
-// when the system refuses to write, or another run writes to the same folder.
+// (a few MiB, and what training a tokenizer takes); standard input is kept in .preparing, as its size decides the
+// split. Throws Error (usage) for inputs that are missing, unreadable, empty or, with SentencePiece, no UTF-8; Error
+// (failed) when the system refuses to write, or another run writes to the same folder.
 PrepareResult prepare(const PrepareArguments& arguments);
 
 }  // namespace strata

@@ -127,9 +127,10 @@ TEST(Sampler, TextShorterThanASequenceIsRefused) {
             "0.bin: does not hold one sequence of 8 tokens and the token after it (8 tokens in all); use more text or "
             "lower data.sequence_length.");
   const TokenDataset three = counting(folder, {8, 3, 8});
-  EXPECT_EQ(error_of(folder, [&] { Sampler(three, 8, true, 1); }),
-            "0.bin and 2 more: no file holds one sequence of 8 tokens and the token after it (19 tokens in all); use more "
-            "text or lower data.sequence_length.");
+  EXPECT_EQ(
+      error_of(folder, [&] { Sampler(three, 8, true, 1); }),
+      "0.bin and 2 more: no file holds one sequence of 8 tokens and the token after it (19 tokens in all); use more "
+      "text or lower data.sequence_length.");
 }
 
 }  // namespace

@@ -47,7 +47,8 @@ std::string error_of(const TestFolder& folder, Work&& work) {
     work();
   } catch (const Error& error) {
     std::string message = error.what();
-    for (size_t at; (at = message.find(folder.path() + "/")) != message.npos;) message.erase(at, folder.path().size() + 1);
+    for (size_t at; (at = message.find(folder.path() + "/")) != message.npos;)
+      message.erase(at, folder.path().size() + 1);
     return message;
   }
   return "no error";

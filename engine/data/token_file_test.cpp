@@ -64,7 +64,8 @@ TEST(TokenFile, RandomTokensComeBackFromRandomPieces) {
       const TokenFile file(folder / "t.bin");
       ASSERT_EQ(all_tokens(file), tokens);
       for (int i = 0; i < 50; ++i) {
-        const int64_t offset = int64_t(random() % uint64_t(size)), count = int64_t(random() % uint64_t(size - offset + 1));
+        const int64_t offset = int64_t(random() % uint64_t(size)),
+                      count = int64_t(random() % uint64_t(size - offset + 1));
         std::vector<int32_t> part(size_t(count) + 1, -7);
         file.read(offset, count, part.data());
         ASSERT_TRUE(std::equal(part.begin(), part.end() - 1, tokens.begin() + offset));
@@ -88,33 +89,50 @@ TEST(TokenFile, EachKindOfDamageHasItsMessage) {
   const std::string remedy = " Make token files with: strata data prepare.";
   EXPECT_EQ(opening(file_with(20240520, 1, 2, "abcd")), "no error");
   EXPECT_EQ(opening(""), "t.bin: is no token file: it has 0 bytes, but the header alone takes 1024." + remedy);
-  EXPECT_EQ(opening(std::string(1023, 'x')), "t.bin: is no token file: it has 1023 bytes, but the header alone takes 1024." + remedy);
-  EXPECT_EQ(opening(std::string(5000, 'x')), "t.bin: is no token file: it does not begin with llm.c's magic number 20240520 or 20240801." + remedy);
-  EXPECT_EQ(opening(file_with(20240522, 1, 2, "abcd")),
-            "t.bin: is no token file: it is llm.c's multiple-choice evaluation format (HellaSwag), which has no plain text." + remedy);
+  EXPECT_EQ(opening(std::string(1023, 'x')),
+            "t.bin: is no token file: it has 1023 bytes, but the header alone takes 1024." + remedy);
+  EXPECT_EQ(opening(std::string(5000, 'x')),
+            "t.bin: is no token file: it does not begin with llm.c's magic number 20240520 or 20240801." + remedy);
+  EXPECT_EQ(
+      opening(file_with(20240522, 1, 2, "abcd")),
+      "t.bin: is no token file: it is llm.c's multiple-choice evaluation format (HellaSwag), which has no plain text." +
+          remedy);
   EXPECT_EQ(opening(file_with(20240520, 7, 2, "abcd")),
-            "t.bin: has version 7 of llm.c's token format, but with magic number 20240520 this program reads version 1 only." + remedy);
+            "t.bin: has version 7 of llm.c's token format, but with magic number 20240520 this program reads version 1 "
+            "only." +
+                remedy);
   EXPECT_EQ(opening(file_with(20240801, 1, 1, "abcd")),
-            "t.bin: has version 1 of llm.c's token format, but with magic number 20240801 this program reads version 7 only." + remedy);
+            "t.bin: has version 1 of llm.c's token format, but with magic number 20240801 this program reads version 7 "
+            "only." +
+                remedy);
   for (const int32_t count : {0, -1, INT32_MIN})
-    EXPECT_EQ(opening(file_with(20240520, 1, count, "abcd")), "t.bin: its header says that it holds " + std::to_string(count) + " tokens." + remedy);
+    EXPECT_EQ(opening(file_with(20240520, 1, count, "abcd")),
+              "t.bin: its header says that it holds " + std::to_string(count) + " tokens." + remedy);
   EXPECT_EQ(opening(file_with(20240520, 1, 3, "abcd")),
-            "t.bin: its header says 3 tokens, which take 1030 bytes, but the file has 1028: it is truncated. Make or copy it again.");
-  EXPECT_EQ(opening(file_with(20240520, 1, 1, "abcd")),
-            "t.bin: its header says 1 tokens, which take 1026 bytes, but the file has 1028: it is damaged or has something "
-            "appended. Make or copy it again.");
-  EXPECT_EQ(opening(file_with(20240801, 7, INT32_MAX, "abcd")),
-            "t.bin: its header says 2147483647 tokens, which take 8589935612 bytes, but the file has 1028: it is truncated. "
-            "Make or copy it again.");
+            "t.bin: its header says 3 tokens, which take 1030 bytes, but the file has 1028: it is truncated. Make or "
+            "copy it again.");
+  EXPECT_EQ(
+      opening(file_with(20240520, 1, 1, "abcd")),
+      "t.bin: its header says 1 tokens, which take 1026 bytes, but the file has 1028: it is damaged or has something "
+      "appended. Make or copy it again.");
+  EXPECT_EQ(
+      opening(file_with(20240801, 7, INT32_MAX, "abcd")),
+      "t.bin: its header says 2147483647 tokens, which take 8589935612 bytes, but the file has 1028: it is truncated. "
+      "Make or copy it again.");
 }
 
 TEST(TokenDataset, WhatCannotBeOpenedIsNamed) {
   const TestFolder folder;
-  const auto opening = [&](const std::vector<std::string>& paths) { return error_of(folder, [&] { TokenDataset(paths, 10); }); };
+  const auto opening = [&](const std::vector<std::string>& paths) {
+    return error_of(folder, [&] { TokenDataset(paths, 10); });
+  };
   EXPECT_EQ(opening({folder / "none.bin"}), "none.bin: cannot open it: No such file or directory.");
-  EXPECT_EQ(opening({folder / "none_*.bin"}), "none_*.bin: no file matches. Make token files with: strata data prepare.");
+  EXPECT_EQ(opening({folder / "none_*.bin"}),
+            "none_*.bin: no file matches. Make token files with: strata data prepare.");
   EXPECT_EQ(opening({folder / "."}), ".: is not a regular file.");
-  EXPECT_EQ(opening({}), "no token files are named; set data.train, such as [\"data/train_*.bin\"]. Make token files with: strata data prepare.");
+  EXPECT_EQ(opening({}),
+            "no token files are named; set data.train, such as [\"data/train_*.bin\"]. Make token files with: strata "
+            "data prepare.");
 }
 
 TEST(TokenDataset, PatternsGiveSortedFilesAndNamesThemselves) {
@@ -140,17 +158,19 @@ TEST(TokenDataset, TokensOutsideTheVocabularyAreFoundWhereverTheyAre) {
       if (at + 1 < kSize) tokens.back() = 101;  // the first one is named
       write_tokens(folder / "t.bin", wide, tokens);
       EXPECT_EQ(TokenFile(folder / "t.bin").first_at_least(102), -1);
-      EXPECT_EQ(error_of(folder, [&] { TokenDataset({folder / "t.bin"}, 100); }),
-                "t.bin: token " + std::to_string(at) +
-                    " has id 100, but the model's vocabulary has 100 ids; raise model.vocabulary or prepare the data with "
-                    "the model's tokenizer.");
+      EXPECT_EQ(
+          error_of(folder, [&] { TokenDataset({folder / "t.bin"}, 100); }),
+          "t.bin: token " + std::to_string(at) +
+              " has id 100, but the model's vocabulary has 100 ids; raise model.vocabulary or prepare the data with "
+              "the model's tokenizer.");
     }
 }
 
 TEST(TokenDataset, IdsBeyondInt32AreNotTakenForNegativeOnes) {
   const TestFolder folder;
   folder.write("t.bin", file_with(20240801, 7, 2, bytes_of({5, -1})));
-  EXPECT_NE(error_of(folder, [&] { TokenDataset({folder / "t.bin"}, INT32_MAX); }).find("token 1 has id 4294967295"), std::string::npos);
+  EXPECT_NE(error_of(folder, [&] { TokenDataset({folder / "t.bin"}, INT32_MAX); }).find("token 1 has id 4294967295"),
+            std::string::npos);
 }
 
 // Bytes of files that are resident in this process.

@@ -173,23 +173,23 @@ std::string train_sentencepiece(const std::vector<std::string>& text_files, int6
   Lines lines(text_files, kTrainingText);
   lines.rethrow();
   std::string model;
-  const auto status = sentencepiece::SentencePieceTrainer::Train(
-      {{"model_type", "bpe"},
-       {"vocab_size", std::to_string(vocabulary)},
-       {"byte_fallback", "true"},
-       {"character_coverage", "0.9995"},
-       // The text as it is: decoding gives it back.
-       {"normalization_rule_name", "identity"},
-       {"remove_extra_whitespaces", "false"},
-       {"add_dummy_prefix", "false"},
-       {"allow_whitespace_only_pieces", "true"},
-       // Its progress goes to stderr otherwise, some thousand lines of it.
-       {"minloglevel", "2"}},
-      &lines, &model);
+  const auto status =
+      sentencepiece::SentencePieceTrainer::Train({{"model_type", "bpe"},
+                                                  {"vocab_size", std::to_string(vocabulary)},
+                                                  {"byte_fallback", "true"},
+                                                  {"character_coverage", "0.9995"},
+                                                  // The text as it is: decoding gives it back.
+                                                  {"normalization_rule_name", "identity"},
+                                                  {"remove_extra_whitespaces", "false"},
+                                                  {"add_dummy_prefix", "false"},
+                                                  {"allow_whitespace_only_pieces", "true"},
+                                                  // Its progress goes to stderr otherwise, some thousand lines of it.
+                                                  {"minloglevel", "2"}},
+                                                 &lines, &model);
   lines.rethrow();
   if (!status.ok())
-    throw Error("SentencePiece cannot train " + std::to_string(vocabulary) + " pieces on this text: " +
-                training_reason(status));
+    throw Error("SentencePiece cannot train " + std::to_string(vocabulary) +
+                " pieces on this text: " + training_reason(status));
   return model;
 }
 
@@ -200,7 +200,8 @@ std::unique_ptr<Tokenizer> load_tokenizer(const std::string& folder) {
   std::string kind;
   std::ifstream(path / "tokenizer.txt") >> kind;
   if (kind == "bytes") return byte_tokenizer();
-  throw Error(folder + ": holds no tokenizer (tokenizer.model or tokenizer.txt, which strata data prepare writes); "
+  throw Error(folder +
+              ": holds no tokenizer (tokenizer.model or tokenizer.txt, which strata data prepare writes); "
               "name its folder with --tokenizer.");
 }
 

@@ -11,8 +11,8 @@ double measure_fma_peak(int threads);
 
 // Bytes/s of STREAM's triad, a[i] = b[i] + s * c[i] in double (McCalpin 1995), counted as STREAM does: 24 bytes an
 // element, a write's fetch not counted. The best of several passes with ordinary and with streaming stores, the latter
-// without that fetch: what an optimizer's update can hope for. Uses three arrays of four times the last-level cache each
-// (64 MiB to 256 MiB), freed on return; takes about a second.
+// without that fetch: what an optimizer's update can hope for. Uses three arrays of four times the last-level cache
+// each (64 MiB to 256 MiB), freed on return; takes about a second.
 double measure_triad_bandwidth(int threads);
 
 }  // namespace strata

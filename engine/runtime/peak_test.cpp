@@ -50,7 +50,8 @@ TEST(Peak, TriadIsNearWhatCopyingMoves) {
   std::vector<char> from(128 << 20, 1), to(128 << 20, 2);
   double copy = 0;  // read and written bytes a second
   for (int pass = 0; pass < 5; ++pass)
-    copy = std::max(copy, 2.0 * double(from.size()) / seconds_of([&] { std::memcpy(to.data(), from.data(), to.size()); }));
+    copy =
+        std::max(copy, 2.0 * double(from.size()) / seconds_of([&] { std::memcpy(to.data(), from.data(), to.size()); }));
   const double triad = measure_triad_bandwidth(1);
   // STREAM's copy and triad lie within tens of per cent of each other on any machine; a factor of 3 either way leaves
   // room for a busy one and still catches a wrong unit, a wrong count of arrays or arrays that stay in a cache.

@@ -1,0 +1,180 @@
+// Tokenizers give the text back, train reproducibly, and say what is wrong with a model or a size.
+#include "engine/data/tokenizer.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <random>
+#include <regex>
+
+#include "engine/data/testing.h"
+
+namespace strata {
+namespace {
+
+// Text with numbers, several spaces, tabs, blank lines and characters of all lengths; enough for some hundred pieces.
+std::string corpus(int lines) {
+  std::string text;
+  for (int line = 0; line < lines; ++line)
+    text +=
+        "Line " + std::to_string(line * 7919 % 1000) + "  of the naïve text,\tand the quick brown fox costs 5 € 😀\n\n";
+  return text;
+}
+
+class SentencePiece : public testing::Test {
+ protected:
+  static void SetUpTestSuite() {
+    folder_ = new TestFolder;
+    folder_->write("t.txt", corpus(500));
+    folder_->write("tokenizer.model", train_sentencepiece({*folder_ / "t.txt"}, 400));
+  }
+  static void TearDownTestSuite() { delete folder_; }
+  static const TestFolder& folder() { return *folder_; }
+
+ private:
+  static TestFolder* folder_;
+};
+TestFolder* SentencePiece::folder_ = nullptr;
+
+TEST(ByteTokenizer, EveryByteIsItsId) {
+  std::string text;
+  for (int byte = 0; byte < 256; ++byte) text += char(byte);
+  const auto tokenizer = byte_tokenizer();
+  const std::vector<int32_t> ids = tokenizer->encode(text);
+  for (int byte = 0; byte < 256; ++byte) EXPECT_EQ(ids[size_t(byte)], byte);
+  EXPECT_EQ(tokenizer->decode(ids), text);
+  EXPECT_EQ(tokenizer->vocabulary(), 256);
+  const TestFolder folder;
+  for (const int32_t id : {-1, 256})
+    EXPECT_EQ(error_of(folder,
+                       [&] {
+                         tokenizer->decode({65, id});
+                       }),
+              "token " + std::to_string(id) + " is no byte; the tokens are not of the tokenizer \"bytes\".");
+}
+
+TEST_F(SentencePiece, DecodingGivesTheVeryTextBack) {
+  const auto tokenizer = load_tokenizer(folder().path());
+  EXPECT_EQ(tokenizer->vocabulary(), 400);
+  const std::string known = corpus(3);
+  const std::vector<int32_t> ids = tokenizer->encode(known);
+  EXPECT_EQ(tokenizer->decode(ids), known);
+  EXPECT_LT(ids.size(), known.size() / 2) << "pieces of the training text are longer than two bytes";
+  EXPECT_TRUE(std::all_of(ids.begin(), ids.end(), [](int32_t id) { return id >= 0 && id < 400; }));
+  for (const std::string text : {"", " ", "\n", "  a  \n\n b\r\n\tc  ", "漢字かな ŁódźЖ", "x"})
+    EXPECT_EQ(tokenizer->decode(tokenizer->encode(text)), text);
+}
+
+TEST_F(SentencePiece, RandomCharactersComeBackByWayOfBytes) {
+  const auto tokenizer = load_tokenizer(folder().path());
+  const uint64_t seed = std::random_device{}();
+  SCOPED_TRACE("seed " + std::to_string(seed));
+  std::mt19937_64 random(seed);
+  for (int i = 0; i < 300; ++i) {
+    std::string text;
+    for (int n = int(random() % 20); n > 0; --n) {
+      const uint32_t c = 1 + uint32_t(random() % (n % 3 == 0 ? 0xD7FE : n % 3 == 1 ? 0x7E : 0x7FE));
+      if (c == 0x2581) continue;  // SentencePiece's mark for a space
+      if (c < 0x80)
+        text += char(c);
+      else if (c < 0x800)
+        text += {char(0xC0 | c >> 6), char(0x80 | (c & 63))};
+      else
+        text += {char(0xE0 | c >> 12), char(0x80 | (c >> 6 & 63)), char(0x80 | (c & 63))};
+    }
+    ASSERT_EQ(tokenizer->decode(tokenizer->encode(text)), text);
+  }
+}
+
+TEST_F(SentencePiece, IdsOutsideTheVocabularyAreErrors) {
+  const auto tokenizer = load_tokenizer(folder().path());
+  for (const int32_t id : {-1, 400, INT32_MAX})
+    EXPECT_EQ(error_of(folder(), [&] { tokenizer->decode({id}); }),
+              "token " + std::to_string(id) +
+                  " is outside the tokenizer's vocabulary of 400; the tokens are of another tokenizer.");
+}
+
+TEST_F(SentencePiece, TheSameTextTrainsTheSameModel) {
+  EXPECT_TRUE(train_sentencepiece({folder() / "t.txt"}, 400) == folder().read("tokenizer.model"));
+}
+
+TEST_F(SentencePiece, NamesWithCommasAndTextInOneLongLineTrain) {
+  std::string text = corpus(500);
+  std::replace(text.begin(), text.end(), '\n', ' ');
+  const std::string model = train_sentencepiece({folder().write("a,b.txt", text)}, 400);
+  folder().write("long.model", model);
+  const auto tokenizer = sentencepiece_tokenizer(folder() / "long.model");
+  EXPECT_LT(tokenizer->encode(corpus(3)).size(), corpus(3).size() / 2) << "the line was not learned from";
+}
+
+TEST_F(SentencePiece, SizesThatCannotBeNameTheSizeThatCan) {
+  const auto training = [&](int64_t size) {
+    return error_of(folder(), [&] { train_sentencepiece({folder() / "t.txt"}, size); });
+  };
+  std::smatch found;
+  const std::string low = training(8);
+  ASSERT_TRUE(
+      std::regex_match(low, found,
+                       std::regex("SentencePiece cannot train 8 pieces on this text: its characters, all bytes and "
+                                  "three marks take (\\d+) already; use at least train:\\1\\.")))
+      << low;
+  EXPECT_EQ(training(std::stol(found[1])), "no error");
+  EXPECT_NE(training(std::stol(found[1]) - 1), "no error");
+  const std::string high = training(80000);
+  ASSERT_TRUE(
+      std::regex_match(high, found,
+                       std::regex("SentencePiece cannot train 80000 pieces on this text: it has only (\\d+); use more "
+                                  "text or at most train:\\1\\.")))
+      << high;
+  EXPECT_EQ(training(std::stol(found[1])), "no error");
+}
+
+TEST_F(SentencePiece, TextThatIsNotUtf8IsNamedWithItsByte) {
+  folder().write("bad.txt", corpus(10) + "caf\xE9 au lait\n");
+  const std::string byte = std::to_string(corpus(10).size() + 3);
+  EXPECT_EQ(error_of(folder(),
+                     [&] {
+                       train_sentencepiece({folder() / "t.txt", folder() / "bad.txt"}, 400);
+                     }),
+            "bad.txt: is not UTF-8 text: byte " + byte +
+                " begins no character. Convert it (iconv -f latin1 -t utf-8, say) or use "
+                "--tokenizer bytes.");
+}
+
+TEST_F(SentencePiece, TrainingPrintsNothing) {
+  testing::internal::CaptureStderr();
+  testing::internal::CaptureStdout();
+  train_sentencepiece({folder() / "t.txt"}, 400);
+  error_of(folder(), [&] { sentencepiece_tokenizer(folder() / "t.txt"); });
+  error_of(folder(), [&] { sentencepiece_tokenizer(folder() / "none.model"); });
+  EXPECT_EQ(testing::internal::GetCapturedStderr(), "");
+  EXPECT_EQ(testing::internal::GetCapturedStdout(), "");
+}
+
+TEST_F(SentencePiece, WhatIsNoModelIsAnError) {
+  EXPECT_EQ(error_of(folder(), [&] { sentencepiece_tokenizer(folder() / "none.model"); }),
+            "none.model: cannot read it: No such file or directory.");
+  const std::string refusal = ": is no SentencePiece model; name a .model file, \"bytes\" or \"train:SIZE\".";
+  EXPECT_EQ(error_of(folder(), [&] { sentencepiece_tokenizer(folder() / "t.txt"); }), "t.txt" + refusal);
+  const std::string model = folder().read("tokenizer.model");
+  for (const size_t size : {size_t{0}, size_t{1}, model.size() / 2, model.size() - 1}) {
+    folder().write("cut.model", model.substr(0, size));
+    EXPECT_EQ(error_of(folder(), [&] { sentencepiece_tokenizer(folder() / "cut.model"); }), "cut.model" + refusal)
+        << size;
+  }
+}
+
+TEST(LoadTokenizer, FindsBytesAndMissesNothingSilently) {
+  const TestFolder folder;
+  const std::string none = folder.path() +
+                           ": holds no tokenizer (tokenizer.model or tokenizer.txt, which strata data prepare writes); "
+                           "name its folder with --tokenizer.";
+  EXPECT_EQ(error_of(folder, [&] { load_tokenizer(folder.path()); }), none);
+  folder.write("tokenizer.txt", "bites\n");
+  EXPECT_EQ(error_of(folder, [&] { load_tokenizer(folder.path()); }), none);
+  folder.write("tokenizer.txt", "bytes\n");
+  EXPECT_EQ(load_tokenizer(folder.path())->vocabulary(), 256);
+}
+
+}  // namespace
+}  // namespace strata
