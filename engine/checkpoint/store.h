@@ -40,9 +40,12 @@ class CheckpointStore {
   int keep_;
 };
 
+enum class ManifestChecksum { verify, ignore };
+
 class Checkpoint {
  public:
-  explicit Checkpoint(const std::string& path);  // throws Error when the manifest is damaged or missing
+  // Throws Error when the manifest is damaged or missing.
+  explicit Checkpoint(const std::string& path, ManifestChecksum manifest = ManifestChecksum::verify);
   const CheckpointInfo& info() const { return info_; }
   struct Entry {
     Role role;

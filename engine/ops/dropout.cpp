@@ -35,10 +35,10 @@ STRATA_INLINE Words philox_lanes(uint64_t block, uint32_t stream0, uint32_t stre
 
 // a[0], b[0], a[1], b[1], … of the lower or upper halves.
 STRATA_INLINE U zip_low(U a, U b) {
-  return __builtin_shuffle(a, b, U{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23});
+  return __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
 }
 STRATA_INLINE U zip_high(U a, U b) {
-  return __builtin_shuffle(a, b, U{8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31});
+  return __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
 }
 
 // Elements [begin, end) of a tensor whose element 0 has global index `first`. Element i keeps its value (times factor)

@@ -88,7 +88,8 @@ micro_batch = 2
 [plugins.@NAME@]
 limit = 0.001
 TOML
-"$strata" plan "$work/config.toml" --program | grep -q clamp
+"$strata" plan "$work/config.toml" --program >"$work/program"
+grep -q clamp "$work/program"
 "$strata" train "$work/config.toml"
 )";
 
