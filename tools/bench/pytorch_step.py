@@ -1,0 +1,80 @@
+"""Trains GPT-2 124M's shape with PyTorch on this CPU and prints one JSON line: the peer that tools/bench/step compares with.
+
+The best reasonable form PyTorch has for it: fused scaled_dot_product_attention (never time x time), fused AdamW,
+gradients set to None, tied embeddings, one cross-entropy over all tokens. fp32, as Strata's side.
+"""
+import argparse
+import json
+import statistics
+import time
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Block(nn.Module):
+    def __init__(self, hidden, heads):
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x):
+        B, T, C = x.shape
+        q, k, v = (y.view(B, T, self.heads, C // self.heads).transpose(1, 2) for y in self.qkv(self.norm1(x)).split(C, dim=2))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(B, T, C))
+        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+
+
+class Gpt(nn.Module):
+    def __init__(self, layers, hidden, heads, vocabulary, context):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocabulary, hidden), nn.Embedding(context, hidden)
+        self.blocks = nn.ModuleList(Block(hidden, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(hidden)
+        for parameter in self.parameters():
+            if parameter.ndim == 2:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, x, targets):
+        y = self.tokens(x) + self.positions.weight[: x.shape[1]]
+        for block in self.blocks:
+            y = block(y)
+        logits = F.linear(self.norm(y), self.tokens.weight)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--time", type=int, default=256)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(0)
+    model = Gpt(12, 768, 12, 50257, 1024)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    step_of = torch.compile(model) if arguments.compile else model
+    seconds = []
+    for _ in range(arguments.steps):
+        tokens = torch.randint(50257, (arguments.batch, arguments.time + 1))
+        begin = time.perf_counter()
+        loss = step_of(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        loss.item()
+        seconds.append(time.perf_counter() - begin)
+    with open("/proc/self/status") as status:
+        peak = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
+    median = statistics.median(seconds[2:])  # the first steps allocate and compile
+    print(json.dumps({"seconds": median, "tokens_per_second": arguments.batch * arguments.time / median,
+                      "peak_bytes": peak, "torch": torch.__version__}))
+
+
+if __name__ == "__main__":
+    main()
