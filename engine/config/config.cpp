@@ -1,17 +1,27 @@
 // The one file that knows toml++; see config.h.
 #include "engine/config/config.h"
 
+namespace strata {
+struct BrokenAssertion {};  // thrown where toml++ would abort
+}
+
 // Some malformed keys trip assertions inside toml++ 3.3 (found by fuzzing); to us they are malformed TOML like any other.
 #undef NDEBUG  // with it, toml++ turns these assertions into assumptions of the optimizer
-#define TOML_ASSERT(condition) \
-  ((condition) ? void() : throw ::strata::Error("this is not TOML: a key or value is malformed."))
+#define TOML_ASSERT(condition) ((condition) ? void() : throw ::strata::BrokenAssertion())
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wpragmas"            // clang knows no -Wterminate
+#pragma GCC diagnostic ignored "-Wunknown-warning-option"
+#pragma GCC diagnostic ignored "-Wterminate"          // some assertions stand in noexcept functions, and end the process
 #include <toml++/toml.h>
+#pragma GCC diagnostic pop
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <sstream>
+#include <tuple>
 
 namespace strata {
 
@@ -42,33 +52,42 @@ const ConfigTable::Value* ConfigTable::value(std::string_view key) const {
   throw Error(entry->place, "\"" + std::string(key) + "\" must be a value, but it is a table.");
 }
 
+// What toml++ calls the source of values that --set gave; no file can have that name.
+constexpr std::string_view kSetSource("--set\0", 6);
+
 // Turns toml++ nodes into ConfigTables.
 class ConfigReader {
  public:
   explicit ConfigReader(std::string filename) : filename_(std::move(filename)) {}
 
-  std::unique_ptr<ConfigTable> read(const toml::table& from, const std::string& path) const {
+  std::unique_ptr<ConfigTable> read(const toml::table& from, const std::string& path, int depth = 0) const {
     auto table = std::make_unique<ConfigTable>(path);
     table->place = place(from, path);
+    if (depth > kDeepest) throw Error(table->place, "tables nest more than " + std::to_string(kDeepest) + " deep here; no option is that deep.");
+    std::vector<std::pair<std::tuple<bool, uint32_t, uint32_t>, ConfigTable::Entry>> found;
     for (const auto& [key, node] : from) {
       const std::string name(key.str());
       const std::string full = path.empty() ? name : path + "." + name;
       ConfigTable::Entry entry{name, place(node, full), false, type_of(node)};
-      if (const auto* child = node.as_table()) entry.content = read(*child, full);
+      if (const auto* child = node.as_table()) entry.content = read(*child, full, depth + 1);
       else entry.content = value(node, entry);
-      table->entries_.push_back(std::move(entry));
+      const auto& begin = node.source().begin;
+      found.emplace_back(std::tuple(is_set(node), begin.line, begin.column), std::move(entry));
     }
-    // toml++ keeps keys sorted; the order of the file decides ties between plugins.
-    std::stable_sort(table->entries_.begin(), table->entries_.end(), [](const auto& a, const auto& b) {
-      return std::pair(a.place.line, a.place.column) < std::pair(b.place.line, b.place.column);
-    });
+    // toml++ keeps keys sorted; the order of the file, then that of --set, decides ties between plugins.
+    std::stable_sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+    for (auto& [order, entry] : found) table->entries_.push_back(std::move(entry));
     return table;
   }
 
  private:
+  static constexpr int kDeepest = 32;
+
+  static bool is_set(const toml::node& node) { return node.source().path && *node.source().path == kSetSource; }
+
   Place place(const toml::node& node, const std::string& path) const {
     const auto& begin = node.source().begin;
-    if (node.source().path && node.source().path->rfind("--set", 0) == 0) return {"--set " + path, 0, 0};
+    if (is_set(node)) return {"--set " + path, 0, 0};
     return {filename_, int(begin.line), int(begin.column)};
   }
 
@@ -112,38 +131,45 @@ Error parse_error(const toml::parse_error& error, const std::string& filename) {
   return Error(Place{filename, int(begin.line), int(begin.column)}, "this is not TOML: " + std::string(error.description()) + ".");
 }
 
-void override_key(toml::table& root, const std::string& set) {
+// The node that `text` is as a TOML value; null when it is not one. `index` orders the overrides among each other.
+std::unique_ptr<toml::table> parse_value(const std::string& text, size_t index) {
+  try {
+    toml::table parsed = toml::parse(std::string(index, '\n') + "v = " + text, kSetSource);
+    // More than one key: the text holds line ends and more TOML behind them, which would get lost.
+    if (parsed.size() == 1 && parsed.contains("v")) return std::make_unique<toml::table>(std::move(parsed));
+  } catch (const toml::parse_error&) {
+  } catch (const BrokenAssertion&) {
+  }
+  return nullptr;
+}
+
+void override_key(toml::table& root, const std::string& set, size_t index) {
   const size_t equals = set.find('=');
   if (equals == std::string::npos || equals == 0)
     throw Error("--set " + set + ": expected KEY=VALUE, for example --set run.steps=10.");
   const std::string key = set.substr(0, equals), text = set.substr(equals + 1);
-  toml::table parsed;
-  try {
-    parsed = toml::parse("v = " + text, std::string_view("--set"));
-  } catch (const toml::parse_error&) {
-    parsed = toml::table();
+  auto parsed = parse_value(text, index);
+  if (!parsed) {
     std::string quoted = "\"";
     for (char c : text) quoted += (c == '"' || c == '\\') ? std::string("\\") + c : std::string(1, c);
-    try {
-      parsed = toml::parse("v = " + quoted + "\"", std::string_view("--set"));
-    } catch (const toml::parse_error&) {
-      throw Error("--set " + key + ": the value \"" + text + "\" is neither TOML nor a plain string.");
-    }
+    parsed = parse_value(quoted + "\"", index);
   }
+  if (!parsed) throw Error("--set " + key + ": the value \"" + text + "\" is neither TOML nor a plain string.");
   toml::table* table = &root;
   size_t at = 0;
   for (size_t dot; (dot = key.find('.', at)) != std::string::npos; at = dot + 1) {
     const std::string part = key.substr(at, dot - at);
     if (part.empty()) throw Error("--set " + set + ": \"" + key + "\" is not a key; write table.key=value.");
-    if (!table->contains(part)) table->insert(part, toml::table());
+    if (!table->contains(part)) table->insert(part, std::move(*parse_value("{}", index)->get("v")));
     table = table->get_as<toml::table>(part);
     if (!table) throw Error("--set " + set + ": \"" + part + "\" is a value, not a table.");
+    table->is_inline(false);
   }
   const std::string last = key.substr(at);
   if (last.empty()) throw Error("--set " + set + ": \"" + key + "\" is not a key; write table.key=value.");
-  if (table->get_as<toml::table>(last) && !parsed.get("v")->is_table())
+  if (table->get_as<toml::table>(last) && !parsed->get("v")->is_table())
     throw Error("--set " + set + ": \"" + key + "\" is a table; set one of its keys.");
-  table->insert_or_assign(last, std::move(*parsed.get("v")));
+  table->insert_or_assign(last, std::move(*parsed->get("v")));
 }
 
 }  // namespace
@@ -152,23 +178,27 @@ Config Config::parse(const std::string& text, const std::string& filename, const
   Config config;
   try {
     toml::table table = toml::parse(text, filename);
-    for (const std::string& set : sets) override_key(table, set);
+    for (size_t i = 0; i < sets.size(); ++i) override_key(table, sets[i], i);
     config.root_ = ConfigReader(filename).read(table, "");
     std::ostringstream effective;
     effective << toml::toml_formatter(table) << "\n";
     config.text_ = effective.str();
   } catch (const toml::parse_error& error) {
     throw parse_error(error, filename);
+  } catch (const BrokenAssertion&) {
+    throw Error(Place{filename}, "this is not TOML: a key or value is malformed.");
   }
   return config;
 }
 
 Config Config::load(const std::string& path, const std::vector<std::string>& sets) {
+  std::error_code problem;
+  if (std::filesystem::is_directory(path, problem)) throw Error(path + ": this is a folder; name the TOML file in it.");
   std::ifstream file(path, std::ios::binary);
   if (!file) throw Error(path + ": cannot read the configuration: " + std::strerror(errno) + ".");
   std::ostringstream text;
   text << file.rdbuf();
-  if (file.bad() || (text.str().empty() && file.peek() != EOF)) throw Error(path + ": cannot read the configuration; is it a file?");
+  if (file.bad() || text.bad()) throw Error(path + ": cannot read the configuration to its end.");
   return parse(text.str(), path, sets);
 }
 

@@ -4,6 +4,11 @@
 #include <algorithm>
 
 namespace strata {
+namespace {
+
+constexpr double kLargest = 1 << 24;  // of a size of the batch: beyond is a slip, and products of two still fit 64 bits
+
+}  // namespace
 
 void declare(Options& options, RunSection& run) {
   options.add("steps", run.steps, "optimizer steps in all").positive();
@@ -21,16 +26,16 @@ void declare(Options& options, RunSection& run) {
 void declare(Options& options, DataSection& data) {
   options.add("train", data.train, "token files (.bin); * and ? match many").required();
   options.add("validation", data.validation, "token files for validation; none: no validation");
-  options.add("sequence_length", data.sequence_length, "tokens in one sequence").positive().unit("tokens");
-  options.add("global_batch", data.global_batch, "sequences in one optimizer step").positive().unit("sequences");
-  options.add("micro_batch", data.micro_batch, "sequences in one forward and backward pass; divides global_batch").positive().unit("sequences");
+  options.add("sequence_length", data.sequence_length, "tokens in one sequence").range(1, kLargest).unit("tokens");
+  options.add("global_batch", data.global_batch, "sequences in one optimizer step").range(1, kLargest).unit("sequences");
+  options.add("micro_batch", data.micro_batch, "sequences in one forward and backward pass; divides global_batch").range(1, kLargest).unit("sequences");
   options.add("shuffle", data.shuffle, "visit the sequences of an epoch in random order");
 }
 
 void declare(Options& options, DeviceSection& device) {
   options.add("backend", device.backend, "kernels: cpu, or reference (plain loops, for checking)").choices({"cpu", "reference"});
   options.add("memory", device.memory, "hard limit of the plan; 0: none").non_negative().unit("bytes");
-  options.add("threads", device.threads, "threads of the compute stream; 0: one per processor").non_negative();
+  options.add("threads", device.threads, "threads of the compute stream; 0: one per processor").range(0, 4096);
 }
 
 Sections read_sections(const Config& config) {

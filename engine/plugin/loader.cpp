@@ -1,7 +1,6 @@
 // The one file that knows Boost.DLL; see loader.h.
 #include "engine/plugin/loader.h"
 
-#include <boost/dll/library_info.hpp>
 #include <boost/dll/runtime_symbol_info.hpp>
 #include <boost/dll/shared_library.hpp>
 
@@ -11,6 +10,8 @@
 #include <map>
 #include <set>
 #include <sstream>
+
+#include "engine/plugin/exported_symbols.h"
 
 namespace strata {
 namespace {
@@ -32,15 +33,9 @@ std::vector<std::string> split(const std::string& text, char separator) {
 
 // Looks at the symbols without loading, so that a foreign library's code never runs.
 void check_symbols(const std::string& path) {
-  std::vector<std::string> symbols;
-  try {
-    symbols = boost::dll::library_info(path).symbols();
-  } catch (const std::exception&) {
-    throw Error(path + ": is not a shared library, so it cannot be a plugin.");
-  }
   const std::string wanted = kEntryPrefix + std::to_string(kPluginApi);
   std::string other;
-  for (const std::string& symbol : symbols) {
+  for (const std::string& symbol : exported_symbols(path)) {
     if (symbol == wanted) return;
     if (symbol.rfind(kEntryPrefix, 0) == 0) other = symbol.substr(kEntryPrefix.size());
   }
@@ -69,10 +64,16 @@ const PluginEntry& open_library(const std::string& path) {
   boost::dll::shared_library& library = libraries[path];
   try {
     if (!library.is_loaded()) library.load(path, boost::dll::load_mode::rtld_now | boost::dll::load_mode::rtld_local);
-  } catch (const std::exception& error) {
+  } catch (const boost::system::system_error& error) {
     throw Error(path + ": the system's loader refuses it: " + error.what() + ". Was it built against this Strata?");
+  } catch (const std::exception& error) {  // glibc lets what a static initializer throws pass through dlopen
+    throw Error(path + ": threw while it was loaded: " + error.what());
+  } catch (...) {
+    throw Error(path + ": threw while it was loaded.");
   }
-  const auto& entry = *library.get<const PluginEntry*()>(kEntryPrefix + std::to_string(kPluginApi))();
+  const PluginEntry* found = library.get<const PluginEntry*()>(kEntryPrefix + std::to_string(kPluginApi))();
+  if (!found) throw Error(path + ": its entry function returned nothing; was it written with STRATA_PLUGIN?");
+  const PluginEntry& entry = *found;
   check_fingerprint(path, entry);
   return entry;
 }
@@ -94,6 +95,14 @@ LoadedPlugin::LoadedPlugin(const PluginEntry& entry, std::string path) : entry_(
     throw Error("plugin \"" + std::string(entry.name) + "\" (" + path_ + ") threw while it was made: " + error.what());
   } catch (...) {
     throw Error("plugin \"" + std::string(entry.name) + "\" (" + path_ + ") threw while it was made.");
+  }
+}
+
+void declare_options(const LoadedPlugin& plugin, Options& options) {
+  try {
+    plugin->options(options);
+  } catch (const std::exception& error) {
+    throw Error("plugin \"" + plugin.name() + "\" failed to declare its options: " + error.what());
   }
 }
 
@@ -120,9 +129,11 @@ std::vector<std::string> plugin_names(const std::vector<std::string>& more_folde
 LoadedPlugin load_plugin(const std::string& name, const std::vector<std::string>& more_folders) {
   if (const auto found = static_plugins().find(name); found != static_plugins().end()) return LoadedPlugin(*found->second, "");
   const auto folders = plugin_folders(more_folders);
+  const bool plain = !name.empty() && name.find('/') == std::string::npos && name.find('\0') == std::string::npos;
   for (const std::string& folder : folders) {
     const fs::path path = fs::path(folder) / (name + ".so");
-    if (!fs::exists(path)) continue;
+    std::error_code problem;
+    if (!plain || !fs::exists(path, problem)) continue;
     const PluginEntry& entry = open_library(fs::absolute(path).string());
     if (name != entry.name) throw Error(path.string() + ": holds the plugin \"" + entry.name + "\"; name the file " + entry.name + ".so.");
     return LoadedPlugin(entry, fs::absolute(path).string());
@@ -155,7 +166,7 @@ std::vector<LoadedPlugin> load_plugins(const Config& config, const std::vector<s
       throw Error(place, error.what(), error.code());
     }
     Options options;
-    plugins.back()->options(options);
+    declare_options(plugins.back(), options);
     options.read(table, also);
   };
   const ConfigTable* model = config.root().table("model");

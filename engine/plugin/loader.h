@@ -27,6 +27,9 @@ class LoadedPlugin {
   std::unique_ptr<Plugin, void (*)(Plugin*)> plugin_;
 };
 
+// Calls the plugin's options(); what it throws becomes an Error with the plugin's name.
+void declare_options(const LoadedPlugin& plugin, Options& options);
+
 // Folders searched: the install's (found beside the engine's library), STRATA_PLUGIN_PATH, then `more`.
 std::vector<std::string> plugin_folders(const std::vector<std::string>& more);
 

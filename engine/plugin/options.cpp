@@ -20,9 +20,22 @@ std::string number_text(double value) {
   return text;
 }
 
+// A TOML basic string.
+std::string quoted(const std::string& text) {
+  std::string result = "\"";
+  for (const char c : text) {
+    char escape[8];
+    std::snprintf(escape, sizeof escape, "\\u%04X", static_cast<unsigned char>(c));
+    if (c == '"' || c == '\\') (result += '\\') += c;
+    else if (static_cast<unsigned char>(c) < 0x20) result += escape;
+    else result += c;
+  }
+  return result + "\"";
+}
+
 std::string list_text(const std::vector<std::string>& names) {
   std::string text;
-  for (size_t i = 0; i < names.size(); ++i) text += (i ? ", \"" : "\"") + names[i] + "\"";
+  for (size_t i = 0; i < names.size(); ++i) text += (i ? ", " : "") + quoted(names[i]);
   return text;
 }
 
@@ -31,7 +44,7 @@ struct Describe {
   std::string operator()(const int* v) const { return std::to_string(*v); }
   std::string operator()(const int64_t* v) const { return std::to_string(*v); }
   std::string operator()(const double* v) const { return number_text(*v); }
-  std::string operator()(const std::string* v) const { return "\"" + *v + "\""; }
+  std::string operator()(const std::string* v) const { return quoted(*v); }
   std::string operator()(const Bytes* v) const { return std::to_string(v->count); }
   std::string operator()(const std::vector<std::string>* v) const { return "[" + list_text(*v) + "]"; }
 };
@@ -41,6 +54,8 @@ std::optional<int64_t> parse_bytes(const std::string& text) {
   static const std::pair<const char*, double> units[] = {
       {"", 1}, {"B", 1}, {"KB", 1e3}, {"MB", 1e6}, {"GB", 1e9}, {"TB", 1e12},
       {"KiB", 1024.0}, {"MiB", 1048576.0}, {"GiB", 1073741824.0}, {"TiB", 1099511627776.0}};
+  if (text.empty() || text.find_first_not_of("0123456789.") == 0) return {};  // strtod takes " 1", "-1", "inf" and more
+  if (text.find_first_of("xX") != std::string::npos) return {};
   char* end = nullptr;
   const double value = std::strtod(text.c_str(), &end);
   if (end == text.c_str() || !std::isfinite(value)) return {};
@@ -55,11 +70,13 @@ std::optional<int64_t> parse_bytes(const std::string& text) {
 std::string text(Bytes bytes) { return bytes_text(bytes.count); }
 
 Option::Option(std::string name, Target target, std::string help)
-    : name_(std::move(name)), help_(std::move(help)), default_(std::visit(Describe{}, target)), target_(target) {}
+    : name_(std::move(name)), help_(std::move(help)), default_(std::visit(Describe{}, target)), target_(target) {
+  if (std::holds_alternative<Bytes*>(target_)) low_ = 0;
+}
 
 Option& Option::positive() { low_ = 0; exclusive_low_ = true; return *this; }
-Option& Option::non_negative() { low_ = 0; return *this; }
-Option& Option::range(double low, double high) { low_ = low; high_ = high; return *this; }
+Option& Option::non_negative() { low_ = 0; exclusive_low_ = false; return *this; }
+Option& Option::range(double low, double high) { low_ = low; high_ = high; exclusive_low_ = false; return *this; }
 Option& Option::choices(std::vector<std::string> names) { choices_ = std::move(names); return *this; }
 Option& Option::unit(std::string name) { unit_ = std::move(name); return *this; }
 Option& Option::required() { required_ = true; return *this; }
@@ -71,8 +88,11 @@ std::string Option::type_name() const {
 
 std::string Option::range_text() const {
   if (!choices_.empty()) return list_text(choices_);
-  if (std::isfinite(low_) && std::isfinite(high_)) return number_text(low_) + " to " + number_text(high_);
-  if (std::isfinite(low_)) return (exclusive_low_ ? "> " : ">= ") + number_text(low_);
+  const std::string above = (exclusive_low_ ? "> " : ">= ") + number_text(low_), below = "<= " + number_text(high_);
+  if (std::isfinite(low_) && std::isfinite(high_))
+    return exclusive_low_ ? above + " and " + below : number_text(low_) + " to " + number_text(high_);
+  if (std::isfinite(low_)) return above;
+  if (std::isfinite(high_)) return below;
   return "";
 }
 

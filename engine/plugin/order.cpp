@@ -38,6 +38,15 @@ std::vector<NamedPlugin> in_order(const std::vector<NamedPlugin>& plugins) {
       if (ready) next = i;
     }
     if (next == count) {
+      // Those that only wait for the circle are not part of it: nothing that is left waits for them.
+      for (bool changed = true; changed;) {
+        changed = false;
+        for (size_t i = 0; i < count; ++i) {
+          bool awaited = false;
+          for (size_t j = 0; j < count; ++j) awaited |= !done[j] && before(i, j);
+          if (!done[i] && !awaited) done[i] = changed = true;
+        }
+      }
       std::string names;
       for (size_t i = 0; i < count; ++i)
         if (!done[i]) names += (names.empty() ? "\"" : ", \"") + plugins[i].name + "\"";

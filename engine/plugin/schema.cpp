@@ -71,9 +71,9 @@ std::string json_schema(const std::vector<std::string>& plugin_folders) {
   Json::Array models;
   Json::Object strategies;
   for (const std::string& name : plugin_names(plugin_folders)) {
-    const LoadedPlugin plugin = load_plugin(name, plugin_folders);
+    const LoadedPlugin plugin = load_plugin(name, plugin_folders);  // one that cannot be loaded is an Error here
     Options options;
-    plugin->options(options);
+    declare_options(plugin, options);
     const auto provides = plugin->capabilities().provides;
     if (std::find(provides.begin(), provides.end(), "model") != provides.end())
       models.push_back(table_schema(options, plugin.summary(), {{"plugin", Json::Object{{"const", name}}}}));

@@ -1,8 +1,11 @@
 // `new-plugin`: a folder with a working plugin of thirty lines to start from.
 #include <fmt/format.h>
 
+#include <algorithm>
+#include <cctype>
 #include <filesystem>
 
+#include "engine/plugin/loader.h"
 #include "memory/atomic_file.h"
 #include "tools/strata/commands.h"
 
@@ -108,6 +111,9 @@ int new_plugin_command_main(const NewPluginArguments& arguments) {
   const std::string& name = arguments.name;
   const bool valid = !name.empty() && std::islower(name[0]) && name.back() != '_' && name.find_first_not_of("abcdefghijklmnopqrstuvwxyz0123456789_") == std::string::npos;
   if (!valid) throw Error("\"" + name + "\" is no name for a plugin: use lower-case letters, digits and _, beginning with a letter.");
+  const std::vector<std::string> taken = plugin_names({});
+  if (std::find(taken.begin(), taken.end(), name) != taken.end())
+    throw Error("a plugin named \"" + name + "\" exists already (see `strata plugins " + name + "`), and would be found first; choose another name.");
   const fs::path folder = arguments.directory.empty() ? fs::path(name) : fs::path(arguments.directory);
   if (fs::exists(folder)) throw Error(folder.string() + ": exists already; choose another name or --directory.");
   std::error_code problem;

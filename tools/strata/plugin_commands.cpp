@@ -20,7 +20,7 @@ void show(const std::string& name, const std::vector<std::string>& paths) {
   list("requires", capabilities.requires_);
   list("conflicts with", capabilities.conflicts);
   Options options;
-  plugin->options(options);
+  declare_options(plugin, options);
   fmt::print("\n{}", options_text(options));
 }
 

@@ -1,0 +1,151 @@
+// Every type and constraint of Options, with messages compared whole; and what is rendered from the declarations.
+#include "strata/options.h"
+
+#include <gtest/gtest.h>
+
+#include "engine/config/config.h"
+#include "engine/plugin/schema.h"
+#include "engine/plugin/testing.h"
+#include "strata/json.h"
+
+namespace strata {
+namespace {
+
+using testing::message_of;
+
+struct Sample {
+  bool flag = false;
+  int small = 3;
+  int64_t wide = 5;
+  double rate = 0.1;
+  std::string mode = "fast";
+  Bytes size{1 << 20};
+  std::vector<std::string> names = {"a"};
+  Options options;
+  Sample() {
+    options.add("flag", flag, "a flag");
+    options.add("small", small, "a small count").positive();
+    options.add("wide", wide, "a count").non_negative().unit("steps");
+    options.add("rate", rate, "a rate").range(0, 1);
+    options.add("mode", mode, "how").choices({"fast", "slow"});
+    options.add("size", size, "a size").unit("bytes");
+    options.add("names", names, "some names");
+  }
+  void read(const std::string& body) { options.read(*Config::parse("[t]\n" + body, "o.toml", {}).root().table("t")); }
+};
+std::string message(const std::string& body) {
+  return message_of([&] { Sample().read(body); });
+}
+
+TEST(Options, ReadsEveryType) {
+  Sample s;
+  s.read("flag = true\nsmall = 7\nwide = 9007199254740993\nrate = 1\nmode = \"slow\"\nsize = \"1.5GiB\"\nnames = [\"x\", \"y\"]\n");
+  EXPECT_TRUE(s.flag);
+  EXPECT_EQ(s.small, 7);
+  EXPECT_EQ(s.wide, 9007199254740993);
+  EXPECT_EQ(s.rate, 1.0);
+  EXPECT_EQ(s.mode, "slow");
+  EXPECT_EQ(s.size.count, int64_t(3) << 29);
+  EXPECT_EQ(s.names, (std::vector<std::string>{"x", "y"}));
+  s.read("names = \"one\"\nsize = 4096\n");
+  EXPECT_EQ(s.names, std::vector<std::string>{"one"});
+  EXPECT_EQ(s.size.count, 4096);
+}
+
+TEST(Options, LeavesDefaults) {
+  Sample s;
+  s.read("");
+  EXPECT_EQ(s.small, 3);
+  EXPECT_EQ(s.mode, "fast");
+}
+
+TEST(Options, Sizes) {
+  const std::vector<std::pair<std::string, int64_t>> sizes = {{"0", 0}, {"12", 12}, {"3B", 3}, {"2 KiB", 2048}, {"1KB", 1000}, {".5MiB", 1 << 19}, {"2TB", 2000000000000}};
+  for (const auto& [text, count] : sizes) {
+    Sample s;
+    s.read("size = \"" + text + "\"\n");
+    EXPECT_EQ(s.size.count, count) << text;
+  }
+  for (const std::string text : {"", " ", "GiB", "2gib", "-1GiB", "+1", "0x10", "inf", "nan", "1e30TB", "2 GiB ", "1GiBs", "99999999TiB"})
+    EXPECT_EQ(message("size = \"" + text + "\"\n"), "o.toml:2:8: t.size must be a size such as \"2GiB\" or \"500MB\", but it is \"" + text + "\".");
+  EXPECT_EQ(message("size = -1\n"), "o.toml:2:8: t.size must be >= 0, but it is -1.");
+}
+
+TEST(Options, WrongTypes) {
+  EXPECT_EQ(message("flag = 1\n"), "o.toml:2:8: t.flag must be a boolean, but it is an integer.");
+  EXPECT_EQ(message("small = \"1\"\n"), "o.toml:2:9: t.small must be an integer, but it is a string.");
+  EXPECT_EQ(message("wide = 1.0\n"), "o.toml:2:8: t.wide must be an integer, but it is a number.");
+  EXPECT_EQ(message("rate = true\n"), "o.toml:2:8: t.rate must be a number, but it is a boolean.");
+  EXPECT_EQ(message("mode = [\"fast\"]\n"), "o.toml:2:8: t.mode must be a string, but it is an array.");
+  EXPECT_EQ(message("size = 1.5\n"), "o.toml:2:8: t.size must be a size in bytes such as \"2GiB\", but it is a number.");
+  EXPECT_EQ(message("names = 3\n"), "o.toml:2:9: t.names must be a list of strings, but it is an integer.");
+  EXPECT_EQ(message("[t.rate]\n"), "o.toml:2:1: \"rate\" must be a value, but it is a table.");
+}
+
+TEST(Options, WrongValues) {
+  EXPECT_EQ(message("small = 0\n"), "o.toml:2:9: t.small must be > 0, but it is 0.");
+  EXPECT_EQ(message("small = 4294967297\n"), "o.toml:2:9: t.small = 4294967297 is too large.");
+  EXPECT_EQ(message("wide = -1\n"), "o.toml:2:8: t.wide must be >= 0, but it is -1.");
+  EXPECT_EQ(message("rate = 1.5\n"), "o.toml:2:8: t.rate must be 0 to 1, but it is 1.5.");
+  EXPECT_EQ(message("rate = nan\n"), "o.toml:2:8: t.rate must be a finite number.");
+  EXPECT_EQ(message("mode = \"fats\"\n"), "o.toml:2:8: t.mode must be one of \"fast\", \"slow\", but it is \"fats\". Did you mean \"fast\"?");
+}
+
+TEST(Options, UnknownKeys) {
+  EXPECT_EQ(message("smal = 1\n"), "o.toml:2:8: [t] has no key \"smal\". Did you mean \"small\"?");
+  EXPECT_EQ(message("unrelated = 1\n"),
+            "o.toml:2:13: [t] has no key \"unrelated\". Valid keys: \"flag\", \"small\", \"wide\", \"rate\", \"mode\", \"size\", \"names\".");
+  Options none;
+  EXPECT_EQ(message_of([&] { none.read(*Config::parse("[t]\nx = 1\n", "o.toml", {}).root().table("t")); }), "o.toml:2:5: [t] has no key \"x\". It takes no keys.");
+}
+
+TEST(Options, RequiredAndTwiceDeclared) {
+  Options options;
+  int64_t count = 0;
+  options.add("count", count, "how many").required();
+  EXPECT_EQ(message_of([&] { options.read(*Config::parse("[t]\n", "o.toml", {}).root().table("t")); }), "o.toml:1:1: [t] lacks the key \"count\" (integer): how many.");
+  EXPECT_EQ(message_of([&] { options.add("count", count, "again"); }), "option \"count\" is declared twice.");
+}
+
+TEST(Options, RangeTexts) {
+  Options options;
+  double x = 0;
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  EXPECT_EQ(options.add("a", x, "").positive().range_text(), "> 0");
+  EXPECT_EQ(options.add("b", x, "").range(-kInfinity, 5).range_text(), "<= 5");
+  EXPECT_EQ(options.add("c", x, "").range(0, 1).positive().range_text(), "> 0 and <= 1");
+  EXPECT_EQ(options.add("d", x, "").positive().range(0, 1).range_text(), "0 to 1");
+  EXPECT_EQ(options.add("e", x, "").range_text(), "");
+}
+
+TEST(Options, DefaultsAreToml) {
+  Options options;
+  std::string text = "a\"b\\c\n";
+  EXPECT_EQ(options.add("text", text, "").default_text(), "\"a\\\"b\\\\c\\u000A\"");
+}
+
+TEST(Schema, TextForPeople) {
+  EXPECT_EQ(options_text(Sample().options),
+            "  flag   a flag\n         (boolean, default false)\n"
+            "  small  a small count\n         (integer, > 0, default 3)\n"
+            "  wide   a count\n         (integer, >= 0, in steps, default 5)\n"
+            "  rate   a rate\n         (number, 0 to 1, default 0.1)\n"
+            "  mode   how\n         (string, \"fast\", \"slow\", default \"fast\")\n"
+            "  size   a size\n         (bytes, >= 0, in bytes, default 1048576)\n"
+            "  names  some names\n         (list of strings, default [\"a\"])\n");
+  EXPECT_EQ(options_text(Options()), "no options\n");
+}
+
+TEST(Schema, WholeConfiguration) {
+  const Json schema = Json::parse(json_schema({}), "schema");
+  const Json* properties = schema.find("properties");
+  for (const char* section : {"run", "model", "data", "device", "plugins"}) EXPECT_NE(properties->find(section), nullptr) << section;
+  const Json* steps = properties->find("run")->find("properties")->find("steps");
+  EXPECT_EQ(steps->find("type")->string("type"), "integer");
+  const Json* backend = properties->find("device")->find("properties")->find("backend");
+  EXPECT_EQ(backend->find("enum")->array("enum").size(), 2u);
+  EXPECT_EQ(properties->find("data")->find("required")->array("required").front().string("required"), "train");
+}
+
+}  // namespace
+}  // namespace strata

@@ -1,0 +1,98 @@
+// Order of plugins from their capabilities, and what is refused; messages are compared whole.
+#include "engine/plugin/order.h"
+
+#include <gtest/gtest.h>
+
+#include <memory>
+
+#include "engine/plugin/testing.h"
+
+namespace strata {
+namespace {
+
+using testing::message_of;
+
+class Fake final : public Plugin {
+ public:
+  explicit Fake(Capabilities capabilities) : capabilities_(std::move(capabilities)) {}
+  Capabilities capabilities() const override { return capabilities_; }
+
+ private:
+  Capabilities capabilities_;
+};
+
+class Order : public ::testing::Test {
+ protected:
+  void add(const std::string& name, Capabilities capabilities) {
+    plugins_.push_back(std::make_unique<Fake>(std::move(capabilities)));
+    named_.push_back({name, plugins_.back().get()});
+  }
+  std::string order() {
+    std::string names;
+    for (const NamedPlugin& named : in_order(named_)) names += (names.empty() ? "" : " ") + named.name;
+    return names;
+  }
+  std::string message() {
+    return message_of([&] { order(); });
+  }
+  std::vector<std::unique_ptr<Fake>> plugins_;
+  std::vector<NamedPlugin> named_;
+};
+
+TEST_F(Order, WithoutRequirementsAsInTheFile) {
+  add("c", {});
+  add("a", {});
+  add("b", {});
+  EXPECT_EQ(order(), "c a b");
+}
+
+TEST_F(Order, ProvidersRunFirstTheRestStays) {
+  add("late", {{}, {"x", "y"}, {}});
+  add("free", {});
+  add("y1", {{"y"}, {"x"}, {}});
+  add("x1", {{"x"}, {}, {}});
+  add("x2", {{"x"}, {}, {}});
+  EXPECT_EQ(order(), "free x1 x2 y1 late");
+}
+
+TEST_F(Order, OnesOwnCapabilityIsNoCircle) {
+  add("a", {{"x"}, {"x"}, {}});
+  EXPECT_EQ(order(), "a");
+}
+
+TEST_F(Order, Missing) {
+  add("a", {{}, {"shards"}, {}});
+  EXPECT_EQ(message(), "plugin \"a\" requires \"shards\", which no enabled plugin provides.");
+}
+
+TEST_F(Order, Conflict) {
+  add("a", {{}, {}, {"shards"}});
+  add("b", {{"shards"}, {}, {}});
+  EXPECT_EQ(message(), "plugins \"a\" and \"b\" cannot work together: the first conflicts with \"shards\", which the second provides.");
+}
+
+TEST_F(Order, OnesOwnConflictMeansTheOthers) {
+  add("a", {{"x"}, {}, {"x"}});
+  EXPECT_EQ(order(), "a");
+}
+
+TEST_F(Order, CircleNamesItsMembersOnly) {
+  add("start", {{"s"}, {}, {}});
+  add("a", {{"x"}, {"y", "s"}, {}});
+  add("b", {{"y"}, {"x"}, {}});
+  add("waits", {{"w"}, {"x"}, {}});
+  add("waits_too", {{}, {"w"}, {}});
+  EXPECT_EQ(message(), "the requirements of the plugins \"a\", \"b\" go in a circle, so none of them can run first.");
+}
+
+TEST_F(Order, ExactlyOne) {
+  const auto check = [&] { return message_of([&] { require_exactly_one(named_, "optimizer", "enable one"); }); };
+  EXPECT_EQ(check(), "no enabled plugin provides the optimizer; enable one.");
+  add("a", {{"optimizer"}, {}, {}});
+  EXPECT_EQ(check(), "(no error)");
+  add("b", {{"optimizer"}, {}, {}});
+  EXPECT_EQ(check(), "the plugins \"a\", \"b\" each provide the optimizer; enable only one of them.");
+}
+
+}  // namespace
+}  // namespace strata
