@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/file.h>
+#include <sys/inotify.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -159,6 +160,35 @@ TEST(Prepare, NothingOfAnEarlierRunRemains) {
   prepare({.inputs = {folder / "t.txt"}, .output_directory = folder / "out", .validation_fraction = 0});
   EXPECT_EQ(names_in(folder / "out"),
             (std::set<std::string>{"tokenizer.txt", "train_000.bin", "train_1.bin", "train_log.txt"}));
+}
+
+TEST(Prepare, OldFilesGoBeforeNewOnesComeAndTheFirstShardComesLast) {
+  const TestFolder folder;
+  folder.write("t.txt", lines("line", 500));
+  const PrepareArguments arguments{
+      .inputs = {folder / "t.txt"}, .output_directory = folder / "out", .shard_tokens = 3000};
+  prepare(arguments);
+  const int watch = inotify_init1(IN_NONBLOCK);
+  ASSERT_GE(inotify_add_watch(watch, (folder / "out").c_str(), IN_DELETE | IN_MOVED_TO), 0);
+  prepare(arguments);
+  alignas(inotify_event) char buffer[1 << 16];
+  const ssize_t bytes = read(watch, buffer, sizeof buffer);
+  close(watch);
+  std::vector<std::string> removed, moved;
+  for (ssize_t at = 0; at < bytes;) {
+    const auto* event = reinterpret_cast<const inotify_event*>(buffer + at);
+    at += ssize_t(sizeof(inotify_event)) + event->len;
+    if (event->mask & IN_ISDIR) continue;
+    if (event->mask & IN_DELETE) {
+      EXPECT_TRUE(moved.empty()) << event->name << " was removed when new files were there";
+      removed.push_back(event->name);
+    } else {
+      moved.push_back(event->name);
+    }
+  }
+  ASSERT_GE(moved.size(), 5u);
+  EXPECT_EQ(moved.size(), removed.size());
+  EXPECT_EQ(moved.back(), "train_000.bin");
 }
 
 TEST(Prepare, ProgressCountsEveryByte) {

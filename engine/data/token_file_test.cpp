@@ -184,7 +184,14 @@ int64_t resident_file_bytes() {
 TEST(TokenDataset, ReadingLeavesNothingResident) {
   constexpr int64_t kTokens = 16 << 20;  // 32 MiB
   const TestFolder folder;
-  write_tokens(folder / "t.bin", false, std::vector<int32_t>(kTokens, 3));
+  {
+    // Written a few MiB at a time, as prepare does: that makes the cache hold it in large pieces, which are mapped
+    // whole.
+    TokenFileWriter writer(folder / "t.bin", false);
+    const std::vector<int32_t> part(1 << 20, 3);
+    while (writer.tokens() < kTokens) writer.append(part);
+    writer.commit();
+  }
   const int64_t before = resident_file_bytes();
   const TokenDataset data({folder / "t.bin"}, 10);
   std::vector<int32_t> tokens(1024);

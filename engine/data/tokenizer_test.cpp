@@ -65,6 +65,15 @@ TEST_F(SentencePiece, DecodingGivesTheVeryTextBack) {
     EXPECT_EQ(tokenizer->decode(tokenizer->encode(text)), text);
 }
 
+TEST_F(SentencePiece, TextEncodedInPartsIsTheTextEncoded) {
+  const auto tokenizer = load_tokenizer(folder().path());
+  const std::string first = corpus(2), second = corpus(1);
+  std::vector<int32_t> ids = tokenizer->encode(first);
+  const std::vector<int32_t> more = tokenizer->encode(second);
+  ids.insert(ids.end(), more.begin(), more.end());
+  EXPECT_EQ(tokenizer->decode(ids), first + second);  // nothing between them, as a mark at each part's start would be
+}
+
 TEST_F(SentencePiece, RandomCharactersComeBackByWayOfBytes) {
   const auto tokenizer = load_tokenizer(folder().path());
   const uint64_t seed = std::random_device{}();
@@ -105,6 +114,17 @@ TEST_F(SentencePiece, NamesWithCommasAndTextInOneLongLineTrain) {
   folder().write("long.model", model);
   const auto tokenizer = sentencepiece_tokenizer(folder() / "long.model");
   EXPECT_LT(tokenizer->encode(corpus(3)).size(), corpus(3).size() / 2) << "the line was not learned from";
+}
+
+TEST_F(SentencePiece, LongLinesAreNotCutInsideCharacters) {
+  for (const std::string shift : {"", "a", "aa"}) {
+    std::string text = shift;
+    const char* const characters[] = {"é", "€", "ж", "漢", "字", "ü", "ß", "か"};
+    for (int i = 0; i < 20000; ++i) text += characters[i * i / 7 % 8];
+    const std::string model = train_sentencepiece({folder().write("long.txt", text)}, 290);
+    EXPECT_EQ(model.find("\xEF\xBF\xBD"), std::string::npos)
+        << "the model learned U+FFFD, which the text does not have";
+  }
 }
 
 TEST_F(SentencePiece, SizesThatCannotBeNameTheSizeThatCan) {
