@@ -23,6 +23,13 @@ cmake -G Ninja -S clip_value -B clip_value/build -DCMAKE_PREFIX_PATH="$work/move
 cmake --build clip_value/build >build.log || { cat build.log; exit 1; }
 ctest --test-dir clip_value/build --output-on-failure
 STRATA_PLUGIN_PATH=$work/clip_value/build/lib/strata/plugins "$strata" plugins clip_value | grep -q 'limit'
+# Packages strip their libraries; a stripped plugin is a plugin.
+mkdir stripped
+strip -o stripped/clip_value.so clip_value/build/lib/strata/plugins/clip_value.so
+STRATA_PLUGIN_PATH=$work/stripped "$strata" plugins clip_value | grep -q 'limit'
+"$strata" new-plugin adamw 2>error && exit 1
+grep -q 'a plugin named "adamw" exists already' error
+[[ ! -e adamw ]]
 
 # Libraries that must be refused, each with its own message and exit code 2.
 mkdir bad
@@ -54,5 +61,25 @@ STRATA_PLUGIN(Thrower, "thrower", "1", "throws")
 CODE
 compile c.cpp -o bad/thrower.so -L moved/lib -lstrata
 refused thrower 'no luck today'
+cat >c.cpp <<'CODE'
+#include <strata/plugin.h>
+static const int early = []() -> int { throw std::runtime_error("no licence file"); }();
+struct Early : strata::Plugin {};
+STRATA_PLUGIN(Early, "early", "1", "throws while it is loaded")
+CODE
+compile -w c.cpp -o bad/early.so -L moved/lib -lstrata
+refused early 'threw while it was loaded: no licence file'
+cat >c.cpp <<'CODE'
+#include <strata/plugin.h>
+struct Options : strata::Plugin { void options(strata::Options&) override { throw std::runtime_error("cannot say"); } };
+STRATA_PLUGIN(Options, "optionless", "1", "throws while it declares options")
+CODE
+compile c.cpp -o bad/optionless.so -L moved/lib -lstrata
+refused optionless 'plugin "optionless" failed to declare its options: cannot say'
+head -c 9000 bad/thrower.so >bad/cut.so
+refused cut 'damaged shared library'
+status=0
+STRATA_PLUGIN_PATH=$work/bad "$strata" plugins >out || status=$?
+[[ $status == 2 ]] && grep -q '^gpt ' out && grep -q '^text .* cannot be loaded: ' out || { echo "plugins: exit $status:"; cat out; exit 1; }
 refused clip_valu 'no plugin is named "clip_valu"'
 echo "out of tree: all as expected"

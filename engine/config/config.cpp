@@ -11,7 +11,7 @@ struct BrokenAssertion {};  // thrown where toml++ would abort
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wpragmas"            // clang knows no -Wterminate
 #pragma GCC diagnostic ignored "-Wunknown-warning-option"
-#pragma GCC diagnostic ignored "-Wterminate"          // some assertions stand in noexcept functions, and end the process
+#pragma GCC diagnostic ignored "-Wterminate"  // some assertions stand in noexcept functions, and end the process
 #include <toml++/toml.h>
 #pragma GCC diagnostic pop
 
@@ -63,7 +63,9 @@ class ConfigReader {
   std::unique_ptr<ConfigTable> read(const toml::table& from, const std::string& path, int depth = 0) const {
     auto table = std::make_unique<ConfigTable>(path);
     table->place = place(from, path);
-    if (depth > kDeepest) throw Error(table->place, "tables nest more than " + std::to_string(kDeepest) + " deep here; no option is that deep.");
+    if (depth > kDeepest)
+      throw Error(table->place,
+                  "tables nest more than " + std::to_string(kDeepest) + " deep here; no option is that deep.");
     std::vector<std::pair<std::tuple<bool, uint32_t, uint32_t>, ConfigTable::Entry>> found;
     for (const auto& [key, node] : from) {
       const std::string name(key.str());
@@ -112,7 +114,8 @@ class ConfigReader {
       std::vector<std::string> list;
       for (const auto& item : *array) {
         const auto* text = item.as_string();
-        if (!text) throw Error(entry.place, "\"" + entry.key + "\" must be a list of strings, but holds " + type_of(item) + ".");
+        if (!text)
+          throw Error(entry.place, "\"" + entry.key + "\" must be a list of strings, but holds " + type_of(item) + ".");
         list.push_back(text->get());
       }
       return list;
@@ -128,7 +131,8 @@ namespace {
 // Cuts the sentences of toml++ down to what was wrong.
 Error parse_error(const toml::parse_error& error, const std::string& filename) {
   const auto& begin = error.source().begin;
-  return Error(Place{filename, int(begin.line), int(begin.column)}, "this is not TOML: " + std::string(error.description()) + ".");
+  return Error(Place{filename, int(begin.line), int(begin.column)},
+               "this is not TOML: " + std::string(error.description()) + ".");
 }
 
 // The node that `text` is as a TOML value; null when it is not one. `index` orders the overrides among each other.

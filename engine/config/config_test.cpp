@@ -14,7 +14,9 @@ namespace {
 
 using testing::message_of;
 
-Config parse(const std::string& text, const std::vector<std::string>& sets = {}) { return Config::parse(text, "c.toml", sets); }
+Config parse(const std::string& text, const std::vector<std::string>& sets = {}) {
+  return Config::parse(text, "c.toml", sets);
+}
 std::string parse_message(const std::string& text, const std::vector<std::string>& sets = {}) {
   return message_of([&] { parse(text, sets); });
 }
@@ -38,7 +40,8 @@ TEST(Config, KeepsTheOrderOfTheFileAndKnowsPlaces) {
 }
 
 TEST(Config, MalformedTextNamesLineAndColumn) {
-  EXPECT_EQ(parse_message("[run\nsteps = 1\n").rfind("c.toml:1:5: this is not TOML: ", 0), 0u) << parse_message("[run\nsteps = 1\n");
+  EXPECT_EQ(parse_message("[run\nsteps = 1\n").rfind("c.toml:1:5: this is not TOML: ", 0), 0u)
+      << parse_message("[run\nsteps = 1\n");
   EXPECT_EQ(parse_message("a = 1\nb = \n").rfind("c.toml:2:", 0), 0u);
   EXPECT_EQ(parse_message("a = 1\na = 2\n").rfind("c.toml:2:", 0), 0u);
   EXPECT_NE(parse_message("a = \"\xff\"\n"), "(no error)");
@@ -48,25 +51,30 @@ TEST(Config, WrongKindsOfValues) {
   EXPECT_EQ(parse_message("a = [\"x\", 1]\n"), "c.toml:1:5: \"a\" must be a list of strings, but holds an integer.");
   EXPECT_EQ(parse_message("a = 2020-01-01\n"), "c.toml:1:5: \"a\" is a date or time, which no option takes.");
   const Config config = parse("run = 1\n[data]\n");
-  EXPECT_EQ(message_of([&] { config.root().table("run"); }), "c.toml:1:7: \"run\" must be a table, but it is an integer; write [run].");
-  EXPECT_EQ(message_of([&] { config.root().value("data"); }), "c.toml:2:1: \"data\" must be a value, but it is a table.");
+  EXPECT_EQ(message_of([&] { config.root().table("run"); }),
+            "c.toml:1:7: \"run\" must be a table, but it is an integer; write [run].");
+  EXPECT_EQ(message_of([&] { config.root().value("data"); }),
+            "c.toml:2:1: \"data\" must be a value, but it is a table.");
 }
 
 TEST(Config, SetOverridesAndCreates) {
   const Config config = parse("[run]\nsteps = 1\nseed = 2\n[plugins.b]\n",
-                              {"run.steps=5", "plugins.z.x=a b", "plugins.a.list=[\"p\", \"q\"]", "run.directory=out/1", "plugins.z.e=", "plugins.z.f=1e-3"});
+                              {"run.steps=5", "plugins.z.x=a b", "plugins.a.list=[\"p\", \"q\"]", "run.directory=out/1",
+                               "plugins.z.e=", "plugins.z.f=1e-3"});
   const ConfigTable& run = *config.root().table("run");
   EXPECT_EQ(std::get<int64_t>(*run.value("steps")), 5);
   EXPECT_EQ(run.find("steps")->place.text(), "--set run.steps");
   EXPECT_EQ(std::get<int64_t>(*run.value("seed")), 2);
   EXPECT_EQ(std::get<std::string>(*run.value("directory")), "out/1");
   const ConfigTable& plugins = *config.root().table("plugins");
-  EXPECT_EQ(plugins.keys(), (std::vector<std::string>{"b", "z", "a"})) << "the file's first, then in the order of --set";
+  EXPECT_EQ(plugins.keys(), (std::vector<std::string>{"b", "z", "a"}))
+      << "the file's first, then in the order of --set";
   EXPECT_EQ(plugins.table("z")->place.text(), "--set plugins.z");
   EXPECT_EQ(std::get<std::string>(*plugins.table("z")->value("x")), "a b");
   EXPECT_EQ(std::get<std::string>(*plugins.table("z")->value("e")), "");
   EXPECT_EQ(std::get<double>(*plugins.table("z")->value("f")), 1e-3);
-  EXPECT_EQ(std::get<std::vector<std::string>>(*plugins.table("a")->value("list")), (std::vector<std::string>{"p", "q"}));
+  EXPECT_EQ(std::get<std::vector<std::string>>(*plugins.table("a")->value("list")),
+            (std::vector<std::string>{"p", "q"}));
 }
 
 TEST(Config, WrongSets) {
@@ -78,12 +86,15 @@ TEST(Config, WrongSets) {
   EXPECT_EQ(parse_message(text, {"run.steps.x=3"}), "--set run.steps.x=3: \"steps\" is a value, not a table.");
   EXPECT_EQ(parse_message(text, {"run=3"}), "--set run=3: \"run\" is a table; set one of its keys.");
   // A second line would be TOML that gets lost.
-  EXPECT_EQ(parse_message(text, {"run.steps=3\nx=1"}), "--set run.steps: the value \"3\nx=1\" is neither TOML nor a plain string.");
+  EXPECT_EQ(parse_message(text, {"run.steps=3\nx=1"}),
+            "--set run.steps: the value \"3\nx=1\" is neither TOML nor a plain string.");
 }
 
 TEST(Config, EffectiveTextReadsBackTheSame) {
-  const Config first = parse("[run]\nsteps = 3\ndirectory = 'a\\b\"c'\n[plugins.x]\nrate = 3e-4\ntiny = 1e-8\nthird = 0.1\nname = \"\\u00e9\"\nlist = ['a', 'b']\n",
-                             {"plugins.y.on=true", "plugins.x.rate=0.30000000000000004"});
+  const Config first = parse(
+      "[run]\nsteps = 3\ndirectory = 'a\\b\"c'\n[plugins.x]\nrate = 3e-4\ntiny = 1e-8\nthird = 0.1\nname = "
+      "\"\\u00e9\"\nlist = ['a', 'b']\n",
+      {"plugins.y.on=true", "plugins.x.rate=0.30000000000000004"});
   const Config second = parse(first.text());
   EXPECT_EQ(second.text(), first.text());
   const ConfigTable& x = *second.root().table("plugins")->table("x");
@@ -94,7 +105,8 @@ TEST(Config, EffectiveTextReadsBackTheSame) {
 }
 
 TEST(Config, FilesThatCannotBeRead) {
-  EXPECT_EQ(message_of([] { Config::load("/nowhere/c.toml", {}); }), "/nowhere/c.toml: cannot read the configuration: No such file or directory.");
+  EXPECT_EQ(message_of([] { Config::load("/nowhere/c.toml", {}); }),
+            "/nowhere/c.toml: cannot read the configuration: No such file or directory.");
   EXPECT_EQ(message_of([] { Config::load("/", {}); }), "/: this is a folder; name the TOML file in it.");
 }
 
@@ -116,15 +128,22 @@ TEST(Sections, Defaults) {
 
 TEST(Sections, Messages) {
   EXPECT_EQ(section_message(kData + "[modell]\n"),
-            "c.toml:3:1: no table or key is named \"modell\"; expected [run], [model], [data], [device] or [plugins.NAME]. Did you mean \"model\"?");
-  EXPECT_EQ(section_message(kData + "[run]\nstep = 3\n"), "c.toml:4:8: [run] has no key \"step\". Did you mean \"steps\"?");
+            "c.toml:3:1: no table or key is named \"modell\"; expected [run], [model], [data], [device] or "
+            "[plugins.NAME]. Did you mean \"model\"?");
+  EXPECT_EQ(section_message(kData + "[run]\nstep = 3\n"),
+            "c.toml:4:8: [run] has no key \"step\". Did you mean \"steps\"?");
   EXPECT_EQ(section_message("[run]\n"), "c.toml: there is no [data] table; it names the token files to train on.");
-  EXPECT_EQ(section_message("[data]\n"), "c.toml:1:1: [data] lacks the key \"train\" (list of strings): token files (.bin); * and ? match many.");
+  EXPECT_EQ(section_message("[data]\n"),
+            "c.toml:1:1: [data] lacks the key \"train\" (list of strings): token files (.bin); * and ? match many.");
   EXPECT_EQ(section_message("[data]\ntrain = []\n"), "c.toml:2:9: data.train names no file.");
-  EXPECT_EQ(section_message(kData + "global_batch = 8\nmicro_batch = 3\n"), "c.toml:1:1: data.global_batch = 8 is not a multiple of data.micro_batch = 3.");
-  EXPECT_EQ(section_message(kData, {"data.sequence_length=0"}), "--set data.sequence_length: data.sequence_length must be 1 to 16777216, but it is 0.");
-  EXPECT_EQ(section_message(kData, {"device.threads=1000000"}), "--set device.threads: device.threads must be 0 to 4096, but it is 1000000.");
-  EXPECT_EQ(section_message("run = 3\n" + kData), "c.toml:1:7: \"run\" must be a table, but it is an integer; write [run].");
+  EXPECT_EQ(section_message(kData + "global_batch = 8\nmicro_batch = 3\n"),
+            "c.toml:1:1: data.global_batch = 8 is not a multiple of data.micro_batch = 3.");
+  EXPECT_EQ(section_message(kData, {"data.sequence_length=0"}),
+            "--set data.sequence_length: data.sequence_length must be 1 to 16777216, but it is 0.");
+  EXPECT_EQ(section_message(kData, {"device.threads=1000000"}),
+            "--set device.threads: device.threads must be 0 to 4096, but it is 1000000.");
+  EXPECT_EQ(section_message("run = 3\n" + kData),
+            "c.toml:1:7: \"run\" must be a table, but it is an integer; write [run].");
 }
 
 }  // namespace

@@ -14,12 +14,17 @@ void declare(Options& options, RunSection& run) {
   options.add("steps", run.steps, "optimizer steps in all").positive();
   options.add("seed", run.seed, "seed of initial values, data order and dropout").non_negative();
   options.add("directory", run.directory, "folder of checkpoints and log.jsonl");
-  options.add("checkpoint_every", run.checkpoint_every, "steps between checkpoints; 0: only at the end").non_negative().unit("steps");
+  options.add("checkpoint_every", run.checkpoint_every, "steps between checkpoints; 0: only at the end")
+      .non_negative()
+      .unit("steps");
   options.add("keep", run.keep, "checkpoints kept, the newest ones").positive();
-  options.add("validate_every", run.validate_every, "steps between validations; 0: only at the end").non_negative().unit("steps");
+  options.add("validate_every", run.validate_every, "steps between validations; 0: only at the end")
+      .non_negative()
+      .unit("steps");
   options.add("validate_batches", run.validate_batches, "microbatches of one validation").positive();
   options.add("log_every", run.log_every, "steps between progress lines").positive().unit("steps");
-  options.add("initialize", run.initialize, "checkpoint, run or imported folder whose parameters to start from; empty: random");
+  options.add("initialize", run.initialize,
+              "checkpoint, run or imported folder whose parameters to start from; empty: random");
   options.add("plugin_path", run.plugin_path, "more folders to look for plugins in");
 }
 
@@ -27,13 +32,18 @@ void declare(Options& options, DataSection& data) {
   options.add("train", data.train, "token files (.bin); * and ? match many").required();
   options.add("validation", data.validation, "token files for validation; none: no validation");
   options.add("sequence_length", data.sequence_length, "tokens in one sequence").range(1, kLargest).unit("tokens");
-  options.add("global_batch", data.global_batch, "sequences in one optimizer step").range(1, kLargest).unit("sequences");
-  options.add("micro_batch", data.micro_batch, "sequences in one forward and backward pass; divides global_batch").range(1, kLargest).unit("sequences");
+  options.add("global_batch", data.global_batch, "sequences in one optimizer step")
+      .range(1, kLargest)
+      .unit("sequences");
+  options.add("micro_batch", data.micro_batch, "sequences in one forward and backward pass; divides global_batch")
+      .range(1, kLargest)
+      .unit("sequences");
   options.add("shuffle", data.shuffle, "visit the sequences of an epoch in random order");
 }
 
 void declare(Options& options, DeviceSection& device) {
-  options.add("backend", device.backend, "kernels: cpu, or reference (plain loops, for checking)").choices({"cpu", "reference"});
+  options.add("backend", device.backend, "kernels: cpu, or reference (plain loops, for checking)")
+      .choices({"cpu", "reference"});
   options.add("memory", device.memory, "hard limit of the plan; 0: none").non_negative().unit("bytes");
   options.add("threads", device.threads, "threads of the compute stream; 0: one per processor").range(0, 4096);
 }
@@ -42,7 +52,8 @@ Sections read_sections(const Config& config) {
   const std::vector<std::string> known = {"run", "model", "data", "device", "plugins"};
   for (const auto& entry : config.root().entries()) {
     if (std::find(known.begin(), known.end(), entry.key) == known.end())
-      throw Error(entry.place, "no table or key is named \"" + entry.key + "\"; expected [run], [model], [data], [device] or [plugins.NAME]." +
+      throw Error(entry.place, "no table or key is named \"" + entry.key +
+                                   "\"; expected [run], [model], [data], [device] or [plugins.NAME]." +
                                    did_you_mean(entry.key, known));
     config.root().table(entry.key);
   }
@@ -52,7 +63,8 @@ Sections read_sections(const Config& config) {
     Options options;
     declare(options, section);
     const ConfigTable* table = config.root().table(name);
-    if (!table && std::string(name) == "data") throw Error(config.root().place.file + ": there is no [data] table; it names the token files to train on.");
+    if (!table && std::string(name) == "data")
+      throw Error(config.root().place.file + ": there is no [data] table; it names the token files to train on.");
     if (table) options.read(*table);
   };
   read(sections.run, "run");
@@ -60,8 +72,9 @@ Sections read_sections(const Config& config) {
   read(sections.device, "device");
   const DataSection& data = sections.data;
   if (data.global_batch % data.micro_batch != 0)
-    throw Error(config.root().table("data")->place, "data.global_batch = " + std::to_string(data.global_batch) +
-                                                        " is not a multiple of data.micro_batch = " + std::to_string(data.micro_batch) + ".");
+    throw Error(config.root().table("data")->place,
+                "data.global_batch = " + std::to_string(data.global_batch) +
+                    " is not a multiple of data.micro_batch = " + std::to_string(data.micro_batch) + ".");
   if (data.train.empty()) throw Error(config.root().table("data")->find("train")->place, "data.train names no file.");
   return sections;
 }

@@ -39,28 +39,32 @@ void check_symbols(const std::string& path) {
     if (symbol == wanted) return;
     if (symbol.rfind(kEntryPrefix, 0) == 0) other = symbol.substr(kEntryPrefix.size());
   }
-  if (other.empty()) throw Error(path + ": is a shared library, but not a Strata plugin (it has no STRATA_PLUGIN line).");
+  if (other.empty())
+    throw Error(path + ": is a shared library, but not a Strata plugin (it has no STRATA_PLUGIN line).");
   throw Error(path + ": was built for version " + other + " of the plugin interface, but this Strata has version " +
               std::to_string(kPluginApi) + "; build the plugin against this Strata.");
 }
 
 void check_fingerprint(const std::string& path, const PluginEntry& entry) {
   if (entry.size != sizeof(PluginEntry))
-    throw Error(path + ": its entry has " + std::to_string(entry.size) + " bytes where this Strata expects " + std::to_string(sizeof(PluginEntry)) + "; build the plugin against this Strata.");
+    throw Error(path + ": its entry has " + std::to_string(entry.size) + " bytes where this Strata expects " +
+                std::to_string(sizeof(PluginEntry)) + "; build the plugin against this Strata.");
   const std::string ours = STRATA_FINGERPRINT, theirs = entry.fingerprint;
   if (ours == theirs) return;
   const auto a = split(ours, ';'), b = split(theirs, ';');
   std::string differs;
   for (size_t i = 0; i < std::max(a.size(), b.size()); ++i) {
     const std::string mine = i < a.size() ? a[i] : "nothing", other = i < b.size() ? b[i] : "nothing";
-    if (mine != other) differs += (differs.empty() ? "" : "; ") + std::string("it has ") + other + ", this Strata has " + mine;
+    if (mine != other)
+      differs += (differs.empty() ? "" : "; ") + std::string("it has ") + other + ", this Strata has " + mine;
   }
   throw Error(path + ": was built to another fit: " + differs + ". Build the plugin again against this Strata.");
 }
 
 const PluginEntry& open_library(const std::string& path) {
   check_symbols(path);
-  static auto& libraries = *new std::map<std::string, boost::dll::shared_library>;  // never destroyed, so never unloaded
+  static auto& libraries =
+      *new std::map<std::string, boost::dll::shared_library>;  // never destroyed, so never unloaded
   boost::dll::shared_library& library = libraries[path];
   try {
     if (!library.is_loaded()) library.load(path, boost::dll::load_mode::rtld_now | boost::dll::load_mode::rtld_local);
@@ -88,7 +92,8 @@ StaticPlugin::StaticPlugin(const PluginEntry& entry) {
   static_plugins()[entry.name] = new PluginEntry(entry);  // lives as long as the process
 }
 
-LoadedPlugin::LoadedPlugin(const PluginEntry& entry, std::string path) : entry_(&entry), path_(std::move(path)), plugin_(nullptr, entry.destroy) {
+LoadedPlugin::LoadedPlugin(const PluginEntry& entry, std::string path)
+    : entry_(&entry), path_(std::move(path)), plugin_(nullptr, entry.destroy) {
   try {
     plugin_.reset(entry.create());
   } catch (const std::exception& error) {
@@ -127,7 +132,8 @@ std::vector<std::string> plugin_names(const std::vector<std::string>& more_folde
 }
 
 LoadedPlugin load_plugin(const std::string& name, const std::vector<std::string>& more_folders) {
-  if (const auto found = static_plugins().find(name); found != static_plugins().end()) return LoadedPlugin(*found->second, "");
+  if (const auto found = static_plugins().find(name); found != static_plugins().end())
+    return LoadedPlugin(*found->second, "");
   const auto folders = plugin_folders(more_folders);
   const bool plain = !name.empty() && name.find('/') == std::string::npos && name.find('\0') == std::string::npos;
   for (const std::string& folder : folders) {
@@ -135,15 +141,18 @@ LoadedPlugin load_plugin(const std::string& name, const std::vector<std::string>
     std::error_code problem;
     if (!plain || !fs::exists(path, problem)) continue;
     const PluginEntry& entry = open_library(fs::absolute(path).string());
-    if (name != entry.name) throw Error(path.string() + ": holds the plugin \"" + entry.name + "\"; name the file " + entry.name + ".so.");
+    if (name != entry.name)
+      throw Error(path.string() + ": holds the plugin \"" + entry.name + "\"; name the file " + entry.name + ".so.");
     return LoadedPlugin(entry, fs::absolute(path).string());
   }
   std::string searched;
   for (const std::string& folder : folders) searched += (searched.empty() ? "" : ", ") + folder;
-  throw Error("no plugin is named \"" + name + "\"." + did_you_mean(name, plugin_names(more_folders)) + " Searched: " + searched + ".");
+  throw Error("no plugin is named \"" + name + "\"." + did_you_mean(name, plugin_names(more_folders)) +
+              " Searched: " + searched + ".");
 }
 
-std::vector<std::string> plugins_providing(const std::string& capability, const std::vector<std::string>& more_folders) {
+std::vector<std::string> plugins_providing(const std::string& capability,
+                                           const std::vector<std::string>& more_folders) {
   std::vector<std::string> names;
   for (const std::string& name : plugin_names(more_folders)) {
     try {
@@ -159,7 +168,8 @@ std::vector<std::string> plugins_providing(const std::string& capability, const 
 
 std::vector<LoadedPlugin> load_plugins(const Config& config, const std::vector<std::string>& more_folders) {
   std::vector<LoadedPlugin> plugins;
-  const auto enable = [&](const std::string& name, const Place& place, const ConfigTable& table, const std::vector<std::string>& also) {
+  const auto enable = [&](const std::string& name, const Place& place, const ConfigTable& table,
+                          const std::vector<std::string>& also) {
     try {
       plugins.push_back(load_plugin(name, more_folders));
     } catch (const Error& error) {
@@ -170,14 +180,20 @@ std::vector<LoadedPlugin> load_plugins(const Config& config, const std::vector<s
     options.read(table, also);
   };
   const ConfigTable* model = config.root().table("model");
-  if (!model) throw Error(config.root().place.file + ": there is no [model] table; it says what to train, for example plugin = \"gpt\".");
+  if (!model)
+    throw Error(config.root().place.file +
+                ": there is no [model] table; it says what to train, for example plugin = \"gpt\".");
   const ConfigTable::Value* name = model->value("plugin");
-  if (!name) throw Error(model->place, "[model] lacks the key \"plugin\" (string): the plugin that builds the model, for example \"gpt\".");
-  if (!std::holds_alternative<std::string>(*name)) throw Error(model->find("plugin")->place, "model.plugin must be a string.");
+  if (!name)
+    throw Error(model->place,
+                "[model] lacks the key \"plugin\" (string): the plugin that builds the model, for example \"gpt\".");
+  if (!std::holds_alternative<std::string>(*name))
+    throw Error(model->find("plugin")->place, "model.plugin must be a string.");
   enable(std::get<std::string>(*name), model->find("plugin")->place, *model, {"plugin"});
   if (const ConfigTable* table = config.root().table("plugins"))
     for (const auto& entry : table->entries()) {
-      if (entry.key == std::get<std::string>(*name)) throw Error(entry.place, "\"" + entry.key + "\" is the model; its options belong into [model].");
+      if (entry.key == std::get<std::string>(*name))
+        throw Error(entry.place, "\"" + entry.key + "\" is the model; its options belong into [model].");
       enable(entry.key, entry.place, *table->table(entry.key), {});
     }
   return plugins;

@@ -49,7 +49,8 @@ TEST_F(Loader, RefusesWhatIsNoPlugin) {
   EXPECT_EQ(message("text"), text + ": is not a shared library, so it cannot be a plugin.");
   EXPECT_EQ(message("empty"), empty + ": is not a shared library, so it cannot be a plugin.");
   fs::copy_file(library_, folder_ / "other.so");
-  EXPECT_EQ(message("other"), (folder_ / "other.so").string() + ": is a shared library, but not a Strata plugin (it has no STRATA_PLUGIN line).");
+  EXPECT_EQ(message("other"), (folder_ / "other.so").string() +
+                                  ": is a shared library, but not a Strata plugin (it has no STRATA_PLUGIN line).");
   fs::create_directory(folder_ / "folder.so");
   EXPECT_EQ(message("folder"), (folder_ / "folder.so").string() + ": is not a regular file.");
   const std::string whole = bytes_of(plugin_), cut = write("cut.so", whole.substr(0, whole.size() - 64));
@@ -75,7 +76,8 @@ TEST_F(Loader, LoadsAndListsWhatIsThere) {
   EXPECT_FALSE(plugin.summary().empty());
   write("mine.so", "");
   const auto names = plugin_names({folder_.string(), "/nowhere"});
-  for (const char* name : {"adamw", "clip", "gpt", "mine"}) EXPECT_EQ(std::count(names.begin(), names.end(), name), 1) << name;
+  for (const char* name : {"adamw", "clip", "gpt", "mine"})
+    EXPECT_EQ(std::count(names.begin(), names.end(), name), 1) << name;
   EXPECT_EQ(plugins_providing("model", {folder_.string()}), std::vector<std::string>{"gpt"});
 }
 
@@ -84,12 +86,19 @@ TEST_F(Loader, PluginsOfAConfiguration) {
     return message_of([&] { load_plugins(Config::parse(text, "c.toml", {}), {}); });
   };
   EXPECT_EQ(load("[run]\n"), "c.toml: there is no [model] table; it says what to train, for example plugin = \"gpt\".");
-  EXPECT_EQ(load("[model]\n"), "c.toml:1:1: [model] lacks the key \"plugin\" (string): the plugin that builds the model, for example \"gpt\".");
+  EXPECT_EQ(
+      load("[model]\n"),
+      "c.toml:1:1: [model] lacks the key \"plugin\" (string): the plugin that builds the model, for example \"gpt\".");
   EXPECT_EQ(load("[model]\nplugin = 3\n"), "c.toml:2:10: model.plugin must be a string.");
-  EXPECT_EQ(load("[model]\nplugin = \"gpt\"\n[plugins.gpt]\n"), "c.toml:3:1: \"gpt\" is the model; its options belong into [model].");
-  EXPECT_EQ(load("[model]\nplugin = \"gpt\"\n[plugins]\nclip = 1\n"), "c.toml:4:8: \"clip\" must be a table, but it is an integer; write [plugins.clip].");
-  EXPECT_EQ(load("[model]\nplugin = \"gpt\"\n[plugins.clop]\n").rfind("c.toml:3:1: no plugin is named \"clop\". Did you mean \"clip\"? Searched: ", 0), 0u);
-  const auto plugins = load_plugins(Config::parse("[model]\nplugin = \"gpt\"\n[plugins.schedule]\n[plugins.adamw]\n", "c.toml", {}), {});
+  EXPECT_EQ(load("[model]\nplugin = \"gpt\"\n[plugins.gpt]\n"),
+            "c.toml:3:1: \"gpt\" is the model; its options belong into [model].");
+  EXPECT_EQ(load("[model]\nplugin = \"gpt\"\n[plugins]\nclip = 1\n"),
+            "c.toml:4:8: \"clip\" must be a table, but it is an integer; write [plugins.clip].");
+  EXPECT_EQ(load("[model]\nplugin = \"gpt\"\n[plugins.clop]\n")
+                .rfind("c.toml:3:1: no plugin is named \"clop\". Did you mean \"clip\"? Searched: ", 0),
+            0u);
+  const auto plugins =
+      load_plugins(Config::parse("[model]\nplugin = \"gpt\"\n[plugins.schedule]\n[plugins.adamw]\n", "c.toml", {}), {});
   ASSERT_EQ(plugins.size(), 3u);
   EXPECT_EQ(plugins[0].name() + " " + plugins[1].name() + " " + plugins[2].name(), "gpt schedule adamw");
 }
@@ -104,7 +113,8 @@ TEST_F(Loader, DamagedLibrariesNeverReadOutOfBounds) {
   const size_t sections = whole.size() - std::min<size_t>(whole.size(), 3000);
   for (int round = 0; round < 300; ++round) {
     std::string damaged = whole;
-    for (int i = 0; i < 4; ++i) damaged[round % 2 ? random() % 64 : sections + random() % (whole.size() - sections)] = char(random());
+    for (int i = 0; i < 4; ++i)
+      damaged[round % 2 ? random() % 64 : sections + random() % (whole.size() - sections)] = char(random());
     if (round % 3 == 0) damaged.resize(random() % damaged.size());
     const std::string path = write("damaged.so", damaged);
     message_of([&] { exported_symbols(path); });

@@ -65,6 +65,75 @@ std::optional<int64_t> parse_bytes(const std::string& text) {
   return {};
 }
 
+// Gives an option's variable the value from the table when its type fits. Returns the value as a number for the check
+// of the range; NaN when it is none.
+struct Assign {
+  const Option& option;
+  const ConfigTable::Entry& entry;
+  const ConfigTable::Value& value;
+  const std::string& name;  // "plugins.adamw.beta1"
+
+  Error wrong(const std::string& text) const { return Error(entry.place, name + text); }
+
+  Error wrong_type() const {
+    const std::string type = option.type_name();
+    const std::string expected =
+        type == "bytes" ? "a size in bytes such as \"2GiB\"" : (type == "integer" ? "an " : "a ") + type;
+    return wrong(" must be " + expected + ", but it is " + entry.type + ".");
+  }
+
+  template <class T>
+  const T& as() const {
+    const T* given = std::get_if<T>(&value);
+    if (!given) throw wrong_type();
+    return *given;
+  }
+
+  double operator()(bool* target) const {
+    *target = as<bool>();
+    return NAN;
+  }
+
+  double operator()(int* target) const {
+    const int64_t given = as<int64_t>();
+    if (given != int64_t(int(given))) throw wrong(" = " + std::to_string(given) + " is too large.");
+    return *target = int(given);
+  }
+
+  double operator()(int64_t* target) const { return double(*target = as<int64_t>()); }
+
+  double operator()(double* target) const {
+    const auto* integer = std::get_if<int64_t>(&value);
+    *target = integer ? double(*integer) : as<double>();
+    if (!std::isfinite(*target)) throw wrong(" must be a finite number.");
+    return *target;
+  }
+
+  double operator()(std::string* target) const {
+    const auto& given = as<std::string>();
+    const auto& choices = option.choice_names();
+    if (!choices.empty() && std::find(choices.begin(), choices.end(), given) == choices.end())
+      throw wrong(" must be one of " + list_text(choices) + ", but it is " + quoted(given) + "." +
+                  did_you_mean(given, choices));
+    *target = given;
+    return NAN;
+  }
+
+  double operator()(Bytes* target) const {
+    if (const auto* integer = std::get_if<int64_t>(&value)) return double(target->count = *integer);
+    const auto& given = as<std::string>();
+    const auto parsed = parse_bytes(given);
+    if (!parsed) throw wrong(" must be a size such as \"2GiB\" or \"500MB\", but it is " + quoted(given) + ".");
+    return double(target->count = *parsed);
+  }
+
+  double operator()(std::vector<std::string>* target) const {
+    if (const auto* one = std::get_if<std::string>(&value)) *target = {*one};
+    else *target = as<std::vector<std::string>>();
+    return NAN;
+  }
+};
+
 }  // namespace
 
 std::string text(Bytes bytes) { return bytes_text(bytes.count); }
@@ -121,49 +190,13 @@ void Options::read(const ConfigTable& table, const std::vector<std::string>& als
   for (Option& option : options_) {
     const ConfigTable::Value* value = table.value(option.name());
     if (!value) {
-      if (option.required_) throw Error(table.place, where + "lacks the key \"" + option.name() + "\" (" + option.type_name() + "): " + option.help() + ".");
-      continue;
+      if (!option.required_) continue;
+      throw Error(table.place, where + "lacks the key \"" + option.name() + "\" (" + option.type_name() +
+                                   "): " + option.help() + ".");
     }
     const auto* entry = table.find(option.name());
     const std::string full = (table.path().empty() ? "" : table.path() + ".") + option.name();
-    const auto wrong_type = [&] { return Error(entry->place, full + " must be " + (option.type_name() == "integer" ? "an " : option.type_name() == "bytes" ? "a size in " : "a ") + option.type_name() + (option.type_name() == "bytes" ? " such as \"2GiB\"" : "") + ", but it is " + entry->type + "."); };
-    double number = NAN;
-    std::string shown;
-    if (auto* target = std::get_if<bool*>(&option.target_)) {
-      if (!std::holds_alternative<bool>(*value)) throw wrong_type();
-      **target = std::get<bool>(*value);
-    } else if (auto* list = std::get_if<std::vector<std::string>*>(&option.target_)) {
-      if (const auto* one = std::get_if<std::string>(value)) **list = {*one};
-      else if (std::holds_alternative<std::vector<std::string>>(*value)) **list = std::get<std::vector<std::string>>(*value);
-      else throw wrong_type();
-    } else if (auto* string = std::get_if<std::string*>(&option.target_)) {
-      if (!std::holds_alternative<std::string>(*value)) throw wrong_type();
-      const std::string& given = std::get<std::string>(*value);
-      if (!option.choices_.empty() && std::find(option.choices_.begin(), option.choices_.end(), given) == option.choices_.end())
-        throw Error(entry->place, full + " must be one of " + list_text(option.choices_) + ", but it is \"" + given + "\"." + did_you_mean(given, option.choices_));
-      **string = given;
-    } else if (auto* bytes = std::get_if<Bytes*>(&option.target_)) {
-      if (const auto* integer = std::get_if<int64_t>(value)) (*bytes)->count = *integer;
-      else if (const auto* given = std::get_if<std::string>(value)) {
-        const auto parsed = parse_bytes(*given);
-        if (!parsed) throw Error(entry->place, full + " must be a size such as \"2GiB\" or \"500MB\", but it is \"" + *given + "\".");
-        (*bytes)->count = *parsed;
-      } else throw wrong_type();
-      number = double((*bytes)->count);
-    } else if (auto* real = std::get_if<double*>(&option.target_)) {
-      if (const auto* given = std::get_if<double>(value)) **real = *given;
-      else if (const auto* integer = std::get_if<int64_t>(value)) **real = double(*integer);
-      else throw wrong_type();
-      number = **real;
-      if (!std::isfinite(number)) throw Error(entry->place, full + " must be a finite number.");
-    } else {
-      const auto* given = std::get_if<int64_t>(value);
-      if (!given) throw wrong_type();
-      number = double(*given);
-      if (auto* wide = std::get_if<int64_t*>(&option.target_)) **wide = *given;
-      else if (*given != int64_t(int(*given))) throw Error(entry->place, full + " = " + std::to_string(*given) + " is too large.");
-      else *std::get<int*>(option.target_) = int(*given);
-    }
+    const double number = std::visit(Assign{option, *entry, *value, full}, option.target_);
     const bool below = option.exclusive_low_ ? number <= option.low_ : number < option.low_;
     if (!std::isnan(number) && (below || number > option.high_))
       throw Error(entry->place, full + " must be " + option.range_text() + ", but it is " + number_text(number) + ".");

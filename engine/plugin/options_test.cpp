@@ -39,7 +39,9 @@ std::string message(const std::string& body) {
 
 TEST(Options, ReadsEveryType) {
   Sample s;
-  s.read("flag = true\nsmall = 7\nwide = 9007199254740993\nrate = 1\nmode = \"slow\"\nsize = \"1.5GiB\"\nnames = [\"x\", \"y\"]\n");
+  s.read(
+      "flag = true\nsmall = 7\nwide = 9007199254740993\nrate = 1\nmode = \"slow\"\nsize = \"1.5GiB\"\nnames = [\"x\", "
+      "\"y\"]\n");
   EXPECT_TRUE(s.flag);
   EXPECT_EQ(s.small, 7);
   EXPECT_EQ(s.wide, 9007199254740993);
@@ -60,14 +62,17 @@ TEST(Options, LeavesDefaults) {
 }
 
 TEST(Options, Sizes) {
-  const std::vector<std::pair<std::string, int64_t>> sizes = {{"0", 0}, {"12", 12}, {"3B", 3}, {"2 KiB", 2048}, {"1KB", 1000}, {".5MiB", 1 << 19}, {"2TB", 2000000000000}};
+  const std::vector<std::pair<std::string, int64_t>> sizes = {
+      {"0", 0}, {"12", 12}, {"3B", 3}, {"2 KiB", 2048}, {"1KB", 1000}, {".5MiB", 1 << 19}, {"2TB", 2000000000000}};
   for (const auto& [text, count] : sizes) {
     Sample s;
     s.read("size = \"" + text + "\"\n");
     EXPECT_EQ(s.size.count, count) << text;
   }
-  for (const std::string text : {"", " ", "GiB", "2gib", "-1GiB", "+1", "0x10", "inf", "nan", "1e30TB", "2 GiB ", "1GiBs", "99999999TiB"})
-    EXPECT_EQ(message("size = \"" + text + "\"\n"), "o.toml:2:8: t.size must be a size such as \"2GiB\" or \"500MB\", but it is \"" + text + "\".");
+  for (const std::string text :
+       {"", " ", "GiB", "2gib", "-1GiB", "+1", "0x10", "inf", "nan", "1e30TB", "2 GiB ", "1GiBs", "99999999TiB"})
+    EXPECT_EQ(message("size = \"" + text + "\"\n"),
+              "o.toml:2:8: t.size must be a size such as \"2GiB\" or \"500MB\", but it is \"" + text + "\".");
   EXPECT_EQ(message("size = -1\n"), "o.toml:2:8: t.size must be >= 0, but it is -1.");
 }
 
@@ -77,7 +82,8 @@ TEST(Options, WrongTypes) {
   EXPECT_EQ(message("wide = 1.0\n"), "o.toml:2:8: t.wide must be an integer, but it is a number.");
   EXPECT_EQ(message("rate = true\n"), "o.toml:2:8: t.rate must be a number, but it is a boolean.");
   EXPECT_EQ(message("mode = [\"fast\"]\n"), "o.toml:2:8: t.mode must be a string, but it is an array.");
-  EXPECT_EQ(message("size = 1.5\n"), "o.toml:2:8: t.size must be a size in bytes such as \"2GiB\", but it is a number.");
+  EXPECT_EQ(message("size = 1.5\n"),
+            "o.toml:2:8: t.size must be a size in bytes such as \"2GiB\", but it is a number.");
   EXPECT_EQ(message("names = 3\n"), "o.toml:2:9: t.names must be a list of strings, but it is an integer.");
   EXPECT_EQ(message("[t.rate]\n"), "o.toml:2:1: \"rate\" must be a value, but it is a table.");
 }
@@ -88,22 +94,26 @@ TEST(Options, WrongValues) {
   EXPECT_EQ(message("wide = -1\n"), "o.toml:2:8: t.wide must be >= 0, but it is -1.");
   EXPECT_EQ(message("rate = 1.5\n"), "o.toml:2:8: t.rate must be 0 to 1, but it is 1.5.");
   EXPECT_EQ(message("rate = nan\n"), "o.toml:2:8: t.rate must be a finite number.");
-  EXPECT_EQ(message("mode = \"fats\"\n"), "o.toml:2:8: t.mode must be one of \"fast\", \"slow\", but it is \"fats\". Did you mean \"fast\"?");
+  EXPECT_EQ(message("mode = \"fats\"\n"),
+            "o.toml:2:8: t.mode must be one of \"fast\", \"slow\", but it is \"fats\". Did you mean \"fast\"?");
 }
 
 TEST(Options, UnknownKeys) {
   EXPECT_EQ(message("smal = 1\n"), "o.toml:2:8: [t] has no key \"smal\". Did you mean \"small\"?");
   EXPECT_EQ(message("unrelated = 1\n"),
-            "o.toml:2:13: [t] has no key \"unrelated\". Valid keys: \"flag\", \"small\", \"wide\", \"rate\", \"mode\", \"size\", \"names\".");
+            "o.toml:2:13: [t] has no key \"unrelated\". Valid keys: \"flag\", \"small\", \"wide\", \"rate\", \"mode\", "
+            "\"size\", \"names\".");
   Options none;
-  EXPECT_EQ(message_of([&] { none.read(*Config::parse("[t]\nx = 1\n", "o.toml", {}).root().table("t")); }), "o.toml:2:5: [t] has no key \"x\". It takes no keys.");
+  EXPECT_EQ(message_of([&] { none.read(*Config::parse("[t]\nx = 1\n", "o.toml", {}).root().table("t")); }),
+            "o.toml:2:5: [t] has no key \"x\". It takes no keys.");
 }
 
 TEST(Options, RequiredAndTwiceDeclared) {
   Options options;
   int64_t count = 0;
   options.add("count", count, "how many").required();
-  EXPECT_EQ(message_of([&] { options.read(*Config::parse("[t]\n", "o.toml", {}).root().table("t")); }), "o.toml:1:1: [t] lacks the key \"count\" (integer): how many.");
+  EXPECT_EQ(message_of([&] { options.read(*Config::parse("[t]\n", "o.toml", {}).root().table("t")); }),
+            "o.toml:1:1: [t] lacks the key \"count\" (integer): how many.");
   EXPECT_EQ(message_of([&] { options.add("count", count, "again"); }), "option \"count\" is declared twice.");
 }
 
@@ -139,7 +149,8 @@ TEST(Schema, TextForPeople) {
 TEST(Schema, WholeConfiguration) {
   const Json schema = Json::parse(json_schema({}), "schema");
   const Json* properties = schema.find("properties");
-  for (const char* section : {"run", "model", "data", "device", "plugins"}) EXPECT_NE(properties->find(section), nullptr) << section;
+  for (const char* section : {"run", "model", "data", "device", "plugins"})
+    EXPECT_NE(properties->find(section), nullptr) << section;
   const Json* steps = properties->find("run")->find("properties")->find("steps");
   EXPECT_EQ(steps->find("type")->string("type"), "integer");
   const Json* backend = properties->find("device")->find("properties")->find("backend");

@@ -6,7 +6,9 @@
 namespace strata {
 namespace {
 
-bool holds(const std::vector<std::string>& list, std::string_view name) { return std::find(list.begin(), list.end(), name) != list.end(); }
+bool holds(const std::vector<std::string>& list, std::string_view name) {
+  return std::find(list.begin(), list.end(), name) != list.end();
+}
 
 }  // namespace
 
@@ -16,12 +18,15 @@ std::vector<NamedPlugin> in_order(const std::vector<NamedPlugin>& plugins) {
   const size_t count = plugins.size();
   for (size_t i = 0; i < count; ++i) {
     for (const std::string& needed : capabilities[i].requires_)
-      if (std::none_of(capabilities.begin(), capabilities.end(), [&](const Capabilities& c) { return holds(c.provides, needed); }))
-        throw Error("plugin \"" + plugins[i].name + "\" requires \"" + needed + "\", which no enabled plugin provides.");
+      if (std::none_of(capabilities.begin(), capabilities.end(),
+                       [&](const Capabilities& c) { return holds(c.provides, needed); }))
+        throw Error("plugin \"" + plugins[i].name + "\" requires \"" + needed +
+                    "\", which no enabled plugin provides.");
     for (size_t j = 0; j < count; ++j)
       for (const std::string& bad : capabilities[i].conflicts)
         if (i != j && holds(capabilities[j].provides, bad))
-          throw Error("plugins \"" + plugins[i].name + "\" and \"" + plugins[j].name + "\" cannot work together: the first conflicts with \"" + bad + "\", which the second provides.");
+          throw Error("plugins \"" + plugins[i].name + "\" and \"" + plugins[j].name +
+                      "\" cannot work together: the first conflicts with \"" + bad + "\", which the second provides.");
   }
   const auto before = [&](size_t a, size_t b) {  // a must run before b
     return a != b && std::any_of(capabilities[b].requires_.begin(), capabilities[b].requires_.end(),
@@ -58,7 +63,8 @@ std::vector<NamedPlugin> in_order(const std::vector<NamedPlugin>& plugins) {
   return ordered;
 }
 
-void require_exactly_one(const std::vector<NamedPlugin>& plugins, std::string_view capability, std::string_view remedy) {
+void require_exactly_one(const std::vector<NamedPlugin>& plugins, std::string_view capability,
+                         std::string_view remedy) {
   std::string names;
   int count = 0;
   for (const NamedPlugin& named : plugins)
@@ -66,8 +72,10 @@ void require_exactly_one(const std::vector<NamedPlugin>& plugins, std::string_vi
       names += (count ? ", \"" : "\"") + named.name + "\"";
       ++count;
     }
-  if (count == 0) throw Error("no enabled plugin provides the " + std::string(capability) + "; " + std::string(remedy) + ".");
-  if (count > 1) throw Error("the plugins " + names + " each provide the " + std::string(capability) + "; enable only one of them.");
+  if (count == 0)
+    throw Error("no enabled plugin provides the " + std::string(capability) + "; " + std::string(remedy) + ".");
+  if (count > 1)
+    throw Error("the plugins " + names + " each provide the " + std::string(capability) + "; enable only one of them.");
 }
 
 }  // namespace strata

@@ -68,7 +68,9 @@ TEST_F(Order, Missing) {
 TEST_F(Order, Conflict) {
   add("a", {{}, {}, {"shards"}});
   add("b", {{"shards"}, {}, {}});
-  EXPECT_EQ(message(), "plugins \"a\" and \"b\" cannot work together: the first conflicts with \"shards\", which the second provides.");
+  EXPECT_EQ(
+      message(),
+      "plugins \"a\" and \"b\" cannot work together: the first conflicts with \"shards\", which the second provides.");
 }
 
 TEST_F(Order, OnesOwnConflictMeansTheOthers) {

@@ -22,7 +22,8 @@ Json option_schema(const Option& option) {
   } else {
     schema = {{"type", type}};
   }
-  if (!option.choice_names().empty()) schema.emplace_back("enum", Json::Array(option.choice_names().begin(), option.choice_names().end()));
+  if (!option.choice_names().empty())
+    schema.emplace_back("enum", Json::Array(option.choice_names().begin(), option.choice_names().end()));
   std::string help = option.help();
   if (!option.unit_name().empty()) help += " (" + option.unit_name() + ")";
   if (option.choice_names().empty() && !option.range_text().empty()) help += "; " + option.range_text();
@@ -37,7 +38,8 @@ Json table_schema(const Options& options, const std::string& description, Json::
     properties.emplace_back(option.name(), option_schema(option));
     if (option.is_required()) required.push_back(option.name());
   }
-  Json::Object schema{{"type", "object"}, {"description", description}, {"properties", properties}, {"additionalProperties", false}};
+  Json::Object schema{
+      {"type", "object"}, {"description", description}, {"properties", properties}, {"additionalProperties", false}};
   if (!required.empty()) schema.emplace_back("required", required);
   return schema;
 }

@@ -109,11 +109,15 @@ std::string filled(std::string text, const std::string& name) {
 
 int new_plugin_command_main(const NewPluginArguments& arguments) {
   const std::string& name = arguments.name;
-  const bool valid = !name.empty() && std::islower(name[0]) && name.back() != '_' && name.find_first_not_of("abcdefghijklmnopqrstuvwxyz0123456789_") == std::string::npos;
-  if (!valid) throw Error("\"" + name + "\" is no name for a plugin: use lower-case letters, digits and _, beginning with a letter.");
+  const bool valid = !name.empty() && std::islower(name[0]) && name.back() != '_' &&
+                     name.find_first_not_of("abcdefghijklmnopqrstuvwxyz0123456789_") == std::string::npos;
+  if (!valid)
+    throw Error("\"" + name +
+                "\" is no name for a plugin: use lower-case letters, digits and _, beginning with a letter.");
   const std::vector<std::string> taken = plugin_names({});
   if (std::find(taken.begin(), taken.end(), name) != taken.end())
-    throw Error("a plugin named \"" + name + "\" exists already (see `strata plugins " + name + "`), and would be found first; choose another name.");
+    throw Error("a plugin named \"" + name + "\" exists already (see `strata plugins " + name +
+                "`), and would be found first; choose another name.");
   const fs::path folder = arguments.directory.empty() ? fs::path(name) : fs::path(arguments.directory);
   if (fs::exists(folder)) throw Error(folder.string() + ": exists already; choose another name or --directory.");
   std::error_code problem;
@@ -129,8 +133,10 @@ int new_plugin_command_main(const NewPluginArguments& arguments) {
   write("README.md", kReadme);
   write("test.sh", kTest);
   fs::permissions(folder / "test.sh", fs::perms(0755));
-  fmt::print("{}: CMakeLists.txt, {}.cpp, README.md, test.sh\nbuild it with: cmake -B {}/build -S {} && cmake --build {}/build && ctest --test-dir {}/build\n", folder.string(), name,
-             folder.string(), folder.string(), folder.string(), folder.string());
+  fmt::print(
+      "{}: CMakeLists.txt, {}.cpp, README.md, test.sh\nbuild it with: cmake -B {}/build -S {} && cmake --build "
+      "{}/build && ctest --test-dir {}/build\n",
+      folder.string(), name, folder.string(), folder.string(), folder.string(), folder.string());
   return int(ExitCode::done);
 }
 
