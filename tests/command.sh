@@ -139,6 +139,23 @@ expect 2 'truncated or damaged' "$strata" train config.toml --resume --set run.d
 rm -r damaged && cp -r run damaged && sed -i 's/"step": 6/"step": 7/' damaged/step-00000006/manifest.json
 expect 2 'is damaged' "$strata" train config.toml --resume --set run.directory=damaged --set run.steps=9
 
+# A disk that is full while saving (a limit on file size stands for it): the run goes on, says so, keeps the last good one.
+expect 0 'was not saved' bash -c 'trap "" XFSZ; ulimit -f 64; exec "$0" train config.toml --set run.directory=full' "$strata"
+[[ -z $(find full -name '*step*') && $(wc -l <full/log.jsonl) == 6 ]] || fail "a full disk left: $(find full)"
+
+# Measured memory: the process stays within 150 MiB and 3% of the plan.
+if [[ $1 == *build ]]; then  # sanitizers need memory of their own
+  expect 0 '' "$strata" train config.toml --set run.directory=measured --set model.layers=12 --set model.hidden=384 --set model.heads=6 --set run.steps=2
+  python3 - out <<'PY' || fail "memory: $(cat out)"
+import sys
+units = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+rows = {line.split()[0]: line.split() for line in open(sys.argv[1]) if line.split()}
+size = lambda words: float(words[0]) * units[words[1]]
+planned, peak = size(rows["arena"][1:3]), size(rows["process,"][2:4])
+sys.exit(not (planned < peak < planned * 1.03 + 150 * 2**20 and size(rows["arena"][3:5]) <= planned * 1.01))
+PY
+fi
+
 # Divergence: named, and the checkpoint before stays.
 expect 1 'The first tensor that was not finite' "$strata" train config.toml --set run.directory=diverged --set plugins.adamw.learning_rate=1e30 --set run.checkpoint_every=1
 ls diverged/step-* >/dev/null || fail "no checkpoint before the divergence"
