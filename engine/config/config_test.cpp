@@ -45,6 +45,8 @@ TEST(Config, MalformedTextNamesLineAndColumn) {
   EXPECT_EQ(parse_message("a = 1\nb = \n").rfind("c.toml:2:", 0), 0u);
   EXPECT_EQ(parse_message("a = 1\na = 2\n").rfind("c.toml:2:", 0), 0u);
   EXPECT_NE(parse_message("a = \"\xff\"\n"), "(no error)");
+  for (const char* letter : {"\u00e9", "\u02e8", "\u1700"})  // toml++ has no answer of its own to the second
+    EXPECT_NE(parse_message(std::string("n") + letter + " = 1\n").find("this is not TOML"), std::string::npos);
 }
 
 TEST(Config, WrongKindsOfValues) {
