@@ -96,6 +96,48 @@ TEST_P(Parity, TwentyAdamWSteps) {
   }
 }
 
+// Many files with an index give what one file gives; what is missing or foreign is named.
+TEST_P(Parity, ManyFilesAndWrongOnes) {
+  const SafetensorsFile whole(folder() + "/model.safetensors");
+  test::TemporaryFolder sharded;
+  std::vector<TensorToStore> halves[2];
+  std::string map;
+  for (const auto& [name, tensor] : whole.tensors()) {
+    const int half = int(halves[0].size()) > int(halves[1].size());
+    halves[half].push_back({name, tensor.dtype, tensor.shape, whole.data(tensor).data()});
+    map += (map.empty() ? "\"" : ",\"") + name + "\":\"part" + std::to_string(half) + ".safetensors\"";
+  }
+  for (int half = 0; half < 2; ++half) write_safetensors(sharded / ("part" + std::to_string(half) + ".safetensors"), halves[half], {});
+  test::write_file(sharded / "model.safetensors.index.json", "{\"weight_map\":{" + map + "}}");
+
+  const LoadedPlugin gpt = load_plugin("gpt", {});
+  gpt->import_config(read_external_config(folder()));
+  const NamedPlugin named{"gpt", &*gpt};
+  const BuiltProgram built = build_program({&named, 1}, {1, 1, 1}, Goal::logits);
+  std::map<std::string, Shape> shapes;
+  for (TensorId id : built.program.with_role(Role::parameter)) shapes[built.program[id].name] = built.program[id].shape;
+  const auto mapping = gpt->external_tensors();
+  EXPECT_EQ(import_tensors(sharded.path(), mapping, shapes), import_tensors(folder(), mapping, shapes));
+
+  const auto refusal = [&] {
+    try {
+      import_tensors(sharded.path(), mapping, shapes);
+    } catch (const Error& error) {
+      return std::string(error.what());
+    }
+    return std::string();
+  };
+  std::vector<TensorToStore> less = halves[1];
+  less.pop_back();
+  write_safetensors(sharded / "part1.safetensors", less, {});
+  EXPECT_NE(refusal().find("lacks the tensor \"" + halves[1].back().name + "\""), std::string::npos) << refusal();
+  std::vector<TensorToStore> more = halves[1];
+  more.push_back(more.back());
+  more.back().name = "unheard.of";
+  write_safetensors(sharded / "part1.safetensors", more, {});
+  EXPECT_NE(refusal().find("\"unheard.of\""), std::string::npos) << refusal();
+}
+
 INSTANTIATE_TEST_SUITE_P(Models, Parity, testing::Values("gpt2", "qwen2"), [](const auto& info) { return info.param; });
 
 }  // namespace
