@@ -13,11 +13,13 @@
 #include <filesystem>
 #include <memory>
 #include <optional>
+#include <thread>
 
 #include "engine/data/text_reader.h"
 #include "engine/data/token_file.h"
 #include "engine/data/tokenizer.h"
 #include "strata/error.h"
+#include "strata/threads.h"
 
 namespace strata {
 namespace {
@@ -211,17 +213,42 @@ Made make_tokenizer(const std::string& wanted, const std::vector<Input>& inputs,
   return {sentencepiece_tokenizer(model), "tokenizer.model"};
 }
 
-// Encodes bytes [begin, end) of an input. `done` counts bytes over all inputs.
-void encode(const Input& input, int64_t begin, int64_t end, const Tokenizer& tokenizer, bool utf8, Shards& to,
-            const std::function<void(int64_t bytes)>& done) {
-  std::string piece;
-  TextReader reader(input.path, begin, end);
-  for (int64_t position = begin; reader.next(piece); position = reader.position()) {
-    if (utf8) require_utf8(piece, input.name, position);
-    to.append(tokenizer.encode(piece));
-    done(int64_t(piece.size()));
+// Encodes text on all cores, a piece of it on each.
+class Encoder {
+ public:
+  using Done = std::function<void(int64_t bytes)>;
+  Encoder(const Tokenizer& tokenizer, bool needs_utf8, Done done)
+      : tokenizer_(tokenizer),
+        needs_utf8_(needs_utf8),
+        done_(std::move(done)),
+        threads_(int(std::max(1u, std::thread::hardware_concurrency()))) {}
+
+  // Appends the tokens of bytes [begin, end) of an input.
+  void encode(const Input& input, int64_t begin, int64_t end, Shards& to) {
+    TextReader reader(input.path, begin, end);
+    std::vector<std::string> pieces(static_cast<size_t>(threads_.count()));
+    std::vector<std::vector<int32_t>> ids(pieces.size());
+    for (bool more = true; more;) {
+      size_t count = 0;
+      for (int64_t position = reader.position(); count < pieces.size(); position = reader.position(), ++count) {
+        more = reader.next(pieces[count]);
+        if (!more) break;
+        if (needs_utf8_) require_utf8(pieces[count], input.name, position);
+      }
+      threads_.each(int64_t(count), [&](int64_t i) { ids[size_t(i)] = tokenizer_.encode(pieces[size_t(i)]); });
+      for (size_t i = 0; i < count; ++i) {
+        to.append(ids[i]);
+        done_(int64_t(pieces[i].size()));
+      }
+    }
   }
-}
+
+ private:
+  const Tokenizer& tokenizer_;
+  bool needs_utf8_;
+  Done done_;
+  Threads threads_;
+};
 
 void check(const PrepareArguments& arguments) {
   if (!(arguments.validation_fraction >= 0 && arguments.validation_fraction < 1))
@@ -250,18 +277,17 @@ PrepareResult prepare(const PrepareArguments& arguments) {
   const Made made = make_tokenizer(arguments.tokenizer, inputs, output.aside());
   result.vocabulary = made.tokenizer->vocabulary();
   const bool wide = result.vocabulary > 65536;
-  const bool utf8 = arguments.tokenizer != "bytes";
   Shards train(output.aside(), "train", wide, arguments.shard_tokens);
   Shards validation(output.aside(), "validation", wide, arguments.shard_tokens);
   int64_t bytes = 0;
-  const auto done = [&](int64_t more) {
+  Encoder encoder(*made.tokenizer, arguments.tokenizer != "bytes", [&](int64_t more) {
     bytes += more;
     if (arguments.progress) arguments.progress(bytes, result.text_bytes);
-  };
+  });
   for (const Input& input : inputs) {
     const int64_t cut = cut_position(input.path, input.size, arguments.validation_fraction);
-    encode(input, 0, cut, *made.tokenizer, utf8, train, done);
-    encode(input, cut, input.size, *made.tokenizer, utf8, validation, done);
+    encoder.encode(input, 0, cut, train);
+    encoder.encode(input, cut, input.size, validation);
   }
   train.close();
   validation.close();

@@ -27,7 +27,7 @@ struct PrepareResult {
 // the tokenizer (load_tokenizer) into the output directory, in place of an earlier run's, of which nothing stays.
 // Everything is made in the folder .preparing inside and moved at the very end, old files away first and train_000.bin
 // last: when the run fails, is killed or finds the disk full, what was there before still is. Memory stays bounded
-// (a few MiB, and what training a tokenizer takes); standard input is kept in .preparing, as its size decides the
+// (some MiB a core, and what training a tokenizer takes); standard input is kept in .preparing, as its size decides the
 // split. Throws Error (usage) for inputs that are missing, unreadable, empty or, with SentencePiece, no UTF-8; Error
 // (failed) when the system refuses to write, or another run writes to the same folder.
 PrepareResult prepare(const PrepareArguments& arguments);

@@ -66,12 +66,22 @@ class SentencePieceTokenizer final : public Tokenizer {
     text_size(path);  // an Error when it cannot be read; SentencePiece prints one of its own
     if (!processor_.Load(path).ok())
       throw Error(path + ": is no SentencePiece model; name a .model file, \"bytes\" or \"train:SIZE\".");
+    parts_are_alike_ = encodes_parts_alike();
   }
   std::vector<int32_t> encode(std::string_view text) const override {
-    std::vector<int> ids;
-    if (const auto status = processor_.Encode(text, &ids); !status.ok())
-      throw Error("SentencePiece cannot encode the text: " + reason(status) + ".");
-    return {ids.begin(), ids.end()};
+    if (!parts_are_alike_) return encode_at_once(text);
+    // SentencePiece keeps a queue of all the merges that it could do in a text: parts of some KiB stay in the caches
+    // (4.2 against 1.3 MB/s for a text of 1 MiB).
+    constexpr size_t kPart = 4096;  // bytes, and up to the next line
+    std::vector<int32_t> ids;
+    for (size_t begin = 0; begin < text.size();) {
+      size_t end = begin + kPart < text.size() ? text.find('\n', begin + kPart) : text.npos;
+      end = std::min(text.find_first_not_of('\n', end), text.size());
+      const std::vector<int32_t> part = encode_at_once(text.substr(begin, end - begin));
+      ids.insert(ids.end(), part.begin(), part.end());
+      begin = end;
+    }
+    return ids;
   }
   std::string decode(const std::vector<int32_t>& ids) const override {
     for (int32_t id : ids)
@@ -86,7 +96,28 @@ class SentencePieceTokenizer final : public Tokenizer {
   int64_t vocabulary() const override { return processor_.GetPieceSize(); }
 
  private:
+  std::vector<int32_t> encode_at_once(std::string_view text) const {
+    std::vector<int> ids;
+    if (const auto status = processor_.Encode(text, &ids); !status.ok())
+      throw Error("SentencePiece cannot encode the text: " + reason(status) + ".");
+    return {ids.begin(), ids.end()};
+  }
+  // Is the text that ends before a line's start encoded as it is with that line after it? It is when no piece goes over
+  // a line's start, and when normalization neither marks the start of a text nor drops spaces and line ends there.
+  bool encodes_parts_alike() const {
+    for (int id = 0; id < processor_.GetPieceSize(); ++id) {
+      const std::string& piece = processor_.IdToPiece(id);
+      const size_t newline = piece.find('\n');
+      if (newline != piece.npos && piece.find_first_not_of('\n', newline) != piece.npos) return false;
+    }
+    const std::string first = " a  \n\n", second = "  b \n";
+    std::vector<int32_t> parts = encode_at_once(first), more = encode_at_once(second);
+    parts.insert(parts.end(), more.begin(), more.end());
+    return parts == encode_at_once(first + second) && decode(parts) == first + second;
+  }
+
   sentencepiece::SentencePieceProcessor processor_;
+  bool parts_are_alike_ = false;
 };
 
 // Lines of text files for SentencePiece's trainer: of every line an equal chance, so that at most `most_bytes` of all

@@ -74,6 +74,26 @@ TEST_F(SentencePiece, TextEncodedInPartsIsTheTextEncoded) {
   EXPECT_EQ(tokenizer->decode(ids), first + second);  // nothing between them, as a mark at each part's start would be
 }
 
+TEST_F(SentencePiece, LongTextsHaveTheTokensOfTheirLines) {
+  const auto tokenizer = load_tokenizer(folder().path());
+  // Encoded in parts inside; the parts must not show. A text below 4 KiB is encoded at once.
+  for (const std::string ends : {"\n", "\n\n", "\n\n\n\n", " ", ""}) {
+    std::string text;
+    std::vector<int32_t> expected;
+    for (int i = 0; i < 3000; ++i) {
+      const std::string line = "the naïve fox  " + std::to_string(i) + ends;
+      const std::vector<int32_t> ids = tokenizer->encode(line);
+      text += line;
+      expected.insert(expected.end(), ids.begin(), ids.end());
+    }
+    const std::vector<int32_t> ids = tokenizer->encode(text);
+    EXPECT_EQ(tokenizer->decode(ids), text);
+    if (ends[0] == '\n') {
+      EXPECT_TRUE(ids == expected) << "line ends " << ends.size();
+    }
+  }
+}
+
 TEST_F(SentencePiece, RandomCharactersComeBackByWayOfBytes) {
   const auto tokenizer = load_tokenizer(folder().path());
   const uint64_t seed = std::random_device{}();
