@@ -4,15 +4,10 @@
 #include <span>
 #include <string>
 
+#include "engine/plugin/order.h"
 #include "strata/plugin.h"
 
 namespace strata {
-
-// A plugin under the name it was enabled by, in the order its stages run.
-struct NamedPlugin {
-  std::string name;
-  Plugin* plugin = nullptr;
-};
 
 struct BuiltProgram {
   Program program;

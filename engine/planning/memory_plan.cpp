@@ -157,16 +157,6 @@ int64_t place_by_size(std::vector<Buffer>& buffers) {
 
 }  // namespace
 
-std::string bytes_text(int64_t bytes) {
-  const char* units[] = {"B", "KiB", "MiB", "GiB", "TiB", "PiB"};
-  double value = double(bytes);
-  int unit = 0;
-  while (value >= 1024 && unit < 5) value /= 1024, ++unit;
-  char text[32];
-  std::snprintf(text, sizeof text, unit ? "%.2f %s" : "%.0f %s", value, units[unit]);
-  return text;
-}
-
 std::vector<Ledger> timeline(const Program& program, const MemoryPlan& plan) {
   std::vector<Ledger> live(program.ops.size() + 1, Ledger{});
   for (const Buffer& buffer : plan.buffers) {

@@ -48,6 +48,4 @@ std::vector<Ledger> timeline(const Program& program, const MemoryPlan& plan);
 // peak, and what would help.
 void enforce_budget(const Program& program, const MemoryPlan& plan, int64_t budget, const std::string& advice);
 
-std::string bytes_text(int64_t bytes);  // "1.50 GiB"
-
 }  // namespace strata

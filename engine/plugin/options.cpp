@@ -8,8 +8,8 @@
 #include <stdexcept>
 
 #include "engine/config/config.h"
-#include "engine/planning/memory_plan.h"
 #include "strata/error.h"
+#include "strata/tensor.h"
 
 namespace strata {
 namespace {

@@ -1,11 +1,18 @@
 // The order in which the stages of several plugins run, from what they provide and require.
 #pragma once
+#include <string>
 #include <string_view>
 #include <vector>
 
-#include "engine/planning/build.h"
+#include "strata/plugin.h"
 
 namespace strata {
+
+// A plugin under the name it was enabled by, in the order its stages run.
+struct NamedPlugin {
+  std::string name;
+  Plugin* plugin = nullptr;
+};
 
 // Providers before those who require what they provide, otherwise in the order given. Throws Error with the names when
 // a capability is missing or in conflict, or when requirements go in a circle.

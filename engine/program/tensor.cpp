@@ -1,6 +1,8 @@
 // Names and sizes of the enumerations in tensor.h and program.h.
 #include "strata/tensor.h"
 
+#include <cstdio>
+
 #include "strata/error.h"
 #include "strata/program.h"
 
@@ -48,6 +50,16 @@ std::string text(const Shape& shape) {
   std::string result = "(";
   for (size_t i = 0; i < shape.size(); ++i) result += (i ? ", " : "") + std::to_string(shape[i]);
   return result + ")";
+}
+
+std::string bytes_text(int64_t bytes) {
+  const char* units[] = {"B", "KiB", "MiB", "GiB", "TiB", "PiB"};
+  double value = double(bytes);
+  int unit = 0;
+  while (value >= 1024 && unit < 5) value /= 1024, ++unit;
+  char text[32];
+  std::snprintf(text, sizeof text, unit ? "%.2f %s" : "%.0f %s", value, units[unit]);
+  return text;
 }
 
 }  // namespace strata

@@ -163,6 +163,8 @@ class Loop final : public StepContext {
     if (resume) {
       if (!newest) throw Error(session_.run.directory + ": there is no checkpoint to resume from; train without --resume first.");
       load(*newest, true);
+      if (step_ >= steps())
+        throw Error(fmt::format("{}: is at step {} already, and run.steps = {}; raise run.steps to go on.", *newest, step_, steps()));
       progress_.message(fmt::format("resuming after step {} from {}", step_, *newest));
       return;
     }
