@@ -98,7 +98,6 @@ Fma widest_fma() {
 using TriadKernel = void (*)(double* a, const double* b, const double* c, double s, int64_t begin, int64_t end);
 
 void triad_ordinary(double* a, const double* b, const double* c, double s, int64_t begin, int64_t end) {
-#pragma GCC ivdep
   for (int64_t i = begin; i < end; ++i) a[i] = b[i] + s * c[i];
 }
 
