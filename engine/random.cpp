@@ -6,7 +6,8 @@
 
 namespace strata {
 
-void fill_normal(float* values, int64_t first, int64_t count, double standard_deviation, uint64_t seed, uint64_t stream) {
+void fill_normal(float* values, int64_t first, int64_t count, double standard_deviation, uint64_t seed,
+                 uint64_t stream) {
   // Words 0, 1 of a block give values 0, 1 of a group of four, words 2, 3 the other two.
   for (int64_t i = first; i < first + count;) {
     const auto words = random_block(seed, stream, uint64_t(i / 4));

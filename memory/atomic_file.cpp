@@ -13,7 +13,8 @@
 
 namespace strata {
 
-AtomicFile::AtomicFile(std::string path) : path_(std::move(path)), temporary_(path_ + ".tmp-" + std::to_string(getpid())) {
+AtomicFile::AtomicFile(std::string path)
+    : path_(std::move(path)), temporary_(path_ + ".tmp-" + std::to_string(getpid())) {
   file_ = open(temporary_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
   if (file_ < 0) refuse("cannot write it");
 }
@@ -24,7 +25,9 @@ AtomicFile::~AtomicFile() {
   unlink(temporary_.c_str());
 }
 
-void AtomicFile::refuse(const char* what) { throw Error(path_ + ": " + what + ": " + std::strerror(errno) + ".", ExitCode::failed); }
+void AtomicFile::refuse(const char* what) {
+  throw Error(path_ + ": " + what + ": " + std::strerror(errno) + ".", ExitCode::failed);
+}
 
 void AtomicFile::write(std::span<const std::byte> bytes) {
   while (!bytes.empty()) {

@@ -68,8 +68,10 @@ class Runner final : public StepContext {
     const BatchShape batch = session_.batch(Goal::train);
     const size_t count = size_t(batch.micro_batch * batch.sequence_length);
     for (int64_t m = 0; program.find("tokens@" + std::to_string(m)); ++m) {
-      std::copy_n(tokens + size_t(m) * count, count, static_cast<int32_t*>(executor->pointer(program.find("tokens@" + std::to_string(m)))));
-      if (const TensorId id = program.find("targets@" + std::to_string(m))) std::copy_n(targets + size_t(m) * count, count, static_cast<int32_t*>(executor->pointer(id)));
+      std::copy_n(tokens + size_t(m) * count, count,
+                  static_cast<int32_t*>(executor->pointer(program.find("tokens@" + std::to_string(m)))));
+      if (const TensorId id = program.find("targets@" + std::to_string(m)))
+        std::copy_n(targets + size_t(m) * count, count, static_cast<int32_t*>(executor->pointer(id)));
     }
     for (const NamedPlugin& named : plugins) named.plugin->step_start(*this);
     executor->run();
@@ -87,7 +89,9 @@ class Runner final : public StepContext {
 
   int64_t step() const override { return step_; }
   int64_t steps() const override { return session_.run.steps; }
-  double scalar(std::string_view name) const override { return *static_cast<const double*>(executor->pointer(built.program.find(name))); }
+  double scalar(std::string_view name) const override {
+    return *static_cast<const double*>(executor->pointer(built.program.find(name)));
+  }
   void set_scalar(std::string_view name, double value) override {
     if (void* data = storage->persistent(name)) *static_cast<double*>(data) = value;
   }

@@ -18,7 +18,8 @@ std::vector<T> read(const SafetensorsFile& file, const std::string& name) {
   return {data, data + bytes.size() / sizeof(T)};
 }
 
-void expect_close(const std::vector<float>& got, const std::vector<float>& want, double tolerance, const std::string& what) {
+void expect_close(const std::vector<float>& got, const std::vector<float>& want, double tolerance,
+                  const std::string& what) {
   ASSERT_EQ(got.size(), want.size()) << what;
   double scale = 0, worst = 0;
   for (float value : want) scale = std::max(scale, double(std::abs(value)));
@@ -31,14 +32,17 @@ class Parity : public testing::TestWithParam<std::string> {
   std::string folder() const { return kData + GetParam(); }
   std::string toml(const std::string& plugins) const {
     const LoadedPlugin gpt = load_plugin("gpt", {});
-    return *gpt->import_config(read_external_config(folder())) + "[data]\ntrain = [\"none\"]\nsequence_length = 16\nglobal_batch = 2\nmicro_batch = 1\n" + plugins;
+    return *gpt->import_config(read_external_config(folder())) +
+           "[data]\ntrain = [\"none\"]\nsequence_length = 16\nglobal_batch = 2\nmicro_batch = 1\n" + plugins;
   }
   // Puts the recorded parameters into a program.
   void load(test::Runner& runner) const {
     std::map<std::string, Shape> shapes;
-    for (TensorId id : runner.built.program.with_role(Role::parameter)) shapes[runner.built.program[id].name] = runner.built.program[id].shape;
+    for (TensorId id : runner.built.program.with_role(Role::parameter))
+      shapes[runner.built.program[id].name] = runner.built.program[id].shape;
     const auto mapping = runner.plugins[0].plugin->external_tensors();
-    for (const auto& [name, values] : import_tensors(folder(), mapping, shapes)) std::copy(values.begin(), values.end(), static_cast<float*>(runner.storage->persistent(name)));
+    for (const auto& [name, values] : import_tensors(folder(), mapping, shapes))
+      std::copy(values.begin(), values.end(), static_cast<float*>(runner.storage->persistent(name)));
   }
 };
 
@@ -71,7 +75,8 @@ TEST_P(Parity, LogitsLossAndGradients) {
   const auto want = read<float>(expected, "logits");
   std::vector<float> got;
   for (int row = 0; row < 2; ++row) {
-    std::copy_n(tokens.begin() + 16 * row, 16, static_cast<int32_t*>(logits.executor->pointer(logits.built.program.find("tokens@0"))));
+    std::copy_n(tokens.begin() + 16 * row, 16,
+                static_cast<int32_t*>(logits.executor->pointer(logits.built.program.find("tokens@0"))));
     logits.executor->run();
     const auto values = logits.values(logits.built.logits);
     got.insert(got.end(), values.begin(), values.end());
@@ -83,7 +88,9 @@ TEST_P(Parity, TwentyAdamWSteps) {
   const SafetensorsFile expected(folder() + "/expected.safetensors");
   const auto batches = read<int32_t>(expected, "train_tokens");
   const auto losses = read<float>(expected, "losses");
-  test::Runner runner(toml("[plugins.adamw]\nlearning_rate = 1e-3\nbeta2 = 0.95\n[plugins.clip]\n[plugins.schedule]\nkind = \"constant\"\nwarmup = 5\n"));
+  test::Runner runner(
+      toml("[plugins.adamw]\nlearning_rate = 1e-3\nbeta2 = 0.95\n[plugins.clip]\n[plugins.schedule]\nkind = "
+           "\"constant\"\nwarmup = 5\n"));
   load(runner);
   for (size_t step = 0; step < losses.size(); ++step) {
     std::vector<int32_t> tokens, targets;
@@ -92,7 +99,8 @@ TEST_P(Parity, TwentyAdamWSteps) {
       tokens.insert(tokens.end(), from, from + 16);
       targets.insert(targets.end(), from + 1, from + 17);
     }
-    EXPECT_NEAR(runner.run_step(tokens.data(), targets.data()), losses[step], 1e-4 * losses[step]) << "step " << step + 1;
+    EXPECT_NEAR(runner.run_step(tokens.data(), targets.data()), losses[step], 1e-4 * losses[step])
+        << "step " << step + 1;
   }
 }
 
@@ -107,7 +115,8 @@ TEST_P(Parity, ManyFilesAndWrongOnes) {
     halves[half].push_back({name, tensor.dtype, tensor.shape, whole.data(tensor).data()});
     map += (map.empty() ? "\"" : ",\"") + name + "\":\"part" + std::to_string(half) + ".safetensors\"";
   }
-  for (int half = 0; half < 2; ++half) write_safetensors(sharded / ("part" + std::to_string(half) + ".safetensors"), halves[half], {});
+  for (int half = 0; half < 2; ++half)
+    write_safetensors(sharded / ("part" + std::to_string(half) + ".safetensors"), halves[half], {});
   test::write_file(sharded / "model.safetensors.index.json", "{\"weight_map\":{" + map + "}}");
 
   const LoadedPlugin gpt = load_plugin("gpt", {});

@@ -13,7 +13,8 @@ namespace {
 
 std::string toml(int64_t micro_batch, const std::string& extra = "", const std::string& model = "") {
   return "[model]\nplugin = \"gpt\"\nlayers = 2\nhidden = 32\nheads = 4\nvocabulary = 64\ncontext = 16\n" + model +
-         "[data]\ntrain = [\"none\"]\nsequence_length = 16\nglobal_batch = 8\nmicro_batch = " + std::to_string(micro_batch) + "\n[plugins.adamw]\n" + extra;
+         "[data]\ntrain = [\"none\"]\nsequence_length = 16\nglobal_batch = 8\nmicro_batch = " +
+         std::to_string(micro_batch) + "\n[plugins.adamw]\n" + extra;
 }
 
 std::vector<int32_t> random_tokens(size_t count, uint32_t seed) {
@@ -31,7 +32,8 @@ TEST(Programs, MicrobatchSplitsAgree) {
     test::Runner runner(toml(micro_batch, "[plugins.clip]\n", "dropout = 0.2\n"));
     losses.emplace_back();
     for (int step = 0; step < 6; ++step) losses.back().push_back(runner.run_step(tokens.data(), targets.data()));
-    for (size_t i = 0; i < losses.back().size(); ++i) EXPECT_NEAR(losses.back()[i], losses[0][i], 1e-5 * losses[0][i]) << micro_batch << " step " << i;
+    for (size_t i = 0; i < losses.back().size(); ++i)
+      EXPECT_NEAR(losses.back()[i], losses[0][i], 1e-5 * losses[0][i]) << micro_batch << " step " << i;
   }
   EXPECT_LT(losses[0].back(), losses[0].front());
 }
@@ -43,8 +45,10 @@ TEST(Programs, RerunsAreBitwiseEqual) {
     test::Runner runner(toml(2, "[plugins.clip]\n", "dropout = 0.1\n"));
     for (int step = 0; step < 4; ++step) runner.run_step(tokens.data(), targets.data());
     const auto values = runner.values("block.1.qkv.weight");
-    if (run == 0) first = values;
-    else EXPECT_EQ(std::memcmp(first.data(), values.data(), values.size() * 4), 0);
+    if (run == 0)
+      first = values;
+    else
+      EXPECT_EQ(std::memcmp(first.data(), values.data(), values.size() * 4), 0);
   }
 }
 
@@ -52,7 +56,8 @@ TEST(Programs, RerunsAreBitwiseEqual) {
 TEST(Programs, ReferenceBackendAgrees) {
   const auto tokens = random_tokens(8 * 16, 1), targets = random_tokens(8 * 16, 2);
   test::Runner fast(toml(4, "[plugins.clip]\n")), plain(toml(4, "[plugins.clip]\n[device]\nbackend = \"reference\"\n"));
-  for (int step = 0; step < 3; ++step) EXPECT_NEAR(fast.run_step(tokens.data(), targets.data()), plain.run_step(tokens.data(), targets.data()), 2e-5);
+  for (int step = 0; step < 3; ++step)
+    EXPECT_NEAR(fast.run_step(tokens.data(), targets.data()), plain.run_step(tokens.data(), targets.data()), 2e-5);
 }
 
 // No two buffers that live at once overlap, and everything lies inside the region.
@@ -63,7 +68,8 @@ void check_plan(const MemoryPlan& plan) {
     ASSERT_LE(x.offset + x.bytes, plan.transient_bytes);
     for (size_t b = a + 1; b < plan.buffers.size(); ++b) {
       const Buffer& y = plan.buffers[b];
-      const bool together = x.first <= y.last && y.first <= x.last, overlap = x.offset < y.offset + y.bytes && y.offset < x.offset + x.bytes;
+      const bool together = x.first <= y.last && y.first <= x.last,
+                 overlap = x.offset < y.offset + y.bytes && y.offset < x.offset + x.bytes;
       ASSERT_FALSE(together && overlap) << x.name << " and " << y.name;
     }
   }
@@ -84,7 +90,8 @@ TEST(Programs, GradientsAreConsumedAsTheyArrive) {
   const test::Runner streaming(toml(8, "", "tied = false\n")), waiting(toml(8, "[plugins.clip]\n", "tied = false\n"));
   const auto gradients = [](const test::Runner& runner) {
     int64_t most = 0;
-    for (const Ledger& live : timeline(runner.built.program, runner.plan)) most = std::max(most, live[int(Role::gradient)]);
+    for (const Ledger& live : timeline(runner.built.program, runner.plan))
+      most = std::max(most, live[int(Role::gradient)]);
     return most;
   };
   EXPECT_LT(gradients(streaming) * 3, gradients(waiting));
@@ -138,7 +145,8 @@ TEST(Programs, ExceptionsOfPluginsCarryTheirName) {
 class AllForwardFirst final : public Plugin {
  public:
   void schedule(ScheduleStage& stage) override {
-    std::stable_sort(stage.order.begin(), stage.order.end(), [](const Pass& a, const Pass& b) { return a.stage < b.stage; });
+    std::stable_sort(stage.order.begin(), stage.order.end(),
+                     [](const Pass& a, const Pass& b) { return a.stage < b.stage; });
   }
 };
 
@@ -146,7 +154,8 @@ TEST(Programs, SchedulesAgree) {
   const auto tokens = random_tokens(8 * 16, 1), targets = random_tokens(8 * 16, 2);
   AllForwardFirst gpipe;
   test::Runner plain(toml(2)), reordered(toml(2), {{"gpipe", &gpipe}});
-  for (int step = 0; step < 3; ++step) EXPECT_EQ(plain.run_step(tokens.data(), targets.data()), reordered.run_step(tokens.data(), targets.data()));
+  for (int step = 0; step < 3; ++step)
+    EXPECT_EQ(plain.run_step(tokens.data(), targets.data()), reordered.run_step(tokens.data(), targets.data()));
   EXPECT_GT(reordered.plan.transient_bytes, plain.plan.transient_bytes);  // activations of all microbatches at once
 }
 
@@ -177,8 +186,10 @@ TEST(Streams, WaitsMakeAnyAssignmentSafe) {
         for (int i = 0; i < 257; ++i) static_cast<float*>(executor.pointer({0}))[i] = 0.001f * float(i);
         executor.run();
         const float* y = static_cast<const float*>(executor.pointer(known.back()));
-        if (!many && repeat == 0) want.assign(y, y + 257);
-        else ASSERT_EQ(std::memcmp(want.data(), y, 257 * 4), 0) << "round " << round;
+        if (!many && repeat == 0)
+          want.assign(y, y + 257);
+        else
+          ASSERT_EQ(std::memcmp(want.data(), y, 257 * 4), 0) << "round " << round;
       }
     }
   }
@@ -196,9 +207,15 @@ TEST(Planner, RandomProgramsNeverOverlap) {
       const TensorId a = known[random() % known.size()];
       const int64_t width = int64_t(16 * (1 + random() % 8));
       switch (random() % 3) {
-        case 0: known.push_back(build.emit("gelu", {a})); break;
-        case 1: known.push_back(build.emit("linear", {a, build.parameter("w" + std::to_string(i), {width, program[a].shape[1]}, {}), {}})); break;
-        default: known.push_back(build.emit("add", {a, a}));
+        case 0:
+          known.push_back(build.emit("gelu", {a}));
+          break;
+        case 1:
+          known.push_back(build.emit(
+              "linear", {a, build.parameter("w" + std::to_string(i), {width, program[a].shape[1]}, {}), {}}));
+          break;
+        default:
+          known.push_back(build.emit("add", {a, a}));
       }
       if (random() % 8 == 0) program[known.back()].step_output = true;
     }

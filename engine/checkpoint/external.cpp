@@ -28,7 +28,9 @@ std::vector<float> to_float(const StoredTensor& tensor, std::span<const std::byt
   for (size_t i = 0; i < values.size(); ++i) {
     uint16_t half;
     switch (tensor.dtype) {
-      case DType::f32: std::memcpy(&values[i], bytes.data() + 4 * i, 4); break;
+      case DType::f32:
+        std::memcpy(&values[i], bytes.data() + 4 * i, 4);
+        break;
       case DType::bf16:
         std::memcpy(&half, bytes.data() + 2 * i, 2);
         values[i] = std::bit_cast<float>(uint32_t(half) << 16);
@@ -37,7 +39,8 @@ std::vector<float> to_float(const StoredTensor& tensor, std::span<const std::byt
         std::memcpy(&half, bytes.data() + 2 * i, 2);
         values[i] = from_half(half);
         break;
-      default: throw Error(where + " has dtype " + std::string(name_of(tensor.dtype)) + "; expected f32, bf16 or f16.");
+      default:
+        throw Error(where + " has dtype " + std::string(name_of(tensor.dtype)) + "; expected f32, bf16 or f16.");
     }
   }
   return values;
@@ -57,7 +60,8 @@ std::vector<SafetensorsFile> open_files(const std::string& folder) {
     if (!map) throw Error(index.string() + ": lacks \"weight_map\".");
     for (const auto& [tensor, file] : map->object(index.string() + ": weight_map")) {
       const std::string& name = file.string(index.string() + ": a file name");
-      if (name.find('/') != std::string::npos) throw Error(index.string() + ": names the file \"" + name + "\" outside of the folder.");
+      if (name.find('/') != std::string::npos)
+        throw Error(index.string() + ": names the file \"" + name + "\" outside of the folder.");
       names.insert(name);
     }
   } else {
@@ -71,7 +75,9 @@ std::vector<SafetensorsFile> open_files(const std::string& folder) {
 // Files of a bare base model lack the first component of the names ("transformer.", "model.").
 std::string bare(const std::string& name) { return name.substr(name.find('.') + 1); }
 
-int64_t row_elements(const ExternalTensor& tensor) { return tensor.shape.size() == 1 ? 1 : tensor.transposed ? tensor.shape[0] : tensor.shape[1]; }
+int64_t row_elements(const ExternalTensor& tensor) {
+  return tensor.shape.size() == 1 ? 1 : tensor.transposed ? tensor.shape[0] : tensor.shape[1];
+}
 
 // Element (row, column) of the tensor after transposing, in the file's order.
 int64_t at(const ExternalTensor& tensor, int64_t row, int64_t column) {
@@ -87,7 +93,8 @@ std::string read_external_config(const std::string& folder) {
   return read_text(path);
 }
 
-std::map<std::string, std::vector<float>> import_tensors(const std::string& folder, const std::vector<ExternalTensor>& mapping,
+std::map<std::string, std::vector<float>> import_tensors(const std::string& folder,
+                                                         const std::vector<ExternalTensor>& mapping,
                                                          const std::map<std::string, Shape>& parameters) {
   const std::vector<SafetensorsFile> files = open_files(folder);
   std::map<std::string, std::pair<const SafetensorsFile*, StoredTensor>> found;
@@ -107,24 +114,29 @@ std::map<std::string, std::vector<float>> import_tensors(const std::string& fold
     const std::string where = file->path() + ": tensor \"" + source->first + "\"";
     found.erase(source);
     if (tensor.rows.empty()) continue;
-    if (stored.shape != tensor.shape) throw Error(where + " is " + text(stored.shape) + ", but config.json makes it " + text(tensor.shape) + ".");
+    if (stored.shape != tensor.shape)
+      throw Error(where + " is " + text(stored.shape) + ", but config.json makes it " + text(tensor.shape) + ".");
     const std::vector<float> from = to_float(stored, file->data(stored), where);
     const int64_t columns = row_elements(tensor);
     for (const auto& rows : tensor.rows) {
       auto& to = values.at(rows.parameter);
       STRATA_CHECK((rows.to + rows.count) * columns <= int64_t(to.size()));
       for (int64_t r = 0; r < rows.count; ++r)
-        for (int64_t c = 0; c < columns; ++c) to[size_t((rows.to + r) * columns + c)] = from[size_t(at(tensor, rows.from + r, c))];
+        for (int64_t c = 0; c < columns; ++c)
+          to[size_t((rows.to + r) * columns + c)] = from[size_t(at(tensor, rows.from + r, c))];
       filled[rows.parameter] += rows.count * columns;
     }
   }
-  if (!found.empty()) throw Error(folder + ": holds the tensor \"" + found.begin()->first + "\" (and " + std::to_string(found.size() - 1) + " more) that this architecture does not have.");
+  if (!found.empty())
+    throw Error(folder + ": holds the tensor \"" + found.begin()->first + "\" (and " +
+                std::to_string(found.size() - 1) + " more) that this architecture does not have.");
   for (const auto& [name, shape] : parameters)
     if (filled[name] != elements(shape)) throw Error(folder + ": does not fill the parameter \"" + name + "\".");
   return values;
 }
 
-void export_tensors(const std::string& folder, const std::string& config_json, const std::vector<ExternalTensor>& mapping,
+void export_tensors(const std::string& folder, const std::string& config_json,
+                    const std::vector<ExternalTensor>& mapping,
                     const std::map<std::string, std::vector<float>>& parameters) {
   std::error_code problem;
   fs::create_directories(folder, problem);
@@ -137,7 +149,9 @@ void export_tensors(const std::string& folder, const std::string& config_json, c
     const int64_t columns = row_elements(tensor);
     for (const auto& rows : tensor.rows)
       for (int64_t r = 0; r < rows.count; ++r)
-        for (int64_t c = 0; c < columns; ++c) values[size_t(at(tensor, rows.from + r, c))] = parameters.at(rows.parameter)[size_t((rows.to + r) * columns + c)];
+        for (int64_t c = 0; c < columns; ++c)
+          values[size_t(at(tensor, rows.from + r, c))] =
+              parameters.at(rows.parameter)[size_t((rows.to + r) * columns + c)];
     data.push_back(std::move(values));
     tensors.push_back({tensor.name, DType::f32, tensor.shape, data.back().data()});
   }

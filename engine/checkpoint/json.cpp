@@ -57,9 +57,12 @@ class Reader final : public nlohmann::json_sax<nlohmann::json> {
     return put(std::move(value));
   }
   bool put(Json value) {
-    if (levels_.empty()) root = std::move(value);
-    else if (levels_.back().is_array) levels_.back().array.push_back(std::move(value));
-    else levels_.back().object.back().second = std::move(value);
+    if (levels_.empty())
+      root = std::move(value);
+    else if (levels_.back().is_array)
+      levels_.back().array.push_back(std::move(value));
+    else
+      levels_.back().object.back().second = std::move(value);
     return true;
   }
   std::string file_;
@@ -81,8 +84,8 @@ const Json* Json::find(std::string_view key) const {
   return nullptr;
 }
 
-#define STRATA_JSON_GET(Type, name)                                              \
-  if (const auto* value = std::get_if<Type>(&value_)) return *value;             \
+#define STRATA_JSON_GET(Type, name)                                  \
+  if (const auto* value = std::get_if<Type>(&value_)) return *value; \
   throw Error(what + " must be " name ".")
 
 bool Json::boolean(const std::string& what) const { STRATA_JSON_GET(bool, "true or false"); }

@@ -19,7 +19,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   std::fwrite(data, 1, size, file);
   std::fclose(file);
   try {
-    const strata::Checkpoint checkpoint(folder, strata::ManifestChecksum::ignore);  // or nothing but the checksum would be tested
+    const strata::Checkpoint checkpoint(
+        folder, strata::ManifestChecksum::ignore);  // or nothing but the checksum would be tested
     for (const auto& [name, entry] : checkpoint.tensors()) {
       float out[1];
       if (entry.shape == strata::Shape{1}) checkpoint.read(name, strata::DType::f32, {1}, out);

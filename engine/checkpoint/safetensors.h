@@ -24,7 +24,9 @@ class SafetensorsFile {
   // match shapes, or a dtype that is not read here (I64, BOOL, F8…).
   explicit SafetensorsFile(const std::string& path);
   const std::map<std::string, StoredTensor>& tensors() const { return tensors_; }
-  std::span<const std::byte> data(const StoredTensor& tensor) const { return data_.subspan(tensor.begin, tensor.end - tensor.begin); }
+  std::span<const std::byte> data(const StoredTensor& tensor) const {
+    return data_.subspan(tensor.begin, tensor.end - tensor.begin);
+  }
   const std::string& path() const { return file_.path(); }
 
  private:
@@ -41,6 +43,7 @@ struct TensorToStore {
 };
 
 // Writes one file, whole or not at all. `metadata` goes into "__metadata__".
-void write_safetensors(const std::string& path, const std::vector<TensorToStore>& tensors, const std::map<std::string, std::string>& metadata);
+void write_safetensors(const std::string& path, const std::vector<TensorToStore>& tensors,
+                       const std::map<std::string, std::string>& metadata);
 
 }  // namespace strata

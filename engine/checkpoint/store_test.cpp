@@ -50,7 +50,8 @@ class Checkpoints : public testing::Test {
 TEST_F(Checkpoints, SafetensorsRoundTrip) {
   const std::vector<float> a = {1, 2, 3, 4, 5, 6};
   const std::vector<int32_t> b = {-7};
-  write_safetensors(folder_ + "/f", {{"a", DType::f32, {2, 3}, a.data()}, {"b \"quoted\"", DType::i32, {1}, b.data()}}, {{"format", "pt"}});
+  write_safetensors(folder_ + "/f", {{"a", DType::f32, {2, 3}, a.data()}, {"b \"quoted\"", DType::i32, {1}, b.data()}},
+                    {{"format", "pt"}});
   const SafetensorsFile opened(folder_ + "/f");
   ASSERT_EQ(opened.tensors().size(), 2u);
   EXPECT_EQ(opened.tensors().at("a").shape, (Shape{2, 3}));
@@ -61,15 +62,29 @@ TEST_F(Checkpoints, SafetensorsRoundTrip) {
 TEST_F(Checkpoints, LyingHeadersAreRefused) {
   const std::string good = R"({"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}})";
   EXPECT_EQ(message(good, 8), "");
-  EXPECT_EQ(message(good, 4), "tensor \"w\" lies at bytes 0 to 8, outside the file's 4 bytes of data; the file is truncated or damaged.");
+  EXPECT_EQ(message(good, 4),
+            "tensor \"w\" lies at bytes 0 to 8, outside the file's 4 bytes of data; the file is truncated or damaged.");
   EXPECT_EQ(message(good, 12), "4 bytes at its end belong to no tensor.");
-  EXPECT_EQ(message(R"({"w":{"dtype":"F32","shape":[3],"data_offsets":[0,8]}})", 8), "tensor \"w\" takes 8 bytes, but its shape and dtype need 12.");
-  EXPECT_EQ(message(R"({"w":{"dtype":"F32","shape":[2],"data_offsets":[8,0]}})", 8), "tensor \"w\" lies at bytes 8 to 0, outside the file's 8 bytes of data; the file is truncated or damaged.");
-  EXPECT_EQ(message(R"({"w":{"dtype":"F32","shape":[-2],"data_offsets":[0,8]}})", 8), "tensor \"w\" has a negative dimension.");
-  EXPECT_EQ(message(R"({"w":{"dtype":"F32","shape":[4294967296,4294967296],"data_offsets":[0,8]}})", 8), "tensor \"w\" has a shape too large for any file.");
-  EXPECT_EQ(message(R"({"w":{"dtype":"I64","shape":[1],"data_offsets":[0,8]}})", 8), "tensor \"w\" has dtype I64, which is not read here; expected F32, F64, BF16, F16, I32 or U8.");
-  EXPECT_EQ(message(R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"b":{"dtype":"F32","shape":[2],"data_offsets":[4,12]}})", 12), "tensors overlap at byte 4 of the data.");
-  EXPECT_EQ(message(R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"b":{"dtype":"F32","shape":[1],"data_offsets":[8,12]}})", 12), "tensors leave a hole at byte 4 of the data.");
+  EXPECT_EQ(message(R"({"w":{"dtype":"F32","shape":[3],"data_offsets":[0,8]}})", 8),
+            "tensor \"w\" takes 8 bytes, but its shape and dtype need 12.");
+  EXPECT_EQ(message(R"({"w":{"dtype":"F32","shape":[2],"data_offsets":[8,0]}})", 8),
+            "tensor \"w\" lies at bytes 8 to 0, outside the file's 8 bytes of data; the file is truncated or damaged.");
+  EXPECT_EQ(message(R"({"w":{"dtype":"F32","shape":[-2],"data_offsets":[0,8]}})", 8),
+            "tensor \"w\" has a negative dimension.");
+  EXPECT_EQ(message(R"({"w":{"dtype":"F32","shape":[4294967296,4294967296],"data_offsets":[0,8]}})", 8),
+            "tensor \"w\" has a shape too large for any file.");
+  EXPECT_EQ(message(R"({"w":{"dtype":"I64","shape":[1],"data_offsets":[0,8]}})", 8),
+            "tensor \"w\" has dtype I64, which is not read here; expected F32, F64, BF16, F16, I32 or U8.");
+  EXPECT_EQ(
+      message(
+          R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"b":{"dtype":"F32","shape":[2],"data_offsets":[4,12]}})",
+          12),
+      "tensors overlap at byte 4 of the data.");
+  EXPECT_EQ(
+      message(
+          R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"b":{"dtype":"F32","shape":[1],"data_offsets":[8,12]}})",
+          12),
+      "tensors leave a hole at byte 4 of the data.");
   EXPECT_EQ(message(R"({"w":{"dtype":"F32","shape":[2]}})", 8), "tensor \"w\" lacks \"data_offsets\".");
   EXPECT_EQ(message(R"({"w":1})", 8).substr(0, 10), "tensor \"w\"");
   EXPECT_NE(message("{", 8), "");
@@ -83,7 +98,8 @@ TEST_F(Checkpoints, SaveAndLoadKeepTheLast) {
   std::vector<float> w(1000, 1.5f);
   for (int64_t step = 1; step <= 4; ++step) {
     w[0] = float(step);
-    store.save(info(step), {{"w", Role::parameter, DType::f32, {10, 100}, w.data()}, {"m", Role::optimizer_state, DType::f32, {1000}, w.data()}});
+    store.save(info(step), {{"w", Role::parameter, DType::f32, {10, 100}, w.data()},
+                            {"m", Role::optimizer_state, DType::f32, {1000}, w.data()}});
   }
   EXPECT_EQ(store.all().size(), 2u);
   const Checkpoint checkpoint(*store.latest());

@@ -3,13 +3,14 @@
 
 namespace strata {
 struct BrokenAssertion {};  // thrown where toml++ would abort
-}
+}  // namespace strata
 
-// Some malformed keys trip assertions inside toml++ 3.3 (found by fuzzing); to us they are malformed TOML like any other.
+// Some malformed keys trip assertions inside toml++ 3.3 (found by fuzzing); to us they are malformed TOML like any
+// other.
 #undef NDEBUG  // with it, toml++ turns these assertions into assumptions of the optimizer
 #define TOML_ASSERT(condition) ((condition) ? void() : throw ::strata::BrokenAssertion())
 #pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wpragmas"            // clang knows no -Wterminate
+#pragma GCC diagnostic ignored "-Wpragmas"  // clang knows no -Wterminate
 #pragma GCC diagnostic ignored "-Wunknown-warning-option"
 #pragma GCC diagnostic ignored "-Wterminate"  // some assertions stand in noexcept functions, and end the process
 #include <toml++/impl/forward_declarations.h>
@@ -79,8 +80,10 @@ class ConfigReader {
       const std::string name(key.str());
       const std::string full = path.empty() ? name : path + "." + name;
       ConfigTable::Entry entry{name, place(node, full), false, type_of(node)};
-      if (const auto* child = node.as_table()) entry.content = read(*child, full, depth + 1);
-      else entry.content = value(node, entry);
+      if (const auto* child = node.as_table())
+        entry.content = read(*child, full, depth + 1);
+      else
+        entry.content = value(node, entry);
       const auto& begin = node.source().begin;
       found.emplace_back(std::tuple(is_set(node), begin.line, begin.column), std::move(entry));
     }
@@ -103,13 +106,20 @@ class ConfigReader {
 
   static std::string type_of(const toml::node& node) {
     switch (node.type()) {
-      case toml::node_type::table: return "a table";
-      case toml::node_type::array: return "an array";
-      case toml::node_type::string: return "a string";
-      case toml::node_type::integer: return "an integer";
-      case toml::node_type::floating_point: return "a number";
-      case toml::node_type::boolean: return "a boolean";
-      default: return "a date or time";
+      case toml::node_type::table:
+        return "a table";
+      case toml::node_type::array:
+        return "an array";
+      case toml::node_type::string:
+        return "a string";
+      case toml::node_type::integer:
+        return "an integer";
+      case toml::node_type::floating_point:
+        return "a number";
+      case toml::node_type::boolean:
+        return "a boolean";
+      default:
+        return "a date or time";
     }
   }
 

@@ -25,8 +25,14 @@ struct Sizes {
   int64_t batch, time, heads, groups, per_group, size, width;
   float scale;
   Sizes(const OpView& v, const Tensor& qkv)
-      : batch(qkv.shape[0]), time(qkv.shape[1]), heads(v.attributes().integer("heads")), groups(v.attributes().integer("kv_heads")),
-        per_group(heads / groups), size(qkv.shape[2] / (heads + 2 * groups)), width(qkv.shape[2]), scale(float(1 / std::sqrt(double(size)))) {}
+      : batch(qkv.shape[0]),
+        time(qkv.shape[1]),
+        heads(v.attributes().integer("heads")),
+        groups(v.attributes().integer("kv_heads")),
+        per_group(heads / groups),
+        size(qkv.shape[2] / (heads + 2 * groups)),
+        width(qkv.shape[2]),
+        scale(float(1 / std::sqrt(double(size)))) {}
   // Column of a head's slice in the last dimension of qkv.
   int64_t query(int64_t head) const { return (head / per_group * (per_group + 2) + head % per_group) * size; }
   int64_t key(int64_t group) const { return (group * (per_group + 2) + per_group) * size; }
@@ -105,22 +111,27 @@ void forward(const Binding& b) {
     float *sum = scores + kTile, *top = sum + kQueries * s.size, *total = top + kQueries;
     const float* base = b.in<float>(0) + n * s.time * s.width;
     const int64_t q = block * kQueries, rows = std::min(kQueries, s.time - q), end = q + rows;
-    const float *query = base + q * s.width + s.query(head), *key = base + s.key(head / s.per_group), *value = base + s.value(head / s.per_group);
+    const float *query = base + q * s.width + s.query(head), *key = base + s.key(head / s.per_group),
+                *value = base + s.value(head / s.per_group);
     for (int64_t i = 0; i < rows; ++i) top[i] = -3.0e38f, total[i] = 0;
     for (int64_t k = 0; k < end; k += kKeys) {
       const int64_t columns = std::min(kKeys, end - k);
-      gemm(Transpose::no, Transpose::yes, rows, columns, s.size, query, s.width, key + k * s.width, s.width, 0, scores, kKeys);
+      gemm(Transpose::no, Transpose::yes, rows, columns, s.size, query, s.width, key + k * s.width, s.width, 0, scores,
+           kKeys);
       for (int64_t i = 0; i < rows; ++i) {
         const float before = top[i];
-        const float add = softmax_row(scores + i * kKeys, std::clamp<int64_t>(q + i + 1 - k, 0, columns), columns, s.scale, before, &top[i]);
+        const float add = softmax_row(scores + i * kKeys, std::clamp<int64_t>(q + i + 1 - k, 0, columns), columns,
+                                      s.scale, before, &top[i]);
         const float keep = std::exp(before - top[i]);
         total[i] = total[i] * keep + add;
         if (k > 0 && keep != 1) scale_row(sum + i * s.size, keep, s.size);
       }
-      gemm(Transpose::no, Transpose::no, rows, s.size, columns, scores, kKeys, value + k * s.width, s.width, k > 0 ? 1.0f : 0.0f, sum, s.size);
+      gemm(Transpose::no, Transpose::no, rows, s.size, columns, scores, kKeys, value + k * s.width, s.width,
+           k > 0 ? 1.0f : 0.0f, sum, s.size);
     }
     for (int64_t i = 0; i < rows; ++i) {
-      write_row(sum + i * s.size, 1 / total[i], b.out<float>(0) + (n * s.time + q + i) * out_width + head * s.size, s.size);
+      write_row(sum + i * s.size, 1 / total[i], b.out<float>(0) + (n * s.time + q + i) * out_width + head * s.size,
+                s.size);
       b.out<float>(1)[(n * s.heads + head) * s.time + q + i] = top[i] + std::log(total[i]);
     }
   });
@@ -153,13 +164,19 @@ void backward(const Binding& b) {
         for (int64_t i = 0; i < rows; ++i) dots[i] = dot_row(d_out + i * out_width, out + i * out_width, s.size);
         for (int64_t k = 0; k < end; k += kKeys) {
           const int64_t columns = std::min(kKeys, end - k);
-          gemm(Transpose::no, Transpose::yes, rows, columns, s.size, query, s.width, key + k * s.width, s.width, 0, scores, kKeys);
-          gemm(Transpose::no, Transpose::yes, rows, columns, s.size, d_out, out_width, value + k * s.width, s.width, 0, slopes, kKeys);
+          gemm(Transpose::no, Transpose::yes, rows, columns, s.size, query, s.width, key + k * s.width, s.width, 0,
+               scores, kKeys);
+          gemm(Transpose::no, Transpose::yes, rows, columns, s.size, d_out, out_width, value + k * s.width, s.width, 0,
+               slopes, kKeys);
           for (int64_t i = 0; i < rows; ++i)
-            gradient_row(scores + i * kKeys, slopes + i * kKeys, std::clamp<int64_t>(q + i + 1 - k, 0, columns), columns, s.scale, lse[i], dots[i]);
-          gemm(Transpose::yes, Transpose::no, columns, s.size, rows, scores, kKeys, d_out, out_width, 1, d_value + k * s.width, s.width);
-          gemm(Transpose::yes, Transpose::no, columns, s.size, rows, slopes, kKeys, query, s.width, 1, d_key + k * s.width, s.width);
-          gemm(Transpose::no, Transpose::no, rows, s.size, columns, slopes, kKeys, key + k * s.width, s.width, k > 0 ? 1.0f : 0.0f, d_query, s.width);
+            gradient_row(scores + i * kKeys, slopes + i * kKeys, std::clamp<int64_t>(q + i + 1 - k, 0, columns),
+                         columns, s.scale, lse[i], dots[i]);
+          gemm(Transpose::yes, Transpose::no, columns, s.size, rows, scores, kKeys, d_out, out_width, 1,
+               d_value + k * s.width, s.width);
+          gemm(Transpose::yes, Transpose::no, columns, s.size, rows, slopes, kKeys, query, s.width, 1,
+               d_key + k * s.width, s.width);
+          gemm(Transpose::no, Transpose::no, rows, s.size, columns, slopes, kKeys, key + k * s.width, s.width,
+               k > 0 ? 1.0f : 0.0f, d_query, s.width);
         }
       }
   });
@@ -172,7 +189,8 @@ std::vector<T> reference_row(const Sizes& s, const T* base, int64_t head, int64_
   const T scale = T(1 / std::sqrt(double(s.size)));
   T top = T(-1e30), sum = 0;
   for (int64_t k = 0; k <= t; ++k) {
-    for (int64_t i = 0; i < s.size; ++i) p[k] += base[t * s.width + s.query(head) + i] * base[k * s.width + s.key(head / s.per_group) + i] * scale;
+    for (int64_t i = 0; i < s.size; ++i)
+      p[k] += base[t * s.width + s.query(head) + i] * base[k * s.width + s.key(head / s.per_group) + i] * scale;
     top = std::max(top, p[k]);
   }
   for (T& value : p) sum += value = std::exp(value - top);
@@ -208,7 +226,8 @@ void reference_backward(const Binding& b) {
         const T* base = b.in<T>(1) + n * s.time * s.width;
         T* d_base = b.out<T>(0) + n * s.time * s.width;
         const T* d_out = b.in<T>(0) + (n * s.time + t) * s.heads * s.size + head * s.size;
-        const int64_t query = t * s.width + s.query(head), key = s.key(head / s.per_group), value = s.value(head / s.per_group);
+        const int64_t query = t * s.width + s.query(head), key = s.key(head / s.per_group),
+                      value = s.value(head / s.per_group);
         T lse;
         const auto p = reference_row<T>(s, base, head, t, &lse);
         std::vector<T> dp(p.size());
@@ -229,7 +248,8 @@ void reference_backward(const Binding& b) {
 }
 
 void check(const OpView& v, int qkv) {
-  bool right = v.has_input(qkv) && is_float(v.input(qkv)) && v.input(qkv).shape.size() == 3 && v.attributes().has("heads") && v.attributes().has("kv_heads");
+  bool right = v.has_input(qkv) && is_float(v.input(qkv)) && v.input(qkv).shape.size() == 3 &&
+               v.attributes().has("heads") && v.attributes().has("kv_heads");
   if (right) {
     const int64_t heads = v.attributes().integer("heads"), groups = v.attributes().integer("kv_heads");
     right = heads > 0 && groups > 0 && heads % groups == 0 && v.input(qkv).shape[2] % (heads + 2 * groups) == 0;
@@ -250,29 +270,49 @@ double bytes(const OpView& v) {
 }
 
 const AtLoad registered([] {
-  register_kind({.name = "attention", .summary = "qkv (B, T, (H+2K)·D) -> o (B, T, H·D), lse (B, H, T); causal",
-                 .shape = [](const OpView& v) -> std::vector<TensorSpec> {
-                   check(v, 0);
-                   const Sizes s(v, v.input(0));
-                   return {{{s.batch, s.time, s.heads * s.size}, v.input(0).dtype}, {{s.batch, s.heads, s.time}, v.input(0).dtype}};
-                 },
-                 .gradient = [](Differentiation& d) {
-                   d.set(0, d.build().emit("attention_gradient", {d.output_gradient(0), d.input(0), d.output(0), d.output(1)}, d.forward().attributes()));
-                 },
-                 .cost = [](const OpView& v) { return Cost{flops(v, 0, 2), bytes(v)}; }, .accumulates = 0, .in_place = {},
-                 .kernels = {{"cpu", cpu_kernel(forward, [](const OpView& v, int threads) { return threads * forward_floats(Sizes(v, v.input(0))) * 4; })},
-                             {"reference", reference_kernel([](const Binding& b, auto zero) { reference_forward<decltype(zero)>(b); })}}});
-  register_kind({.name = "attention_gradient", .summary = "do, qkv, o, lse -> dqkv",
-                 .shape = [](const OpView& v) -> std::vector<TensorSpec> {
-                   require(v.inputs() == 4 && v.has_input(0) && v.has_input(2) && v.has_input(3) && v.input(0).shape == v.input(2).shape, v, "do, qkv, o and lse");
-                   check(v, 1);
-                   return {like(v.input(1))};
-                 },
-                 .gradient = {},
-                 // The five products of the backward pass; the recomputed scores are work of this method, not of the model.
-                 .cost = [](const OpView& v) { return Cost{flops(v, 1, 4), bytes(v)}; }, .accumulates = 0, .in_place = {},
-                 .kernels = {{"cpu", cpu_kernel(backward, [](const OpView&, int threads) { return threads * backward_floats() * 4; })},
-                             {"reference", reference_kernel([](const Binding& b, auto zero) { reference_backward<decltype(zero)>(b); })}}});
+  register_kind(
+      {.name = "attention",
+       .summary = "qkv (B, T, (H+2K)·D) -> o (B, T, H·D), lse (B, H, T); causal",
+       .shape = [](const OpView& v) -> std::vector<TensorSpec> {
+         check(v, 0);
+         const Sizes s(v, v.input(0));
+         return {{{s.batch, s.time, s.heads * s.size}, v.input(0).dtype},
+                 {{s.batch, s.heads, s.time}, v.input(0).dtype}};
+       },
+       .gradient =
+           [](Differentiation& d) {
+             d.set(0, d.build().emit("attention_gradient", {d.output_gradient(0), d.input(0), d.output(0), d.output(1)},
+                                     d.forward().attributes()));
+           },
+       .cost =
+           [](const OpView& v) {
+             return Cost{flops(v, 0, 2), bytes(v)};
+           },
+       .kernels = {{"cpu", cpu_kernel(forward,
+                                      [](const OpView& v, int threads) {
+                                        return threads * forward_floats(Sizes(v, v.input(0))) * 4;
+                                      })},
+                   {"reference",
+                    reference_kernel([](const Binding& b, auto zero) { reference_forward<decltype(zero)>(b); })}}});
+  register_kind(
+      {.name = "attention_gradient",
+       .summary = "do, qkv, o, lse -> dqkv",
+       .shape = [](const OpView& v) -> std::vector<TensorSpec> {
+         require(v.inputs() == 4 && v.has_input(0) && v.has_input(2) && v.has_input(3) &&
+                     v.input(0).shape == v.input(2).shape,
+                 v, "do, qkv, o and lse");
+         check(v, 1);
+         return {like(v.input(1))};
+       },
+       // The five products of the backward pass; the recomputed scores are work of this method, not of the model.
+       .cost =
+           [](const OpView& v) {
+             return Cost{flops(v, 1, 4), bytes(v)};
+           },
+       .kernels = {{"cpu",
+                    cpu_kernel(backward, [](const OpView&, int threads) { return threads * backward_floats() * 4; })},
+                   {"reference",
+                    reference_kernel([](const Binding& b, auto zero) { reference_backward<decltype(zero)>(b); })}}});
 });
 
 }  // namespace

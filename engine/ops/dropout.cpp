@@ -22,7 +22,8 @@ STRATA_INLINE Words philox_lanes(uint64_t block, uint32_t stream0, uint32_t stre
   U c0 = uint32_t(block) + lane, c1 = U{} + uint32_t(block >> 32), c2 = U{} + stream0, c3 = U{} + stream1;
   c1 += (c0 < lane) ? U{} + 1u : U{};  // carry
   for (int round = 0; round < 10; ++round) {
-    const Wide a = __builtin_convertvector(c0, Wide) * uint64_t{0xD2511F53}, b = __builtin_convertvector(c2, Wide) * uint64_t{0xCD9E8D57};
+    const Wide a = __builtin_convertvector(c0, Wide) * uint64_t{0xD2511F53},
+               b = __builtin_convertvector(c2, Wide) * uint64_t{0xCD9E8D57};
     c0 = __builtin_convertvector(b >> 32, U) ^ c1 ^ key0;
     c1 = __builtin_convertvector(b, U);
     c2 = __builtin_convertvector(a >> 32, U) ^ c3 ^ key1;
@@ -52,7 +53,8 @@ STRATA_SIMD void dropout(const float* x, float* y, int64_t begin, int64_t end, i
     // Block by block from word by word: 64 consecutive elements.
     const U low02 = zip_low(words.word[0], words.word[2]), low13 = zip_low(words.word[1], words.word[3]);
     const U high02 = zip_high(words.word[0], words.word[2]), high13 = zip_high(words.word[1], words.word[3]);
-    const U bits[4] = {zip_low(low02, low13), zip_high(low02, low13), zip_low(high02, high13), zip_high(high02, high13)};
+    const U bits[4] = {zip_low(low02, low13), zip_high(low02, low13), zip_low(high02, high13),
+                       zip_high(high02, high13)};
     const int64_t base = int64_t(block) * 4 - first, stop = std::min(end, base + 64);
     if (i == base && stop == base + 64) {
       for (int v = 0; v < 4; ++v, i += simd::kLanes) {
@@ -78,38 +80,44 @@ Draw draw_of(const Binding& b) {
   const double p = b.attributes().real("probability");
   const uint64_t step = uint64_t(*b.in<double>(2));
   const int microbatch = std::max(0, b.op().microbatch);
-  return {uint64_t(*b.in<double>(1)), uint64_t(b.attributes().integer("stream")) ^ (step * 0x9E3779B97F4A7C15ull), uint32_t(p * 4294967296.0), 1 / (1 - p),
-          int64_t(microbatch) * elements(b.input(0).shape)};
+  return {uint64_t(*b.in<double>(1)), uint64_t(b.attributes().integer("stream")) ^ (step * 0x9E3779B97F4A7C15ull),
+          uint32_t(p * 4294967296.0), 1 / (1 - p), int64_t(microbatch) * elements(b.input(0).shape)};
 }
 
 const AtLoad registered([] {
-  register_kind(
-      {.name = "dropout", .summary = "x (…), seed, step (f64 scalars) -> x·mask/(1-p); attributes probability, stream",
-       .shape = [](const OpView& v) -> std::vector<TensorSpec> {
-         require(v.inputs() == 3 && v.has_input(0) && is_float(v.input(0)) && v.has_input(1) && is_scalar(v.input(1)) && v.has_input(2) && is_scalar(v.input(2)) &&
-                     v.attributes().has("probability") && v.attributes().has("stream") && v.attributes().real("probability") >= 0 && v.attributes().real("probability") < 1,
-                 v, "x, the scalars seed and step, and attributes probability in [0, 1) and stream");
-         return {like(v.input(0))};
-       },
-       .gradient = [](Differentiation& d) {
-         d.set(0, d.build().emit("dropout", {d.output_gradient(0), d.input(1), d.input(2)}, d.forward().attributes()));
-       },
-       .cost = {}, .accumulates = 0, .in_place = {{0, 0}},
-       .kernels = {{"cpu", cpu_kernel([](const Binding& b) {
-                      const Draw draw = draw_of(b);
-                      b.threads().split(elements(b.input(0).shape), kGrain, [&](int64_t i, int64_t e) {
-                        dropout(b.in<float>(0), b.out<float>(0), i, e, draw.first, draw.threshold, float(draw.factor), draw.seed, draw.stream);
-                      });
-                    })},
-                   {"reference", reference_kernel([](const Binding& b, auto zero) {
-                      using T = decltype(zero);
-                      const Draw draw = draw_of(b);
-                      for (int64_t i = 0; i < elements(b.input(0).shape); ++i) {
-                        const uint64_t index = uint64_t(draw.first + i);
-                        const bool keep = random_block(draw.seed, draw.stream, index / 4)[index % 4] >= draw.threshold;
-                        b.out<T>(0)[i] = keep ? b.in<T>(0)[i] * T(draw.factor) : T(0);
-                      }
-                    })}}});
+  register_kind({.name = "dropout",
+                 .summary = "x (…), seed, step (f64 scalars) -> x·mask/(1-p); attributes probability, stream",
+                 .shape = [](const OpView& v) -> std::vector<TensorSpec> {
+                   require(v.inputs() == 3 && v.has_input(0) && is_float(v.input(0)) && v.has_input(1) &&
+                               is_scalar(v.input(1)) && v.has_input(2) && is_scalar(v.input(2)) &&
+                               v.attributes().has("probability") && v.attributes().has("stream") &&
+                               v.attributes().real("probability") >= 0 && v.attributes().real("probability") < 1,
+                           v, "x, the scalars seed and step, and attributes probability in [0, 1) and stream");
+                   return {like(v.input(0))};
+                 },
+                 .gradient =
+                     [](Differentiation& d) {
+                       d.set(0, d.build().emit("dropout", {d.output_gradient(0), d.input(1), d.input(2)},
+                                               d.forward().attributes()));
+                     },
+                 .in_place = {{0, 0}},
+                 .kernels = {{"cpu", cpu_kernel([](const Binding& b) {
+                                const Draw draw = draw_of(b);
+                                b.threads().split(elements(b.input(0).shape), kGrain, [&](int64_t i, int64_t e) {
+                                  dropout(b.in<float>(0), b.out<float>(0), i, e, draw.first, draw.threshold,
+                                          float(draw.factor), draw.seed, draw.stream);
+                                });
+                              })},
+                             {"reference", reference_kernel([](const Binding& b, auto zero) {
+                                using T = decltype(zero);
+                                const Draw draw = draw_of(b);
+                                for (int64_t i = 0; i < elements(b.input(0).shape); ++i) {
+                                  const uint64_t index = uint64_t(draw.first + i);
+                                  const bool keep =
+                                      random_block(draw.seed, draw.stream, index / 4)[index % 4] >= draw.threshold;
+                                  b.out<T>(0)[i] = keep ? b.in<T>(0)[i] * T(draw.factor) : T(0);
+                                }
+                              })}}});
 });
 
 }  // namespace

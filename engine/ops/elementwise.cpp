@@ -45,7 +45,8 @@ STRATA_SIMD void swiglu(const float* gate, const float* up, float* y, int64_t n)
     put(y + i, g * simd::sigmoid(g) * get(up + i, c), c);
   });
 }
-STRATA_SIMD void swiglu_gradient(const float* dy, const float* gate, const float* up, float* dgate, float* dup, int64_t n) {
+STRATA_SIMD void swiglu_gradient(const float* dy, const float* gate, const float* up, float* dgate, float* dup,
+                                 int64_t n) {
   simd::map(n, [&](int64_t i, int64_t c) STRATA_INLINE_LAMBDA {
     const F d = get(dy + i, c), g = get(gate + i, c), u = get(up + i, c), s = simd::sigmoid(g);
     put(dgate + i, d * u * s * (1.0f + g * (1.0f - s)), c);
@@ -62,7 +63,8 @@ T gelu_slope(T x) {
 auto same_shape(int inputs) {
   return [inputs](const OpView& v) -> std::vector<TensorSpec> {
     bool right = v.inputs() == inputs && v.has_input(0) && is_float(v.input(0));
-    for (int i = 1; right && i < inputs; ++i) right = v.has_input(i) && v.input(i).shape == v.input(0).shape && v.input(i).dtype == v.input(0).dtype;
+    for (int i = 1; right && i < inputs; ++i)
+      right = v.has_input(i) && v.input(i).shape == v.input(0).shape && v.input(i).dtype == v.input(0).dtype;
     require(right, v, std::to_string(inputs) + " floating-point tensor(s) of one shape");
     return {like(v.input(0))};
   };
@@ -70,101 +72,144 @@ auto same_shape(int inputs) {
 int64_t count(const Binding& b) { return elements(b.input(0).shape); }
 
 const AtLoad registered([] {
-  register_kind({.name = "add", .summary = "x (…) + y (…)", .shape = same_shape(2),
-                 .gradient = [](Differentiation& d) { d.set(0, d.output_gradient(0)); d.set(1, d.output_gradient(0)); },
-                 .cost = {}, .accumulates = 0, .in_place = {{0, 0}, {0, 1}},
+  register_kind({.name = "add",
+                 .summary = "x (…) + y (…)",
+                 .shape = same_shape(2),
+                 .gradient =
+                     [](Differentiation& d) {
+                       d.set(0, d.output_gradient(0));
+                       d.set(1, d.output_gradient(0));
+                     },
+                 .in_place = {{0, 0}, {0, 1}},
                  .kernels = {{"cpu", cpu_kernel([](const Binding& b) {
-                                b.threads().split(count(b), kGrain, [&](int64_t i, int64_t e) { add(b.in<float>(0) + i, b.in<float>(1) + i, b.out<float>(0) + i, e - i); });
+                                b.threads().split(count(b), kGrain, [&](int64_t i, int64_t e) {
+                                  add(b.in<float>(0) + i, b.in<float>(1) + i, b.out<float>(0) + i, e - i);
+                                });
                               })},
                              {"reference", reference_kernel([](const Binding& b, auto zero) {
                                 using T = decltype(zero);
                                 for (int64_t i = 0; i < count(b); ++i) b.out<T>(0)[i] = b.in<T>(0)[i] + b.in<T>(1)[i];
                               })}}});
 
-  register_kind({.name = "scale", .summary = "x (…) times a f64 scalar",
+  register_kind({.name = "scale",
+                 .summary = "x (…) times a f64 scalar",
                  .shape = [](const OpView& v) -> std::vector<TensorSpec> {
-                   require(v.inputs() == 2 && v.has_input(0) && v.has_input(1) && is_float(v.input(0)) && is_scalar(v.input(1)), v, "x and a f64 (1) factor");
+                   require(v.inputs() == 2 && v.has_input(0) && v.has_input(1) && is_float(v.input(0)) &&
+                               is_scalar(v.input(1)),
+                           v, "x and a f64 (1) factor");
                    return {like(v.input(0))};
                  },
-                 .gradient = {}, .cost = {}, .accumulates = 0, .in_place = {{0, 0}},
+                 .in_place = {{0, 0}},
                  .kernels = {{"cpu", cpu_kernel([](const Binding& b) {
-                                b.threads().split(count(b), kGrain, [&](int64_t i, int64_t e) { scale(b.in<float>(0) + i, float(*b.in<double>(1)), b.out<float>(0) + i, e - i); });
+                                b.threads().split(count(b), kGrain, [&](int64_t i, int64_t e) {
+                                  scale(b.in<float>(0) + i, float(*b.in<double>(1)), b.out<float>(0) + i, e - i);
+                                });
                               })},
                              {"reference", reference_kernel([](const Binding& b, auto zero) {
                                 using T = decltype(zero);
-                                for (int64_t i = 0; i < count(b); ++i) b.out<T>(0)[i] = b.in<T>(0)[i] * T(*b.in<double>(1));
+                                for (int64_t i = 0; i < count(b); ++i)
+                                  b.out<T>(0)[i] = b.in<T>(0)[i] * T(*b.in<double>(1));
                               })}}});
 
-  register_kind({.name = "clamp", .summary = "x (…) cut to [-limit, limit]",
+  register_kind({.name = "clamp",
+                 .summary = "x (…) cut to [-limit, limit]",
                  .shape = [](const OpView& v) -> std::vector<TensorSpec> {
-                   require(v.inputs() == 1 && v.has_input(0) && is_float(v.input(0)) && v.attributes().has("limit"), v, "one tensor and an attribute limit");
+                   require(v.inputs() == 1 && v.has_input(0) && is_float(v.input(0)) && v.attributes().has("limit"), v,
+                           "one tensor and an attribute limit");
                    return {like(v.input(0))};
                  },
-                 .gradient = {}, .cost = {}, .accumulates = 0, .in_place = {{0, 0}},
+                 .in_place = {{0, 0}},
                  .kernels = {{"cpu", cpu_kernel([](const Binding& b) {
                                 const float limit = float(b.attributes().real("limit"));
-                                b.threads().split(count(b), kGrain, [&](int64_t i, int64_t e) { clamp(b.in<float>(0) + i, limit, b.out<float>(0) + i, e - i); });
+                                b.threads().split(count(b), kGrain, [&](int64_t i, int64_t e) {
+                                  clamp(b.in<float>(0) + i, limit, b.out<float>(0) + i, e - i);
+                                });
                               })},
                              {"reference", reference_kernel([](const Binding& b, auto zero) {
                                 using T = decltype(zero);
                                 const T limit = T(b.attributes().real("limit"));
-                                for (int64_t i = 0; i < count(b); ++i) b.out<T>(0)[i] = std::min(std::max(b.in<T>(0)[i], -limit), limit);
+                                for (int64_t i = 0; i < count(b); ++i)
+                                  b.out<T>(0)[i] = std::min(std::max(b.in<T>(0)[i], -limit), limit);
                               })}}});
 
-  register_kind({.name = "gelu", .summary = "x (…) -> GELU, tanh form", .shape = same_shape(1),
-                 .gradient = [](Differentiation& d) { d.set(0, d.build().emit("gelu_gradient", {d.output_gradient(0), d.input(0)})); },
-                 .cost = {}, .accumulates = 0, .in_place = {{0, 0}},
-                 .kernels = {{"cpu", cpu_kernel([](const Binding& b) {
-                                b.threads().split(count(b), kGrain, [&](int64_t i, int64_t e) { gelu(b.in<float>(0) + i, b.out<float>(0) + i, e - i); });
-                              })},
-                             {"reference", reference_kernel([](const Binding& b, auto zero) {
-                                using T = decltype(zero);
-                                for (int64_t i = 0; i < count(b); ++i) {
-                                  const T x = b.in<T>(0)[i];
-                                  b.out<T>(0)[i] = T(0.5) * x * (1 + std::tanh(T(0.7978845608028654) * (x + T(0.044715) * x * x * x)));
-                                }
-                              })}}});
-  register_kind({.name = "gelu_gradient", .summary = "dy, x -> dx", .shape = same_shape(2), .gradient = {}, .cost = {}, .accumulates = 0, .in_place = {{0, 0}},
-                 .kernels = {{"cpu", cpu_kernel([](const Binding& b) {
-                                b.threads().split(count(b), kGrain, [&](int64_t i, int64_t e) { gelu_gradient(b.in<float>(0) + i, b.in<float>(1) + i, b.out<float>(0) + i, e - i); });
-                              })},
-                             {"reference", reference_kernel([](const Binding& b, auto zero) {
-                                using T = decltype(zero);
-                                for (int64_t i = 0; i < count(b); ++i) b.out<T>(0)[i] = b.in<T>(0)[i] * gelu_slope(b.in<T>(1)[i]);
-                              })}}});
-
-  register_kind({.name = "swiglu", .summary = "gate, up (…) -> silu(gate)·up", .shape = same_shape(2),
-                 .gradient = [](Differentiation& d) {
-                   const auto out = d.build().emit_all("swiglu_gradient", {d.output_gradient(0), d.input(0), d.input(1)});
-                   d.set(0, out[0]);
-                   d.set(1, out[1]);
-                 },
-                 .cost = {}, .accumulates = 0, .in_place = {{0, 0}, {0, 1}},
-                 .kernels = {{"cpu", cpu_kernel([](const Binding& b) {
-                                b.threads().split(count(b), kGrain, [&](int64_t i, int64_t e) { swiglu(b.in<float>(0) + i, b.in<float>(1) + i, b.out<float>(0) + i, e - i); });
-                              })},
-                             {"reference", reference_kernel([](const Binding& b, auto zero) {
-                                using T = decltype(zero);
-                                for (int64_t i = 0; i < count(b); ++i) {
-                                  const T g = b.in<T>(0)[i];
-                                  b.out<T>(0)[i] = g / (1 + std::exp(-g)) * b.in<T>(1)[i];
-                                }
-                              })}}});
-  register_kind({.name = "swiglu_gradient", .summary = "dy, gate, up -> dgate, dup",
-                 .shape = [](const OpView& v) -> std::vector<TensorSpec> {
-                   const auto one = same_shape(3)(v);
-                   return {one[0], one[0]};
-                 },
-                 .gradient = {}, .cost = {}, .accumulates = 0, .in_place = {{0, 0}, {1, 1}, {1, 2}},
+  register_kind({.name = "gelu",
+                 .summary = "x (…) -> GELU, tanh form",
+                 .shape = same_shape(1),
+                 .gradient =
+                     [](Differentiation& d) {
+                       d.set(0, d.build().emit("gelu_gradient", {d.output_gradient(0), d.input(0)}));
+                     },
+                 .in_place = {{0, 0}},
                  .kernels = {{"cpu", cpu_kernel([](const Binding& b) {
                                 b.threads().split(count(b), kGrain, [&](int64_t i, int64_t e) {
-                                  swiglu_gradient(b.in<float>(0) + i, b.in<float>(1) + i, b.in<float>(2) + i, b.out<float>(0) + i, b.out<float>(1) + i, e - i);
+                                  gelu(b.in<float>(0) + i, b.out<float>(0) + i, e - i);
                                 });
                               })},
                              {"reference", reference_kernel([](const Binding& b, auto zero) {
                                 using T = decltype(zero);
                                 for (int64_t i = 0; i < count(b); ++i) {
-                                  const T d = b.in<T>(0)[i], g = b.in<T>(1)[i], u = b.in<T>(2)[i], s = 1 / (1 + std::exp(-g));
+                                  const T x = b.in<T>(0)[i];
+                                  b.out<T>(0)[i] =
+                                      T(0.5) * x *
+                                      (1 + std::tanh(T(0.7978845608028654) * (x + T(0.044715) * x * x * x)));
+                                }
+                              })}}});
+  register_kind({.name = "gelu_gradient",
+                 .summary = "dy, x -> dx",
+                 .shape = same_shape(2),
+                 .in_place = {{0, 0}},
+                 .kernels = {{"cpu", cpu_kernel([](const Binding& b) {
+                                b.threads().split(count(b), kGrain, [&](int64_t i, int64_t e) {
+                                  gelu_gradient(b.in<float>(0) + i, b.in<float>(1) + i, b.out<float>(0) + i, e - i);
+                                });
+                              })},
+                             {"reference", reference_kernel([](const Binding& b, auto zero) {
+                                using T = decltype(zero);
+                                for (int64_t i = 0; i < count(b); ++i)
+                                  b.out<T>(0)[i] = b.in<T>(0)[i] * gelu_slope(b.in<T>(1)[i]);
+                              })}}});
+
+  register_kind(
+      {.name = "swiglu",
+       .summary = "gate, up (…) -> silu(gate)·up",
+       .shape = same_shape(2),
+       .gradient =
+           [](Differentiation& d) {
+             const auto out = d.build().emit_all("swiglu_gradient", {d.output_gradient(0), d.input(0), d.input(1)});
+             d.set(0, out[0]);
+             d.set(1, out[1]);
+           },
+       .in_place = {{0, 0}, {0, 1}},
+       .kernels = {{"cpu", cpu_kernel([](const Binding& b) {
+                      b.threads().split(count(b), kGrain, [&](int64_t i, int64_t e) {
+                        swiglu(b.in<float>(0) + i, b.in<float>(1) + i, b.out<float>(0) + i, e - i);
+                      });
+                    })},
+                   {"reference", reference_kernel([](const Binding& b, auto zero) {
+                      using T = decltype(zero);
+                      for (int64_t i = 0; i < count(b); ++i) {
+                        const T g = b.in<T>(0)[i];
+                        b.out<T>(0)[i] = g / (1 + std::exp(-g)) * b.in<T>(1)[i];
+                      }
+                    })}}});
+  register_kind({.name = "swiglu_gradient",
+                 .summary = "dy, gate, up -> dgate, dup",
+                 .shape = [](const OpView& v) -> std::vector<TensorSpec> {
+                   const auto one = same_shape(3)(v);
+                   return {one[0], one[0]};
+                 },
+                 .in_place = {{0, 0}, {1, 1}, {1, 2}},
+                 .kernels = {{"cpu", cpu_kernel([](const Binding& b) {
+                                b.threads().split(count(b), kGrain, [&](int64_t i, int64_t e) {
+                                  swiglu_gradient(b.in<float>(0) + i, b.in<float>(1) + i, b.in<float>(2) + i,
+                                                  b.out<float>(0) + i, b.out<float>(1) + i, e - i);
+                                });
+                              })},
+                             {"reference", reference_kernel([](const Binding& b, auto zero) {
+                                using T = decltype(zero);
+                                for (int64_t i = 0; i < count(b); ++i) {
+                                  const T d = b.in<T>(0)[i], g = b.in<T>(1)[i], u = b.in<T>(2)[i],
+                                          s = 1 / (1 + std::exp(-g));
                                   b.out<T>(0)[i] = d * u * s * (1 + g * (1 - s));
                                   b.out<T>(1)[i] = d * g * s;
                                 }

@@ -30,47 +30,67 @@ void embed_row(const Binding& b, int64_t row) {
 
 void register_embedding() {
   register_kind(
-      {.name = "embedding", .summary = "tokens i32 (B, T), w (V, C), [positions (P, C)] -> x (B, T, C)",
+      {.name = "embedding",
+       .summary = "tokens i32 (B, T), w (V, C), [positions (P, C)] -> x (B, T, C)",
        .shape = [](const OpView& v) -> std::vector<TensorSpec> {
-         bool right = (v.inputs() == 2 || v.inputs() == 3) && v.has_input(0) && v.has_input(1) && v.input(0).dtype == DType::i32 &&
-                      v.input(0).shape.size() == 2 && v.input(1).shape.size() == 2 && is_float(v.input(1));
-         if (right && v.has_input(2)) right = v.input(2).shape.size() == 2 && v.input(2).shape[1] == v.columns(1) && v.input(2).shape[0] >= v.input(0).shape[1];
+         bool right = (v.inputs() == 2 || v.inputs() == 3) && v.has_input(0) && v.has_input(1) &&
+                      v.input(0).dtype == DType::i32 && v.input(0).shape.size() == 2 && v.input(1).shape.size() == 2 &&
+                      is_float(v.input(1));
+         if (right && v.has_input(2))
+           right = v.input(2).shape.size() == 2 && v.input(2).shape[1] == v.columns(1) &&
+                   v.input(2).shape[0] >= v.input(0).shape[1];
          require(right, v, "tokens i32 (B, T), w (V, C) and at most positions (P, C) with P >= T");
          return {{{v.input(0).shape[0], v.input(0).shape[1], v.columns(1)}, v.input(1).dtype}};
        },
-       .gradient = [](Differentiation& d) {
-         const OpView& v = d.forward();
-         if (d.needs(1)) d.set(1, d.build().emit("embedding_gradient", {d.output_gradient(0), d.input(0)}, {{"rows", v.input(1).shape[0]}}));
-         if (d.needs(2)) d.set(2, d.build().emit("position_gradient", {d.output_gradient(0)}, {{"rows", v.input(2).shape[0]}}));
-       },
-       .cost = [](const OpView& v) { return Cost{0, 3.0 * double(elements(v.input(0).shape) * v.columns(1)) * double(size_of(v.input(1).dtype))}; },
-       .accumulates = 0, .in_place = {},
+       .gradient =
+           [](Differentiation& d) {
+             const OpView& v = d.forward();
+             if (d.needs(1))
+               d.set(1, d.build().emit("embedding_gradient", {d.output_gradient(0), d.input(0)},
+                                       {{"rows", v.input(1).shape[0]}}));
+             if (d.needs(2))
+               d.set(2, d.build().emit("position_gradient", {d.output_gradient(0)}, {{"rows", v.input(2).shape[0]}}));
+           },
+       .cost =
+           [](const OpView& v) {
+             return Cost{0,
+                         3.0 * double(elements(v.input(0).shape) * v.columns(1)) * double(size_of(v.input(1).dtype))};
+           },
        .kernels = {{"cpu", cpu_kernel([](const Binding& b) {
-                      b.threads().split(elements(b.input(0).shape), 16, [&](int64_t r, int64_t e) { for (; r < e; ++r) embed_row<float>(b, r); });
+                      b.threads().split(elements(b.input(0).shape), 16, [&](int64_t r, int64_t e) {
+                        for (; r < e; ++r) embed_row<float>(b, r);
+                      });
                     })},
                    {"reference", reference_kernel([](const Binding& b, auto zero) {
                       for (int64_t r = 0; r < elements(b.input(0).shape); ++r) embed_row<decltype(zero)>(b, r);
                     })}}});
   register_kind(
-      {.name = "embedding_gradient", .summary = "dx (B, T, C), tokens i32 (B, T); attribute rows = V -> dw (V, C)",
+      {.name = "embedding_gradient",
+       .summary = "dx (B, T, C), tokens i32 (B, T); attribute rows = V -> dw (V, C)",
        .shape = [](const OpView& v) -> std::vector<TensorSpec> {
-         require(v.inputs() == 2 && v.has_input(0) && v.has_input(1) && is_float(v.input(0)) && v.input(1).dtype == DType::i32 &&
-                     v.rows(0) == elements(v.input(1).shape) && v.attributes().has("rows"), v, "dx (B, T, C), tokens i32 (B, T) and an attribute rows");
+         require(v.inputs() == 2 && v.has_input(0) && v.has_input(1) && is_float(v.input(0)) &&
+                     v.input(1).dtype == DType::i32 && v.rows(0) == elements(v.input(1).shape) &&
+                     v.attributes().has("rows"),
+                 v, "dx (B, T, C), tokens i32 (B, T) and an attribute rows");
          return {{{v.attributes().integer("rows"), v.columns(0)}, v.input(0).dtype}};
        },
-       .gradient = {},
-       .cost = [](const OpView& v) { return Cost{0, 3.0 * double(v.input(0).bytes()) + (v.accumulates(0) ? 0.0 : double(v.output(0).bytes()))}; },
-       .accumulates = 1, .in_place = {},
+       .cost =
+           [](const OpView& v) {
+             return Cost{0, 3.0 * double(v.input(0).bytes()) + (v.accumulates(0) ? 0.0 : double(v.output(0).bytes()))};
+           },
+       .accumulates = 1,
        // Every thread owns the rows of the tokens that are its own modulo the team: no two write one row, and each row
        // is summed in the order of the tokens whatever the number of threads.
        .kernels = {{"cpu", cpu_kernel([](const Binding& b) {
                       const int64_t columns = b.columns(0), rows = b.rows(0);
                       float* dw = b.out<float>(0);
                       if (!b.accumulates(0))
-                        b.threads().split(elements(b.output(0).shape), kGrain, [&](int64_t i, int64_t e) { std::memset(dw + i, 0, size_t(e - i) * 4); });
+                        b.threads().split(elements(b.output(0).shape), kGrain,
+                                          [&](int64_t i, int64_t e) { std::memset(dw + i, 0, size_t(e - i) * 4); });
                       b.threads().parallel([&](int t) {
                         for (int64_t r = 0; r < rows; ++r)
-                          if (const int64_t token = b.in<int32_t>(1)[r]; token % b.threads().count() == t) add_to(dw + token * columns, b.in<float>(0) + r * columns, columns);
+                          if (const int64_t token = b.in<int32_t>(1)[r]; token % b.threads().count() == t)
+                            add_to(dw + token * columns, b.in<float>(0) + r * columns, columns);
                       });
                     })},
                    {"reference", reference_kernel([](const Binding& b, auto zero) {
@@ -78,32 +98,36 @@ void register_embedding() {
                       const int64_t columns = b.columns(0);
                       if (!b.accumulates(0)) std::fill_n(b.out<T>(0), elements(b.output(0).shape), T(0));
                       for (int64_t r = 0; r < b.rows(0); ++r)
-                        for (int64_t i = 0; i < columns; ++i) b.out<T>(0)[b.in<int32_t>(1)[r] * columns + i] += b.in<T>(0)[r * columns + i];
+                        for (int64_t i = 0; i < columns; ++i)
+                          b.out<T>(0)[b.in<int32_t>(1)[r] * columns + i] += b.in<T>(0)[r * columns + i];
                     })}}});
-  register_kind(
-      {.name = "position_gradient", .summary = "dx (B, T, C); attribute rows = P -> dp (P, C), summed over B",
-       .shape = [](const OpView& v) -> std::vector<TensorSpec> {
-         require(v.inputs() == 1 && v.has_input(0) && is_float(v.input(0)) && v.input(0).shape.size() == 3 && v.attributes().has("rows") &&
-                     v.attributes().integer("rows") >= v.input(0).shape[1], v, "dx (B, T, C) and an attribute rows >= T");
-         return {{{v.attributes().integer("rows"), v.columns(0)}, v.input(0).dtype}};
-       },
-       .gradient = {}, .cost = {}, .accumulates = 1, .in_place = {},
-       .kernels = {{"cpu", cpu_kernel([](const Binding& b) {
-                      const Shape& s = b.input(0).shape;
-                      b.threads().split(b.output(0).shape[0], 8, [&](int64_t t, int64_t e) {
-                        for (; t < e; ++t) {
-                          float* dp = b.out<float>(0) + t * s[2];
-                          if (!b.accumulates(0)) std::memset(dp, 0, size_t(s[2]) * 4);
-                          for (int64_t n = 0; t < s[1] && n < s[0]; ++n) add_to(dp, b.in<float>(0) + (n * s[1] + t) * s[2], s[2]);
-                        }
-                      });
-                    })},
-                   {"reference", reference_kernel([](const Binding& b, auto zero) {
-                      using T = decltype(zero);
-                      const Shape& s = b.input(0).shape;
-                      if (!b.accumulates(0)) std::fill_n(b.out<T>(0), elements(b.output(0).shape), T(0));
-                      for (int64_t i = 0; i < elements(s); ++i) b.out<T>(0)[i % (s[1] * s[2])] += b.in<T>(0)[i];
-                    })}}});
+  register_kind({.name = "position_gradient",
+                 .summary = "dx (B, T, C); attribute rows = P -> dp (P, C), summed over B",
+                 .shape = [](const OpView& v) -> std::vector<TensorSpec> {
+                   require(v.inputs() == 1 && v.has_input(0) && is_float(v.input(0)) && v.input(0).shape.size() == 3 &&
+                               v.attributes().has("rows") && v.attributes().integer("rows") >= v.input(0).shape[1],
+                           v, "dx (B, T, C) and an attribute rows >= T");
+                   return {{{v.attributes().integer("rows"), v.columns(0)}, v.input(0).dtype}};
+                 },
+                 .accumulates = 1,
+                 .kernels = {{"cpu", cpu_kernel([](const Binding& b) {
+                                const Shape& s = b.input(0).shape;
+                                b.threads().split(b.output(0).shape[0], 8, [&](int64_t t, int64_t e) {
+                                  for (; t < e; ++t) {
+                                    float* dp = b.out<float>(0) + t * s[2];
+                                    if (!b.accumulates(0)) std::memset(dp, 0, size_t(s[2]) * 4);
+                                    for (int64_t n = 0; t < s[1] && n < s[0]; ++n)
+                                      add_to(dp, b.in<float>(0) + (n * s[1] + t) * s[2], s[2]);
+                                  }
+                                });
+                              })},
+                             {"reference", reference_kernel([](const Binding& b, auto zero) {
+                                using T = decltype(zero);
+                                const Shape& s = b.input(0).shape;
+                                if (!b.accumulates(0)) std::fill_n(b.out<T>(0), elements(b.output(0).shape), T(0));
+                                for (int64_t i = 0; i < elements(s); ++i)
+                                  b.out<T>(0)[i % (s[1] * s[2])] += b.in<T>(0)[i];
+                              })}}});
 }
 
 // cos and sin of t·base^(-2i/D), (T, D/2) each, computed in double.
@@ -150,9 +174,11 @@ std::shared_ptr<const std::vector<T>> shared_rotary_table(int64_t time, int64_t 
 
 template <class T>
 Launch bind_rotary(const Binding& b) {
-  const int64_t heads = b.attributes().integer("heads"), groups = b.attributes().integer("kv_heads"), width = b.columns(0);
+  const int64_t heads = b.attributes().integer("heads"), groups = b.attributes().integer("kv_heads"),
+                width = b.columns(0);
   const int64_t size = width / (heads + 2 * groups), per_group = heads / groups + 2, time = b.input(0).shape[1];
-  const auto table = shared_rotary_table<T>(time, size, b.attributes().real("base"), b.attributes().integer("inverse") != 0);
+  const auto table =
+      shared_rotary_table<T>(time, size, b.attributes().real("base"), b.attributes().integer("inverse") != 0);
   return [=] {
     b.threads().split(b.rows(0), 4, [&](int64_t r, int64_t e) {
       for (; r < e; ++r)
@@ -172,24 +198,32 @@ Launch bind_rotary(const Binding& b) {
 
 void register_rotary() {
   register_kind(
-      {.name = "rotary", .summary = "x (B, T, (H+2K)·D) -> query and key heads rotated by position; groups of H/K queries, key, value",
+      {.name = "rotary",
+       .summary = "x (B, T, (H+2K)·D) -> query and key heads rotated by position; groups of H/K queries, key, value",
        .shape = [](const OpView& v) -> std::vector<TensorSpec> {
-         bool right = v.inputs() == 1 && v.has_input(0) && is_float(v.input(0)) && v.input(0).shape.size() == 3 && v.attributes().has("heads") && v.attributes().has("kv_heads") && v.attributes().has("base");
+         bool right = v.inputs() == 1 && v.has_input(0) && is_float(v.input(0)) && v.input(0).shape.size() == 3 &&
+                      v.attributes().has("heads") && v.attributes().has("kv_heads") && v.attributes().has("base");
          if (right) {
            const int64_t heads = v.attributes().integer("heads"), groups = v.attributes().integer("kv_heads");
-           right = heads > 0 && groups > 0 && heads % groups == 0 && v.columns(0) % (heads + 2 * groups) == 0 && v.columns(0) / (heads + 2 * groups) % 2 == 0;
+           right = heads > 0 && groups > 0 && heads % groups == 0 && v.columns(0) % (heads + 2 * groups) == 0 &&
+                   v.columns(0) / (heads + 2 * groups) % 2 == 0;
          }
          require(right, v, "x (B, T, (H+2K)·D) with even D, and attributes heads, kv_heads, base, inverse");
          return {like(v.input(0))};
        },
-       .gradient = [](Differentiation& d) {
-         Attributes attributes = d.forward().attributes();
-         attributes.set("inverse", int64_t{1} - attributes.integer("inverse"));
-         d.set(0, d.build().emit("rotary", {d.output_gradient(0)}, attributes));
-       },
-       .cost = {}, .accumulates = 0, .in_place = {{0, 0}},
+       .gradient =
+           [](Differentiation& d) {
+             Attributes attributes = d.forward().attributes();
+             attributes.set("inverse", int64_t{1} - attributes.integer("inverse"));
+             d.set(0, d.build().emit("rotary", {d.output_gradient(0)}, attributes));
+           },
+       .in_place = {{0, 0}},
        .kernels = {{"cpu", {bind_rotary<float>, {}}},
-                   {"reference", {[](const Binding& b) { return compute_type(b) == DType::f64 ? bind_rotary<double>(b) : bind_rotary<float>(b); }, {}}}}});
+                   {"reference",
+                    {[](const Binding& b) {
+                       return compute_type(b) == DType::f64 ? bind_rotary<double>(b) : bind_rotary<float>(b);
+                     },
+                     {}}}}});
 }
 
 const AtLoad registered([] {

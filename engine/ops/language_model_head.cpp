@@ -59,8 +59,14 @@ STRATA_SIMD double row_loss(float* logits, int64_t n, int64_t target, float scal
 struct Sizes {
   int64_t rows, hidden, vocabulary, chunk, stride;
   explicit Sizes(const OpView& v)
-      : rows(v.rows(0)), hidden(v.columns(0)), vocabulary(v.input(1).shape[0]), chunk(chunk_rows(rows, vocabulary)), stride(row_stride(vocabulary)) {}
-  int64_t loss_offset() const { return chunk * stride; }  // in floats; losses of the chunk's rows in double follow the logits
+      : rows(v.rows(0)),
+        hidden(v.columns(0)),
+        vocabulary(v.input(1).shape[0]),
+        chunk(chunk_rows(rows, vocabulary)),
+        stride(row_stride(vocabulary)) {}
+  int64_t loss_offset() const {
+    return chunk * stride;
+  }  // in floats; losses of the chunk's rows in double follow the logits
   int64_t workspace() const { return chunk * stride * 4 + chunk * 8; }
 };
 
@@ -74,19 +80,24 @@ void loss_on_cpu(const Binding& b, bool gradient) {
   double total = 0;
   for (int64_t row = 0; row < s.rows; row += s.chunk) {
     const int64_t m = std::min(s.chunk, s.rows - row);
-    gemm(b.threads(), Transpose::no, Transpose::yes, m, s.vocabulary, s.hidden, x + row * s.hidden, s.hidden, w, s.hidden, 0, logits, s.stride);
+    gemm(b.threads(), Transpose::no, Transpose::yes, m, s.vocabulary, s.hidden, x + row * s.hidden, s.hidden, w,
+         s.hidden, 0, logits, s.stride);
     b.threads().split(m, 1, [&](int64_t i, int64_t e) {
       for (; i < e; ++i) {
         const int64_t target = targets[row + i];
         losses[i] = 0;
-        if (target >= 0) losses[i] = row_loss(logits + i * s.stride, s.vocabulary, target, scale, gradient);
-        else if (gradient) std::memset(logits + i * s.stride, 0, size_t(s.vocabulary) * 4);
+        if (target >= 0)
+          losses[i] = row_loss(logits + i * s.stride, s.vocabulary, target, scale, gradient);
+        else if (gradient)
+          std::memset(logits + i * s.stride, 0, size_t(s.vocabulary) * 4);
       }
     });
     for (int64_t i = 0; i < m; ++i) total += losses[i];
     if (!gradient) continue;
-    gemm(b.threads(), Transpose::no, Transpose::no, m, s.hidden, s.vocabulary, logits, s.stride, w, s.hidden, b.accumulates(1) ? 1.0f : 0.0f, b.out<float>(1) + row * s.hidden, s.hidden);
-    gemm(b.threads(), Transpose::yes, Transpose::no, s.vocabulary, s.hidden, m, logits, s.stride, x + row * s.hidden, s.hidden, row > 0 || b.accumulates(2) ? 1.0f : 0.0f, b.out<float>(2), s.hidden);
+    gemm(b.threads(), Transpose::no, Transpose::no, m, s.hidden, s.vocabulary, logits, s.stride, w, s.hidden,
+         b.accumulates(1) ? 1.0f : 0.0f, b.out<float>(1) + row * s.hidden, s.hidden);
+    gemm(b.threads(), Transpose::yes, Transpose::no, s.vocabulary, s.hidden, m, logits, s.stride, x + row * s.hidden,
+         s.hidden, row > 0 || b.accumulates(2) ? 1.0f : 0.0f, b.out<float>(2), s.hidden);
   }
   *b.out<float>(0) = float(total * b.attributes().real("scale"));
 }
@@ -105,7 +116,8 @@ void reference_loss(const Binding& b, bool gradient) {
     double top = -1e300, sum = 0;
     for (int64_t v = 0; v < vocabulary; ++v) {
       p[v] = 0;
-      for (int64_t i = 0; i < hidden; ++i) p[v] += double(b.in<T>(0)[r * hidden + i]) * double(b.in<T>(1)[v * hidden + i]);
+      for (int64_t i = 0; i < hidden; ++i)
+        p[v] += double(b.in<T>(0)[r * hidden + i]) * double(b.in<T>(1)[v * hidden + i]);
       top = std::max(top, p[v]);
     }
     const double at_target = p[target] - top;
@@ -123,39 +135,51 @@ void reference_loss(const Binding& b, bool gradient) {
 }
 
 void check(const OpView& v) {
-  require(v.inputs() == 3 && v.has_input(0) && v.has_input(1) && v.has_input(2) && is_float(v.input(0)) && is_float(v.input(1)) &&
-              v.input(1).shape.size() == 2 && v.columns(0) == v.columns(1) && v.input(2).dtype == DType::i32 && elements(v.input(2).shape) == v.rows(0) &&
-              v.attributes().has("scale"), v, "x (B, T, C), w (V, C), targets i32 (B, T) and an attribute scale");
+  require(v.inputs() == 3 && v.has_input(0) && v.has_input(1) && v.has_input(2) && is_float(v.input(0)) &&
+              is_float(v.input(1)) && v.input(1).shape.size() == 2 && v.columns(0) == v.columns(1) &&
+              v.input(2).dtype == DType::i32 && elements(v.input(2).shape) == v.rows(0) && v.attributes().has("scale"),
+          v, "x (B, T, C), w (V, C), targets i32 (B, T) and an attribute scale");
 }
 Cost head_cost(const OpView& v, double products) {
   const double size = double(size_of(v.input(0).dtype));
-  return {2 * products * double(v.rows(0)) * double(v.columns(0)) * double(v.input(1).shape[0]), products * size * (double(elements(v.input(0).shape)) + double(elements(v.input(1).shape)))};
+  return {2 * products * double(v.rows(0)) * double(v.columns(0)) * double(v.input(1).shape[0]),
+          products * size * (double(elements(v.input(0).shape)) + double(elements(v.input(1).shape)))};
 }
 int64_t workspace(const OpView& v, int) { return Sizes(v).workspace(); }
 
 const AtLoad registered([] {
-  register_kind({.name = "lm_head_loss", .summary = "x (B, T, C), w (V, C), targets i32 (B, T) -> loss (1) = scale·Σ cross-entropy; targets below 0 do not count",
-                 .shape = [](const OpView& v) -> std::vector<TensorSpec> {
-                   check(v);
-                   return {{{1}, v.input(0).dtype}};
-                 },
-                 .gradient = [](Differentiation& d) {
-                   const auto out = d.build().emit_all("lm_head_loss_with_gradient", {d.input(0), d.input(1), d.input(2)}, d.forward().attributes(), {d.output(0), {}, {}});
-                   d.replaces_forward();
-                   d.set(0, out[1]);
-                   d.set(1, out[2]);
-                 },
-                 .cost = [](const OpView& v) { return head_cost(v, 1); }, .accumulates = 0, .in_place = {},
-                 .kernels = {{"cpu", cpu_kernel([](const Binding& b) { loss_on_cpu(b, false); }, workspace)},
-                             {"reference", reference_kernel([](const Binding& b, auto zero) { reference_loss<decltype(zero)>(b, false); })}}});
-  register_kind({.name = "lm_head_loss_with_gradient", .summary = "x, w, targets -> loss (1), dx (B, T, C), dw (V, C)",
+  register_kind(
+      {.name = "lm_head_loss",
+       .summary = "x (B, T, C), w (V, C), targets i32 (B, T) -> loss (1) = scale·Σ cross-entropy; targets below 0 do "
+                  "not count",
+       .shape = [](const OpView& v) -> std::vector<TensorSpec> {
+         check(v);
+         return {{{1}, v.input(0).dtype}};
+       },
+       .gradient =
+           [](Differentiation& d) {
+             const auto out = d.build().emit_all("lm_head_loss_with_gradient", {d.input(0), d.input(1), d.input(2)},
+                                                 d.forward().attributes(), {d.output(0), {}, {}});
+             d.replaces_forward();
+             d.set(0, out[1]);
+             d.set(1, out[2]);
+           },
+       .cost = [](const OpView& v) { return head_cost(v, 1); },
+       .kernels = {{"cpu", cpu_kernel([](const Binding& b) { loss_on_cpu(b, false); }, workspace)},
+                   {"reference",
+                    reference_kernel([](const Binding& b, auto zero) { reference_loss<decltype(zero)>(b, false); })}}});
+  register_kind({.name = "lm_head_loss_with_gradient",
+                 .summary = "x, w, targets -> loss (1), dx (B, T, C), dw (V, C)",
                  .shape = [](const OpView& v) -> std::vector<TensorSpec> {
                    check(v);
                    return {{{1}, v.input(0).dtype}, like(v.input(0)), like(v.input(1))};
                  },
-                 .gradient = {}, .cost = [](const OpView& v) { return head_cost(v, 3); }, .accumulates = 6, .in_place = {},
+                 .cost = [](const OpView& v) { return head_cost(v, 3); },
+                 .accumulates = 6,
                  .kernels = {{"cpu", cpu_kernel([](const Binding& b) { loss_on_cpu(b, true); }, workspace)},
-                             {"reference", reference_kernel([](const Binding& b, auto zero) { reference_loss<decltype(zero)>(b, true); })}}});
+                             {"reference", reference_kernel([](const Binding& b, auto zero) {
+                                reference_loss<decltype(zero)>(b, true);
+                              })}}});
 });
 
 }  // namespace

@@ -13,7 +13,8 @@ using simd::get;
 using simd::put;
 
 // rows × columns; mean and 1/σ of row r go to statistics[2r], [2r+1]; for RMSNorm 1/rms to statistics[r].
-STRATA_SIMD void layer_norm(const float* x, const float* w, const float* b, float* y, float* statistics, int64_t rows, int64_t columns, float epsilon) {
+STRATA_SIMD void layer_norm(const float* x, const float* w, const float* b, float* y, float* statistics, int64_t rows,
+                            int64_t columns, float epsilon) {
   for (int64_t r = 0; r < rows; ++r, x += columns, y += columns) {
     F total{};
     simd::map(columns, [&](int64_t i, int64_t c) STRATA_INLINE_LAMBDA { total += get(x + i, c); });
@@ -29,23 +30,30 @@ STRATA_SIMD void layer_norm(const float* x, const float* w, const float* b, floa
     const float inverse = 1 / std::sqrt((simd::sum(squares) + rest) / float(columns) + epsilon);
     statistics[2 * r] = mean;
     statistics[2 * r + 1] = inverse;
-    simd::map(columns, [&](int64_t j, int64_t c) STRATA_INLINE_LAMBDA { put(y + j, (get(x + j, c) - mean) * inverse * get(w + j, c) + get(b + j, c), c); });
+    simd::map(columns, [&](int64_t j, int64_t c) STRATA_INLINE_LAMBDA {
+      put(y + j, (get(x + j, c) - mean) * inverse * get(w + j, c) + get(b + j, c), c);
+    });
   }
 }
 
-STRATA_SIMD void rms_norm(const float* x, const float* w, float* y, float* statistics, int64_t rows, int64_t columns, float epsilon) {
+STRATA_SIMD void rms_norm(const float* x, const float* w, float* y, float* statistics, int64_t rows, int64_t columns,
+                          float epsilon) {
   for (int64_t r = 0; r < rows; ++r, x += columns, y += columns) {
     F squares{};
-    simd::map(columns, [&](int64_t i, int64_t c) STRATA_INLINE_LAMBDA { const F v = get(x + i, c); squares += v * v; });
+    simd::map(columns, [&](int64_t i, int64_t c) STRATA_INLINE_LAMBDA {
+      const F v = get(x + i, c);
+      squares += v * v;
+    });
     const float inverse = 1 / std::sqrt(simd::sum(squares) / float(columns) + epsilon);
     statistics[r] = inverse;
-    simd::map(columns, [&](int64_t j, int64_t c) STRATA_INLINE_LAMBDA { put(y + j, get(x + j, c) * inverse * get(w + j, c), c); });
+    simd::map(columns, [&](int64_t j, int64_t c)
+                           STRATA_INLINE_LAMBDA { put(y + j, get(x + j, c) * inverse * get(w + j, c), c); });
   }
 }
 
 // dx (set, or added to) and this thread's column sums dw, db (added to). b: LayerNorm, else RMSNorm.
-STRATA_SIMD void norm_gradient(const float* dy, const float* x, const float* w, const float* statistics, float* dx, float* dw, float* db,
-                               int64_t rows, int64_t columns, bool layer, bool accumulate) {
+STRATA_SIMD void norm_gradient(const float* dy, const float* x, const float* w, const float* statistics, float* dx,
+                               float* dw, float* db, int64_t rows, int64_t columns, bool layer, bool accumulate) {
   for (int64_t r = 0; r < rows; ++r, x += columns, dy += columns, dx += columns) {
     const float mean = layer ? statistics[2 * r] : 0, inverse = layer ? statistics[2 * r + 1] : statistics[r];
     F dots{}, totals{};
@@ -88,7 +96,8 @@ void reference_norm(const Binding& b, bool layer) {
     const T inverse = 1 / std::sqrt(variance + epsilon);
     if (layer) b.out<T>(1)[2 * r] = mean;
     b.out<T>(1)[layer ? 2 * r + 1 : r] = inverse;
-    for (int64_t i = 0; i < columns; ++i) y[i] = (x[i] - mean) * inverse * b.in<T>(1)[i] + (layer ? b.in<T>(2)[i] : T(0));
+    for (int64_t i = 0; i < columns; ++i)
+      y[i] = (x[i] - mean) * inverse * b.in<T>(1)[i] + (layer ? b.in<T>(2)[i] : T(0));
   }
 }
 
@@ -120,57 +129,76 @@ void register_norm(const std::string& name, bool layer) {
   const int inputs = layer ? 3 : 2, per_row = layer ? 2 : 1;
   register_kind(
       {.name = name,
-       .summary = layer ? "x (…, C), w (C), b (C) -> y (…, C), statistics (rows, 2)" : "x (…, C), w (C) -> y (…, C), statistics (rows, 1)",
+       .summary = layer ? "x (…, C), w (C), b (C) -> y (…, C), statistics (rows, 2)"
+                        : "x (…, C), w (C) -> y (…, C), statistics (rows, 1)",
        .shape = [=](const OpView& v) -> std::vector<TensorSpec> {
          bool right = v.inputs() == inputs && v.has_input(0) && is_float(v.input(0)) && v.attributes().has("epsilon");
-         for (int i = 1; right && i < inputs; ++i) right = v.has_input(i) && v.input(i).shape == Shape{v.columns(0)} && v.input(i).dtype == v.input(0).dtype;
-         require(right, v, layer ? "x (…, C), w (C), b (C) and an attribute epsilon" : "x (…, C), w (C) and an attribute epsilon");
+         for (int i = 1; right && i < inputs; ++i)
+           right = v.has_input(i) && v.input(i).shape == Shape{v.columns(0)} && v.input(i).dtype == v.input(0).dtype;
+         require(
+             right, v,
+             layer ? "x (…, C), w (C), b (C) and an attribute epsilon" : "x (…, C), w (C) and an attribute epsilon");
          return {like(v.input(0)), {{v.rows(0), per_row}, v.input(0).dtype}};
        },
-       .gradient = [=](Differentiation& d) {
-         const auto out = d.build().emit_all(name + "_gradient", {d.output_gradient(0), d.input(0), d.input(1), d.output(1)});
-         for (int i = 0; i < inputs; ++i) d.set(i, out[i]);
-       },
-       .cost = {}, .accumulates = 0, .in_place = {},
+       .gradient =
+           [=](Differentiation& d) {
+             const auto out =
+                 d.build().emit_all(name + "_gradient", {d.output_gradient(0), d.input(0), d.input(1), d.output(1)});
+             for (int i = 0; i < inputs; ++i) d.set(i, out[i]);
+           },
        .kernels = {{"cpu", cpu_kernel([layer](const Binding& b) {
                       const int64_t columns = b.columns(0);
                       const float epsilon = float(b.attributes().real("epsilon"));
                       b.threads().split(b.rows(0), 8, [&](int64_t r, int64_t e) {
                         const int64_t at = r * columns;
-                        if (layer) layer_norm(b.in<float>(0) + at, b.in<float>(1), b.in<float>(2), b.out<float>(0) + at, b.out<float>(1) + 2 * r, e - r, columns, epsilon);
-                        else rms_norm(b.in<float>(0) + at, b.in<float>(1), b.out<float>(0) + at, b.out<float>(1) + r, e - r, columns, epsilon);
+                        if (layer)
+                          layer_norm(b.in<float>(0) + at, b.in<float>(1), b.in<float>(2), b.out<float>(0) + at,
+                                     b.out<float>(1) + 2 * r, e - r, columns, epsilon);
+                        else
+                          rms_norm(b.in<float>(0) + at, b.in<float>(1), b.out<float>(0) + at, b.out<float>(1) + r,
+                                   e - r, columns, epsilon);
                       });
                     })},
-                   {"reference", reference_kernel([layer](const Binding& b, auto zero) { reference_norm<decltype(zero)>(b, layer); })}}});
+                   {"reference", reference_kernel([layer](const Binding& b, auto zero) {
+                      reference_norm<decltype(zero)>(b, layer);
+                    })}}});
   register_kind(
       {.name = name + "_gradient",
        .summary = layer ? "dy, x, w, statistics -> dx, dw, db" : "dy, x, w, statistics -> dx, dw",
        .shape = [=](const OpView& v) -> std::vector<TensorSpec> {
-         const bool right = v.inputs() == 4 && v.has_input(0) && v.has_input(1) && v.has_input(2) && v.has_input(3) && is_float(v.input(0)) &&
-                            v.input(0).shape == v.input(1).shape && v.input(2).shape == Shape{v.columns(0)} && v.input(3).shape == Shape{v.rows(0), per_row};
+         const bool right = v.inputs() == 4 && v.has_input(0) && v.has_input(1) && v.has_input(2) && v.has_input(3) &&
+                            is_float(v.input(0)) && v.input(0).shape == v.input(1).shape &&
+                            v.input(2).shape == Shape{v.columns(0)} && v.input(3).shape == Shape{v.rows(0), per_row};
          require(right, v, "dy and x (…, C), w (C) and the statistics of the forward op");
          std::vector<TensorSpec> specs{like(v.input(0)), like(v.input(2))};
          if (layer) specs.push_back(like(v.input(2)));
          return specs;
        },
-       .gradient = {}, .cost = {}, .accumulates = layer ? 7u : 3u, .in_place = {{0, 0}},
+       .accumulates = layer ? 7u : 3u,
+       .in_place = {{0, 0}},
        .kernels = {{"cpu", cpu_kernel(
                                [layer](const Binding& b) {
                                  const int64_t columns = b.columns(0), stride = 2 * padded(columns);
                                  const int count = b.threads().count();
                                  float* sums = b.workspace<float>();
                                  b.threads().parallel([&](int t) {
-                                   const int64_t r = b.rows(0) * t / count, e = b.rows(0) * (t + 1) / count, at = r * columns;
+                                   const int64_t r = b.rows(0) * t / count, e = b.rows(0) * (t + 1) / count,
+                                                 at = r * columns;
                                    float* mine = sums + t * stride;
                                    std::fill_n(mine, stride, 0.0f);
-                                   norm_gradient(b.in<float>(0) + at, b.in<float>(1) + at, b.in<float>(2), b.in<float>(3) + r * (layer ? 2 : 1), b.out<float>(0) + at,
-                                                 mine, mine + stride / 2, e - r, columns, layer, b.accumulates(0));
+                                   norm_gradient(b.in<float>(0) + at, b.in<float>(1) + at, b.in<float>(2),
+                                                 b.in<float>(3) + r * (layer ? 2 : 1), b.out<float>(0) + at, mine,
+                                                 mine + stride / 2, e - r, columns, layer, b.accumulates(0));
                                  });
                                  add_rows(sums, stride, count, b.out<float>(1), columns, b.accumulates(1));
-                                 if (layer) add_rows(sums + stride / 2, stride, count, b.out<float>(2), columns, b.accumulates(2));
+                                 if (layer)
+                                   add_rows(sums + stride / 2, stride, count, b.out<float>(2), columns,
+                                            b.accumulates(2));
                                },
                                [](const OpView& v, int threads) { return threads * 2 * padded(v.columns(0)) * 4; })},
-                   {"reference", reference_kernel([layer](const Binding& b, auto zero) { reference_gradient<decltype(zero)>(b, layer); })}}});
+                   {"reference", reference_kernel([layer](const Binding& b, auto zero) {
+                      reference_gradient<decltype(zero)>(b, layer);
+                    })}}});
 }
 
 const AtLoad registered([] {

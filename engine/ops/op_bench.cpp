@@ -31,7 +31,8 @@ struct Aligned {
 };
 
 // Runs one op over and over. Floats are 0.5, tokens count upwards, scalars are 1.
-void run(benchmark::State& state, const std::string& kind, const std::vector<Input>& inputs, const Attributes& attributes) {
+void run(benchmark::State& state, const std::string& kind, const std::vector<Input>& inputs,
+         const Attributes& attributes) {
   strata::Threads threads(std::max(1, int(std::thread::hardware_concurrency())));
   strata::Program program;
   strata::Builder build(program);
@@ -46,9 +47,12 @@ void run(benchmark::State& state, const std::string& kind, const std::vector<Inp
   for (TensorId id : ids) {
     in.push_back(allocate(program[id].bytes()));
     for (int64_t i = 0; i < strata::elements(program[id].shape); ++i) {
-      if (program[id].dtype == DType::f32) static_cast<float*>(in.back())[i] = 0.5f;
-      else if (program[id].dtype == DType::f64) static_cast<double*>(in.back())[i] = 1;
-      else static_cast<int32_t*>(in.back())[i] = int32_t(i * 37 % kVocabulary);
+      if (program[id].dtype == DType::f32)
+        static_cast<float*>(in.back())[i] = 0.5f;
+      else if (program[id].dtype == DType::f64)
+        static_cast<double*>(in.back())[i] = 1;
+      else
+        static_cast<int32_t*>(in.back())[i] = int32_t(i * 37 % kVocabulary);
     }
   }
   for (TensorId id : view.op().outputs) out.push_back(allocate(program[id].bytes()));
@@ -64,8 +68,7 @@ const Shape kX{4, 256, kHidden}, kUp{4, 256, kInner}, kQkv{4, 256, 3 * kHidden},
 const Input kScalar{{1}, DType::f64}, kTokens{{4, 256}, DType::i32};
 const Attributes kEpsilon{{"epsilon", 1e-5}};
 
-#define BENCH(kind, ...) \
-  BENCHMARK_CAPTURE(run, kind, #kind, __VA_ARGS__)->UseRealTime()->Unit(benchmark::kMicrosecond)
+#define BENCH(kind, ...) BENCHMARK_CAPTURE(run, kind, #kind, __VA_ARGS__)->UseRealTime()->Unit(benchmark::kMicrosecond)
 
 BENCH(add, {{kX}, {kX}}, {});
 BENCH(scale, {{kUp}, kScalar}, {});

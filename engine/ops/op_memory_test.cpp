@@ -68,7 +68,8 @@ class Subject {
     std::vector<TensorId> ids;
     for (const Input& in : c.inputs) ids.push_back(build.data("in", in.shape, in.limit > 0 ? DType::i32 : in.dtype));
     outputs_ = build.emit_all(c.kind, ids, c.attributes);
-    for (size_t i = 0; i < ids.size(); ++i) values_.push_back(random_values(program_[ids[i]], c.inputs[i].limit, random));
+    for (size_t i = 0; i < ids.size(); ++i)
+      values_.push_back(random_values(program_[ids[i]], c.inputs[i].limit, random));
   }
 
   const Op& op() const { return program_.ops.back(); }
@@ -76,7 +77,8 @@ class Subject {
 
   // Runs the op; output o uses the memory of input share[o] where that is not -1, and holds addends[o] at the start
   // where `mask` says so. Returns the outputs.
-  std::vector<Bytes> run(int threads, std::vector<int> share = {}, uint32_t mask = 0, const std::vector<Bytes>& addends = {}) {
+  std::vector<Bytes> run(int threads, std::vector<int> share = {}, uint32_t mask = 0,
+                         const std::vector<Bytes>& addends = {}) {
     Op op = this->op();
     op.accumulate = mask;
     for (size_t o = 0; o < outputs_.size(); ++o)
@@ -128,9 +130,12 @@ class Subject {
       const float value = float(normal(random));
       const int32_t token = limit > 0 ? int32_t(random() % uint64_t(limit)) : 0;
       const double scalar = 3;
-      if (tensor.dtype == DType::i32) std::memcpy(bytes.data() + i * 4, &token, 4);
-      else if (tensor.dtype == DType::f64) std::memcpy(bytes.data() + i * 8, &scalar, 8);
-      else std::memcpy(bytes.data() + i * 4, &value, 4);
+      if (tensor.dtype == DType::i32)
+        std::memcpy(bytes.data() + i * 4, &token, 4);
+      else if (tensor.dtype == DType::f64)
+        std::memcpy(bytes.data() + i * 8, &scalar, 8);
+      else
+        std::memcpy(bytes.data() + i * 4, &value, 4);
     }
     return bytes;
   }
@@ -228,7 +233,8 @@ TEST(OpMemory, SharingAccumulationThreadsAndBounds) {
         const auto plain = subject.run(2);
         for (size_t o = 0; o < plain.size(); ++o) {
           if (subject.program()[subject.outputs()[o]].dtype != DType::f32) continue;
-          for (float value : floats(plain[o])) ASSERT_FALSE(std::isnan(value)) << "output " << o << " is not written whole";
+          for (float value : floats(plain[o]))
+            ASSERT_FALSE(std::isnan(value)) << "output " << o << " is not written whole";
         }
         EXPECT_EQ(subject.run(2), plain) << "two runs differ";
         if (c.any_threads) {

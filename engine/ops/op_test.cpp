@@ -64,16 +64,22 @@ Built build(const Case& c, DType type) {
 }
 
 // Runs the program and returns the first output and then the gradients.
-Values run(const Built& b, const std::string& backend, const Values& inputs, const std::vector<double>& cotangent, Threads& threads) {
+Values run(const Built& b, const std::string& backend, const Values& inputs, const std::vector<double>& cotangent,
+           Threads& threads) {
   const MemoryPlan plan = plan_memory(b.program, backend, threads.count());
   Storage storage(b.program, plan, 0);
   Executor executor(b.program, plan, storage, backend, threads);
   const auto fill = [&](TensorId id, const std::vector<double>& values) {
     if (!id) return;
     for (size_t i = 0; i < values.size(); ++i) switch (b.program[id].dtype) {
-        case DType::f32: static_cast<float*>(executor.pointer(id))[i] = float(values[i]); break;
-        case DType::f64: static_cast<double*>(executor.pointer(id))[i] = values[i]; break;
-        default: static_cast<int32_t*>(executor.pointer(id))[i] = int32_t(values[i]);
+        case DType::f32:
+          static_cast<float*>(executor.pointer(id))[i] = float(values[i]);
+          break;
+        case DType::f64:
+          static_cast<double*>(executor.pointer(id))[i] = values[i];
+          break;
+        default:
+          static_cast<int32_t*>(executor.pointer(id))[i] = int32_t(values[i]);
       }
   };
   for (size_t i = 0; i < b.inputs.size(); ++i) fill(b.inputs[i], inputs[i]);
@@ -83,7 +89,8 @@ Values run(const Built& b, const std::string& backend, const Values& inputs, con
   const auto take = [&](TensorId id) {
     std::vector<double> values(size_t(elements(b.program[id].shape)));
     for (size_t i = 0; i < values.size(); ++i)
-      values[i] = b.program[id].dtype == DType::f32 ? double(static_cast<float*>(executor.pointer(id))[i]) : static_cast<double*>(executor.pointer(id))[i];
+      values[i] = b.program[id].dtype == DType::f32 ? double(static_cast<float*>(executor.pointer(id))[i])
+                                                    : static_cast<double*>(executor.pointer(id))[i];
     results.push_back(std::move(values));
   };
   take(b.outputs[0]);
@@ -116,15 +123,18 @@ void check(const Case& c, uint32_t seed) {
     const TensorId id = reference.inputs[i];
     const Input in = i < c.inputs.size() ? c.inputs[i] : Input{reference.program[id].shape};
     for (int64_t n = 0; id && n < elements(in.shape); ++n) {
-      if (in.limit > 0) values.push_back(double(random() % uint64_t(in.limit)));
-      else values.push_back(std::isnan(in.fixed) ? double(float(normal(random))) : in.fixed);
+      if (in.limit > 0)
+        values.push_back(double(random() % uint64_t(in.limit)));
+      else
+        values.push_back(std::isnan(in.fixed) ? double(float(normal(random))) : in.fixed);
     }
     if (id && in.limit == 0 && std::isnan(in.fixed)) floats.push_back(int(i));
     inputs.push_back(values);
   }
   std::vector<double> cotangent;
   if (!c.loss)
-    for (int64_t n = 0; n < elements(reference.program[reference.outputs[0]].shape); ++n) cotangent.push_back(double(float(normal(random))));
+    for (int64_t n = 0; n < elements(reference.program[reference.outputs[0]].shape); ++n)
+      cotangent.push_back(double(float(normal(random))));
   const auto objective = [&](const Values& in) {
     const auto out = run(reference, "reference", in, cotangent, threads)[0];
     return c.loss ? out[0] : dot(out, cotangent);
@@ -150,14 +160,16 @@ void check(const Case& c, uint32_t seed) {
   for (size_t r = 0; r < want.size(); ++r) {
     double scale = 1;
     for (double value : want[r]) scale = std::max(scale, std::abs(value));
-    for (size_t i = 0; i < want[r].size(); ++i) ASSERT_NEAR(got[r][i], want[r][i], 2e-5 * scale) << "result " << r << " element " << i;
+    for (size_t i = 0; i < want[r].size(); ++i)
+      ASSERT_NEAR(got[r][i], want[r][i], 2e-5 * scale) << "result " << r << " element " << i;
   }
 }
 
 std::vector<Case> cases(std::mt19937& random) {
   const auto pick = [&](std::initializer_list<int64_t> values) { return *(values.begin() + random() % values.size()); };
   const int64_t rows = pick({1, 2, 3, 7, 16, 33}), in = pick({1, 3, 15, 16, 17, 64}), out = pick({1, 5, 16, 31, 48});
-  const int64_t batch = pick({1, 2, 3}), time = pick({1, 2, 17, 64, 65, 130}), size = 2 * pick({1, 4, 8, 9}), groups = pick({1, 2}), per_group = pick({1, 3});
+  const int64_t batch = pick({1, 2, 3}), time = pick({1, 2, 17, 64, 65, 130}), size = 2 * pick({1, 4, 8, 9}),
+                groups = pick({1, 2}), per_group = pick({1, 3});
   const int64_t vocabulary = pick({2, 15, 16, 50}), columns = pick({2, 15, 16, 17, 70});
   const Attributes heads{{"heads", groups * per_group}, {"kv_heads", groups}};
   Attributes rotary = heads;
@@ -179,7 +191,11 @@ std::vector<Case> cases(std::mt19937& random) {
       {"swiglu", {{{rows, columns}}, {{rows, columns}}}, {}},
       {"add", {{{rows, columns}}, {{rows, columns}}}, {}},
       {"dropout", {{{rows, columns}}, {{1}, 0, 7}, {{1}, 0, 3}}, {{"probability", 0.3}, {"stream", int64_t{11}}}},
-      {"lm_head_loss", {{{batch, rows, in}}, {{vocabulary, in}}, {{batch, rows}, vocabulary}}, {{"scale", 0.25}}, false, true},
+      {"lm_head_loss",
+       {{{batch, rows, in}}, {{vocabulary, in}}, {{batch, rows}, vocabulary}},
+       {{"scale", 0.25}},
+       false,
+       true},
   };
 }
 
@@ -201,8 +217,9 @@ TEST(Ops, KernelsWithoutGradient) {
       Program program;
       Builder build(program);
       const TensorId x = build.data("x", {n}, DType::f32), factor = build.data("factor", {1}, DType::f64);
-      const std::vector<TensorId> outputs = {build.emit("scale", {x, factor}), build.emit("clamp", {x}, {{"limit", 0.5}}), build.emit("sum_of_squares", {x}),
-                                             build.emit("sum_rows", {x})};
+      const std::vector<TensorId> outputs = {build.emit("scale", {x, factor}),
+                                             build.emit("clamp", {x}, {{"limit", 0.5}}),
+                                             build.emit("sum_of_squares", {x}), build.emit("sum_rows", {x})};
       for (TensorId id : outputs) program[id].step_output = true;
       const std::string backend = b ? "cpu" : "reference";
       const MemoryPlan plan = plan_memory(program, backend, 2);
@@ -216,12 +233,14 @@ TEST(Ops, KernelsWithoutGradient) {
       for (TensorId id : outputs) {
         std::vector<double> values;
         for (int64_t i = 0; i < elements(program[id].shape); ++i)
-          values.push_back(program[id].dtype == DType::f64 ? static_cast<double*>(executor.pointer(id))[i] : double(static_cast<float*>(executor.pointer(id))[i]));
+          values.push_back(program[id].dtype == DType::f64 ? static_cast<double*>(executor.pointer(id))[i]
+                                                           : double(static_cast<float*>(executor.pointer(id))[i]));
         results[b].push_back(values);
       }
     }
     for (size_t r = 0; r < results[0].size(); ++r)
-      for (size_t i = 0; i < results[0][r].size(); ++i) ASSERT_NEAR(results[1][r][i], results[0][r][i], 1e-6 * (1 + std::abs(results[0][r][i]))) << r << " of n " << n;
+      for (size_t i = 0; i < results[0][r].size(); ++i)
+        ASSERT_NEAR(results[1][r][i], results[0][r][i], 1e-6 * (1 + std::abs(results[0][r][i]))) << r << " of n " << n;
   }
 }
 
@@ -231,7 +250,8 @@ TEST(Ops, DropoutMaskIsGlobal) {
   const auto mask = [&](int64_t n, int microbatch) {
     Program program;
     Builder build(program);
-    const TensorId x = build.data("x", {n}, DType::f32), seed = build.data("seed", {1}, DType::f64), step = build.data("step", {1}, DType::f64);
+    const TensorId x = build.data("x", {n}, DType::f32), seed = build.data("seed", {1}, DType::f64),
+                   step = build.data("step", {1}, DType::f64);
     build.microbatch = microbatch;
     const TensorId y = build.emit("dropout", {x, seed, step}, {{"probability", 0.5}, {"stream", int64_t{4}}});
     program[y].step_output = true;
@@ -247,7 +267,8 @@ TEST(Ops, DropoutMaskIsGlobal) {
   };
   const std::vector<float> whole = mask(4 * 37, 0);
   EXPECT_NEAR(double(std::count(whole.begin(), whole.end(), 0.0f)), 74, 30);  // five standard deviations of a fair coin
-  for (int m = 0; m < 4; ++m) EXPECT_EQ(mask(37, m), std::vector<float>(whole.begin() + 37 * m, whole.begin() + 37 * (m + 1))) << m;
+  for (int m = 0; m < 4; ++m)
+    EXPECT_EQ(mask(37, m), std::vector<float>(whole.begin() + 37 * m, whole.begin() + 37 * (m + 1))) << m;
 }
 
 }  // namespace

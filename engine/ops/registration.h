@@ -10,13 +10,16 @@ namespace strata {
 // Runs a function when the library is loaded.
 struct AtLoad {
   template <class Function>
-  explicit AtLoad(Function&& function) { function(); }
+  explicit AtLoad(Function&& function) {
+    function();
+  }
 };
 
 // The dtype a kernel computes in: that of its first floating-point input, or of its output.
 inline DType compute_type(const OpView& view) {
   for (int i = 0; i < view.inputs(); ++i)
-    if (view.has_input(i) && (view.input(i).dtype == DType::f32 || view.input(i).dtype == DType::f64)) return view.input(i).dtype;
+    if (view.has_input(i) && (view.input(i).dtype == DType::f32 || view.input(i).dtype == DType::f64))
+      return view.input(i).dtype;
   return view.output(0).dtype;
 }
 

@@ -88,8 +88,10 @@ STRATA_INLINE void map(int64_t n, Function&& f) {
 }
 STRATA_INLINE F get(const float* p, int64_t count) { return count == kLanes ? load(p) : load(p, count); }
 STRATA_INLINE void put(float* p, F v, int64_t count) {
-  if (count == kLanes) store(p, v);
-  else store(p, v, count);
+  if (count == kLanes)
+    store(p, v);
+  else
+    store(p, v, count);
 }
 
 }  // namespace strata::simd

@@ -47,8 +47,10 @@ BuiltProgram build_program(std::span<const NamedPlugin> plugins, const BatchShap
   Builder build(single);
   const TensorId result = model.call("model", build, {});
   built.vocabulary = model.vocabulary();
-  if (goal == Goal::logits) single[result].step_output = true;
-  else single.losses = {result};
+  if (goal == Goal::logits)
+    single[result].step_output = true;
+  else
+    single.losses = {result};
   verify(single, "model");
 
   ProgramStage forward{single, batch};
@@ -69,7 +71,8 @@ BuiltProgram build_program(std::span<const NamedPlugin> plugins, const BatchShap
     verify(single, "differentiation");
     ProgramStage backward{single, batch};
     rewrite(plugins, "backward", single, [&](Plugin& plugin) { plugin.backward(backward); });
-    for (const NamedPlugin& named : plugins) guarded(named, "schedule", [&](Plugin& plugin) { plugin.schedule(schedule); });
+    for (const NamedPlugin& named : plugins)
+      guarded(named, "schedule", [&](Plugin& plugin) { plugin.schedule(schedule); });
   }
 
   built.program = unroll(single, parameters, gradients, schedule);
@@ -87,11 +90,17 @@ BuiltProgram build_program(std::span<const NamedPlugin> plugins, const BatchShap
     Builder reduce(step);
     reduce.stage = Stage::reduce;
     GradientStage gradient_stage(reduce, list);
-    rewrite(plugins, "gradients", step, [&](Plugin& plugin) { reduce.role = Role::gradient; plugin.gradients(gradient_stage); });
+    rewrite(plugins, "gradients", step, [&](Plugin& plugin) {
+      reduce.role = Role::gradient;
+      plugin.gradients(gradient_stage);
+    });
     Builder update(step);
     update.stage = Stage::update;
     UpdateStage update_stage(update, list);
-    rewrite(plugins, "update", step, [&](Plugin& plugin) { update.role = Role::workspace; plugin.update(update_stage); });
+    rewrite(plugins, "update", step, [&](Plugin& plugin) {
+      update.role = Role::workspace;
+      plugin.update(update_stage);
+    });
     hoist(step, first);
     verify(step, "placing updates early");
   }

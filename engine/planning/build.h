@@ -1,5 +1,5 @@
-// From plugins and batch sizes to the step program: calls the stages of planning in order and verifies after each plugin.
-// Knows no plugin by name; memory is not planned here (memory_plan.h).
+// From plugins and batch sizes to the step program: calls the stages of planning in order and verifies after each
+// plugin. Knows no plugin by name; memory is not planned here (memory_plan.h).
 #pragma once
 #include <span>
 #include <string>
@@ -11,10 +11,11 @@ namespace strata {
 
 struct BuiltProgram {
   Program program;
-  TensorId logits;              // Goal::logits only: kept to the step's end
-  double model_flops = 0;       // of one step: floating-point operations of forward and backward pass by the kinds' cost rules
+  TensorId logits;  // Goal::logits only: kept to the step's end
+  double model_flops =
+      0;  // of one step: floating-point operations of forward and backward pass by the kinds' cost rules
   int64_t tokens_per_step = 0;
-  int64_t vocabulary = 0;       // token ids must be below; 0 when the model did not say
+  int64_t vocabulary = 0;  // token ids must be below; 0 when the model did not say
 };
 
 // Throws Error, with the plugin's name in front when a plugin's pass threw.

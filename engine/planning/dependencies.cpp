@@ -46,12 +46,13 @@ class Ranges {
 
 }  // namespace
 
-std::vector<std::vector<Wait>> plan_waits(const Program& program, const std::function<std::vector<Access>(int32_t)>& accesses) {
+std::vector<std::vector<Wait>> plan_waits(const Program& program,
+                                          const std::function<std::vector<Access>(int32_t)>& accesses) {
   std::vector<std::vector<Wait>> waits(program.ops.size());
   const auto on_compute = [](const Op& op) { return op.stream == Stream::compute; };
   if (std::all_of(program.ops.begin(), program.ops.end(), on_compute)) return waits;
   Ranges ranges;
-  std::array<Clock, kStreams> seen{};              // what each stream knows to be finished
+  std::array<Clock, kStreams> seen{};  // what each stream knows to be finished
   std::array<int32_t, kStreams> issued{};
   std::array<std::vector<Clock>, kStreams> after;  // what is known once op n of a stream has finished
   for (int32_t i = 0; i < int32_t(program.ops.size()); ++i) {

@@ -23,6 +23,7 @@ struct Access {
 };
 
 // waits[i]: for op i, what is not already implied by the order of its own stream and by earlier waits.
-std::vector<std::vector<Wait>> plan_waits(const Program& program, const std::function<std::vector<Access>(int32_t op)>& accesses);
+std::vector<std::vector<Wait>> plan_waits(const Program& program,
+                                          const std::function<std::vector<Access>(int32_t op)>& accesses);
 
 }  // namespace strata

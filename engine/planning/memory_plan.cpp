@@ -27,10 +27,13 @@ void make_buffers(const Program& program, MemoryPlan& plan) {
   const auto add = [&](TensorId id, int32_t first) {
     const Tensor& tensor = program[id];
     plan.buffer_of[id.value] = int32_t(plan.buffers.size());
-    plan.buffers.push_back({tensor.name, tensor.role, aligned(tensor.bytes()), -1, first, tensor.step_output ? end : std::max(first, last[id.value])});
+    plan.buffers.push_back({tensor.name, tensor.role, aligned(tensor.bytes()), -1, first,
+                            tensor.step_output ? end : std::max(first, last[id.value])});
   };
   for (int32_t t = 0; t < int32_t(count); ++t)
-    if (!program.tensors[t].persistent && program.tensors[t].role == Role::data && (last[t] >= 0 || program.tensors[t].step_output)) add({t}, 0);
+    if (!program.tensors[t].persistent && program.tensors[t].role == Role::data &&
+        (last[t] >= 0 || program.tensors[t].step_output))
+      add({t}, 0);
   for (int32_t i = 0; i <= end; ++i) {
     const Op& op = program.ops[i];
     const OpView view(program, op);
@@ -85,8 +88,8 @@ int64_t place_by_time(std::vector<Buffer>& buffers) {
     return std::pair(buffers[a].first, -buffers[a].bytes) < std::pair(buffers[b].first, -buffers[b].bytes);
   });
   std::stable_sort(ends.begin(), ends.end(), [&](size_t a, size_t b) { return buffers[a].last < buffers[b].last; });
-  std::map<int64_t, int64_t> gaps;                  // offset -> bytes
-  std::set<std::pair<int64_t, int64_t>> by_size;    // bytes, offset
+  std::map<int64_t, int64_t> gaps;                // offset -> bytes
+  std::set<std::pair<int64_t, int64_t>> by_size;  // bytes, offset
   int64_t top = 0;
   const auto open = [&](int64_t offset, int64_t bytes) {
     auto next = gaps.lower_bound(offset);
@@ -150,7 +153,9 @@ int64_t place_by_size(std::vector<Buffer>& buffers) {
     }
     buffers[b].offset = best >= 0 ? best : offset;
     top = std::max(top, buffers[b].offset + buffers[b].bytes);
-    placed.insert(std::upper_bound(placed.begin(), placed.end(), b, [&](size_t x, size_t y) { return buffers[x].offset < buffers[y].offset; }), b);
+    placed.insert(std::upper_bound(placed.begin(), placed.end(), b,
+                                   [&](size_t x, size_t y) { return buffers[x].offset < buffers[y].offset; }),
+                  b);
   }
   return top;
 }
@@ -203,9 +208,9 @@ MemoryPlan plan_memory(const Program& program, const std::string& backend, int t
 
 void enforce_budget(const Program& program, const MemoryPlan& plan, int64_t budget, const std::string& advice) {
   if (budget <= 0 || plan.total_bytes() <= budget) return;
-  std::string message = "the plan needs " + bytes_text(plan.total_bytes()) + " of device memory, but device.memory allows " +
-                        bytes_text(budget) + ". At its peak (op " + std::to_string(plan.peak_op) + ", " +
-                        program.ops[plan.peak_op].kind->name + "):";
+  std::string message = "the plan needs " + bytes_text(plan.total_bytes()) +
+                        " of device memory, but device.memory allows " + bytes_text(budget) + ". At its peak (op " +
+                        std::to_string(plan.peak_op) + ", " + program.ops[plan.peak_op].kind->name + "):";
   for (int r = 0; r < kRoles; ++r)
     if (plan.at_peak[r] > 0) message += "\n  " + std::string(name_of(Role(r))) + " " + bytes_text(plan.at_peak[r]);
   std::vector<std::pair<int64_t, std::string>> largest;
@@ -215,7 +220,8 @@ void enforce_budget(const Program& program, const MemoryPlan& plan, int64_t budg
     if (buffer.first <= plan.peak_op && plan.peak_op <= buffer.last) largest.push_back({buffer.bytes, buffer.name});
   std::stable_sort(largest.begin(), largest.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
   message += "\nLargest tensors:";
-  for (size_t i = 0; i < largest.size() && i < 5; ++i) message += (i ? ", " : " ") + largest[i].second + " " + bytes_text(largest[i].first);
+  for (size_t i = 0; i < largest.size() && i < 5; ++i)
+    message += (i ? ", " : " ") + largest[i].second + " " + bytes_text(largest[i].first);
   throw Error(message + "." + advice);
 }
 

@@ -17,7 +17,7 @@ using Ledger = std::array<int64_t, kRoles>;
 
 // A piece of memory shared by tensors that never live at once, or the workspace of one op.
 struct Buffer {
-  std::string name;     // of its first tensor
+  std::string name;  // of its first tensor
   Role role = Role::activation;
   int64_t bytes = 0;
   int64_t offset = -1;  // in the transient region
@@ -26,11 +26,11 @@ struct Buffer {
 };
 
 struct MemoryPlan {
-  int64_t persistent_bytes = 0;           // region at the start of the arena: parameters, states, scalars
-  int64_t transient_bytes = 0;            // region after it, shared over time
-  int64_t live_peak_bytes = 0;            // most transient bytes alive at once: transient_bytes can't be less
-  int32_t peak_op = -1;                   // where that is
-  Ledger at_peak{};                       // by category at that op, persistent tensors included
+  int64_t persistent_bytes = 0;            // region at the start of the arena: parameters, states, scalars
+  int64_t transient_bytes = 0;             // region after it, shared over time
+  int64_t live_peak_bytes = 0;             // most transient bytes alive at once: transient_bytes can't be less
+  int32_t peak_op = -1;                    // where that is
+  Ledger at_peak{};                        // by category at that op, persistent tensors included
   std::vector<int64_t> persistent_offset;  // by tensor; -1 for transient tensors
   std::vector<int32_t> buffer_of;          // by tensor; -1 for persistent tensors
   std::vector<int32_t> workspace_of;       // by op: its workspace's buffer or -1

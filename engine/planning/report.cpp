@@ -20,7 +20,8 @@ std::vector<Held> held_at_peak(const Program& program, const MemoryPlan& plan) {
   for (const Tensor& tensor : program.tensors)
     if (tensor.persistent) held.push_back({tensor.bytes(), tensor.name, tensor.role});
   for (const Buffer& buffer : plan.buffers)
-    if (buffer.first <= plan.peak_op && plan.peak_op <= buffer.last) held.push_back({buffer.bytes, buffer.name, buffer.role});
+    if (buffer.first <= plan.peak_op && plan.peak_op <= buffer.last)
+      held.push_back({buffer.bytes, buffer.name, buffer.role});
   std::stable_sort(held.begin(), held.end(), [](const Held& a, const Held& b) { return a.bytes > b.bytes; });
   return held;
 }
@@ -44,8 +45,9 @@ std::string quoted(std::string_view text) {
 
 std::string plan_text(const BuiltProgram& built, const MemoryPlan& plan) {
   const Program& program = built.program;
-  std::string text = fmt::format("parameters        {:>16}\ntokens a step     {:>16}\nops a step        {:>16}\nmodel FLOPs a step{:>16.4e}\n\n",
-                                 parameter_count(program), built.tokens_per_step, program.ops.size(), built.model_flops);
+  std::string text = fmt::format(
+      "parameters        {:>16}\ntokens a step     {:>16}\nops a step        {:>16}\nmodel FLOPs a step{:>16.4e}\n\n",
+      parameter_count(program), built.tokens_per_step, program.ops.size(), built.model_flops);
   text += fmt::format("device memory at the peak\n");
   for (int r = 0; r < kRoles; ++r)
     if (plan.at_peak[r] > 0) text += fmt::format("  {:<18}{:>14}\n", name_of(Role(r)), bytes_text(plan.at_peak[r]));
@@ -65,15 +67,19 @@ std::string plan_text(const BuiltProgram& built, const MemoryPlan& plan) {
 std::string plan_json(const BuiltProgram& built, const MemoryPlan& plan) {
   const Program& program = built.program;
   std::string categories, tensors;
-  for (int r = 0; r < kRoles; ++r) categories += fmt::format("{}{}: {}", r ? ", " : "", quoted(name_of(Role(r))), plan.at_peak[r]);
+  for (int r = 0; r < kRoles; ++r)
+    categories += fmt::format("{}{}: {}", r ? ", " : "", quoted(name_of(Role(r))), plan.at_peak[r]);
   for (const Held& held : held_at_peak(program, plan))
-    tensors += fmt::format("{}\n    {{\"name\": {}, \"category\": {}, \"bytes\": {}}}", tensors.empty() ? "" : ",", quoted(held.name), quoted(name_of(held.role)), held.bytes);
+    tensors += fmt::format("{}\n    {{\"name\": {}, \"category\": {}, \"bytes\": {}}}", tensors.empty() ? "" : ",",
+                           quoted(held.name), quoted(name_of(held.role)), held.bytes);
   return fmt::format(
-      "{{\n  \"parameters\": {},\n  \"tokens_per_step\": {},\n  \"ops\": {},\n  \"model_flops\": {:.17g},\n  \"tiers\": {{\"device\": "
-      "{{\"arena_bytes\": {}, \"persistent_bytes\": {}, \"transient_bytes\": {}, \"live_peak_bytes\": {}, \"peak_op\": {}, "
+      "{{\n  \"parameters\": {},\n  \"tokens_per_step\": {},\n  \"ops\": {},\n  \"model_flops\": {:.17g},\n  "
+      "\"tiers\": {{\"device\": "
+      "{{\"arena_bytes\": {}, \"persistent_bytes\": {}, \"transient_bytes\": {}, \"live_peak_bytes\": {}, \"peak_op\": "
+      "{}, "
       "\"at_peak\": {{{}}}}}}},\n  \"held_at_peak\": [{}\n  ]\n}}\n",
-      parameter_count(program), built.tokens_per_step, program.ops.size(), built.model_flops, plan.total_bytes(), plan.persistent_bytes,
-      plan.transient_bytes, plan.live_peak_bytes, plan.peak_op, categories, tensors);
+      parameter_count(program), built.tokens_per_step, program.ops.size(), built.model_flops, plan.total_bytes(),
+      plan.persistent_bytes, plan.transient_bytes, plan.live_peak_bytes, plan.peak_op, categories, tensors);
 }
 
 }  // namespace strata

@@ -11,10 +11,14 @@ void check_order(const ScheduleStage& schedule, bool has_backward) {
   std::vector<int> seen(schedule.microbatches, 0);
   bool right = true;
   for (const Pass& pass : schedule.order) {
-    if (pass.microbatch < 0 || pass.microbatch >= schedule.microbatches) right = false;
-    else if (pass.stage == Stage::forward) right &= seen[pass.microbatch]++ == 0;
-    else if (pass.stage == Stage::backward) right &= seen[pass.microbatch]++ == 1;
-    else right = false;
+    if (pass.microbatch < 0 || pass.microbatch >= schedule.microbatches)
+      right = false;
+    else if (pass.stage == Stage::forward)
+      right &= seen[pass.microbatch]++ == 0;
+    else if (pass.stage == Stage::backward)
+      right &= seen[pass.microbatch]++ == 1;
+    else
+      right = false;
     if (!right) break;
   }
   right &= std::all_of(seen.begin(), seen.end(), [&](int count) { return count == (has_backward ? 2 : 1); });
@@ -127,15 +131,16 @@ class Unroller {
   std::vector<int> uses_;
   std::vector<int32_t> producer_;
   std::vector<TensorId> shared_, sums_;
-  std::vector<std::vector<TensorId>> maps_;      // by microbatch and tensor of the single program
-  std::vector<std::vector<int32_t>> placed_;     // by microbatch and op of the single program
+  std::vector<std::vector<TensorId>> maps_;   // by microbatch and tensor of the single program
+  std::vector<std::vector<int32_t>> placed_;  // by microbatch and op of the single program
 };
 
 }  // namespace
 
 Program unroll(const Program& single, const std::vector<TensorId>& parameters, std::vector<TensorId>& gradients,
                const ScheduleStage& schedule) {
-  const bool has_backward = std::any_of(single.ops.begin(), single.ops.end(), [](const Op& op) { return op.stage == Stage::backward; });
+  const bool has_backward =
+      std::any_of(single.ops.begin(), single.ops.end(), [](const Op& op) { return op.stage == Stage::backward; });
   check_order(schedule, has_backward);
   return Unroller(single, parameters, gradients).run(schedule);
 }
@@ -153,7 +158,8 @@ void hoist(Program& program, size_t first) {
     ready[i] = i < first ? int64_t(i) : after;
     for (TensorId id : op.inputs)
       if (id) last_access[id.value] = std::max(last_access[id.value], ready[i]);
-    for (TensorId id : op.outputs) last_write[id.value] = last_access[id.value] = std::max(last_access[id.value], ready[i]);
+    for (TensorId id : op.outputs)
+      last_write[id.value] = last_access[id.value] = std::max(last_access[id.value], ready[i]);
   }
   std::vector<size_t> order(program.ops.size());
   std::iota(order.begin(), order.end(), 0);

@@ -26,9 +26,12 @@ std::string quoted(const std::string& text) {
   for (const char c : text) {
     char escape[8];
     std::snprintf(escape, sizeof escape, "\\u%04X", static_cast<unsigned char>(c));
-    if (c == '"' || c == '\\') (result += '\\') += c;
-    else if (static_cast<unsigned char>(c) < 0x20) result += escape;
-    else result += c;
+    if (c == '"' || c == '\\')
+      (result += '\\') += c;
+    else if (static_cast<unsigned char>(c) < 0x20)
+      result += escape;
+    else
+      result += c;
   }
   return result + "\"";
 }
@@ -52,8 +55,8 @@ struct Describe {
 // "2GiB", "1.5 GB", "4096" to bytes; nothing when it is none of these.
 std::optional<int64_t> parse_bytes(const std::string& text) {
   static const std::pair<const char*, double> units[] = {
-      {"", 1}, {"B", 1}, {"KB", 1e3}, {"MB", 1e6}, {"GB", 1e9}, {"TB", 1e12},
-      {"KiB", 1024.0}, {"MiB", 1048576.0}, {"GiB", 1073741824.0}, {"TiB", 1099511627776.0}};
+      {"", 1},      {"B", 1},        {"KB", 1e3},        {"MB", 1e6},           {"GB", 1e9},
+      {"TB", 1e12}, {"KiB", 1024.0}, {"MiB", 1048576.0}, {"GiB", 1073741824.0}, {"TiB", 1099511627776.0}};
   if (text.empty() || text.find_first_not_of("0123456789.") == 0) return {};  // strtod takes " 1", "-1", "inf" and more
   if (text.find_first_of("xX") != std::string::npos) return {};
   char* end = nullptr;
@@ -128,8 +131,10 @@ struct Assign {
   }
 
   double operator()(std::vector<std::string>* target) const {
-    if (const auto* one = std::get_if<std::string>(&value)) *target = {*one};
-    else *target = as<std::vector<std::string>>();
+    if (const auto* one = std::get_if<std::string>(&value))
+      *target = {*one};
+    else
+      *target = as<std::vector<std::string>>();
     return NAN;
   }
 };
@@ -143,12 +148,34 @@ Option::Option(std::string name, Target target, std::string help)
   if (std::holds_alternative<Bytes*>(target_)) low_ = 0;
 }
 
-Option& Option::positive() { low_ = 0; exclusive_low_ = true; return *this; }
-Option& Option::non_negative() { low_ = 0; exclusive_low_ = false; return *this; }
-Option& Option::range(double low, double high) { low_ = low; high_ = high; exclusive_low_ = false; return *this; }
-Option& Option::choices(std::vector<std::string> names) { choices_ = std::move(names); return *this; }
-Option& Option::unit(std::string name) { unit_ = std::move(name); return *this; }
-Option& Option::required() { required_ = true; return *this; }
+Option& Option::positive() {
+  low_ = 0;
+  exclusive_low_ = true;
+  return *this;
+}
+Option& Option::non_negative() {
+  low_ = 0;
+  exclusive_low_ = false;
+  return *this;
+}
+Option& Option::range(double low, double high) {
+  low_ = low;
+  high_ = high;
+  exclusive_low_ = false;
+  return *this;
+}
+Option& Option::choices(std::vector<std::string> names) {
+  choices_ = std::move(names);
+  return *this;
+}
+Option& Option::unit(std::string name) {
+  unit_ = std::move(name);
+  return *this;
+}
+Option& Option::required() {
+  required_ = true;
+  return *this;
+}
 
 std::string Option::type_name() const {
   constexpr const char* names[] = {"boolean", "integer", "integer", "number", "string", "bytes", "list of strings"};

@@ -79,7 +79,8 @@ std::string json_schema(const std::vector<std::string>& plugin_folders) {
     const auto provides = plugin->capabilities().provides;
     if (std::find(provides.begin(), provides.end(), "model") != provides.end())
       models.push_back(table_schema(options, plugin.summary(), {{"plugin", Json::Object{{"const", name}}}}));
-    else strategies.emplace_back(name, table_schema(options, plugin.summary()));
+    else
+      strategies.emplace_back(name, table_schema(options, plugin.summary()));
   }
   const Json schema = Json::Object{
       {"$schema", "https://json-schema.org/draft/2020-12/schema"},

@@ -20,8 +20,10 @@ class Walk {
     gradient_.resize(program.tensors.size());
     is_loss_.assign(program.tensors.size(), false);
     for (const Root& root : roots) {
-      if (root.gradient) gradient_[root.tensor.value] = root.gradient;
-      else is_loss_[root.tensor.value] = true;
+      if (root.gradient)
+        gradient_[root.tensor.value] = root.gradient;
+      else
+        is_loss_[root.tensor.value] = true;
     }
     build_.stage = Stage::backward;
   }
@@ -30,7 +32,11 @@ class Walk {
     std::vector<char> dropped(forward_ops_, false);
     for (size_t i = forward_ops_; i-- > 0;) dropped[i] = visit(program_.ops[i]);  // a copy: rules grow the list
     size_t i = 0;
-    std::erase_if(program_.ops, [&](const Op&) { const bool drop = i < forward_ops_ && dropped[i]; ++i; return drop; });
+    std::erase_if(program_.ops, [&](const Op&) {
+      const bool drop = i < forward_ops_ && dropped[i];
+      ++i;
+      return drop;
+    });
   }
 
   TensorId gradient(TensorId id) const { return gradient_.at(id.value); }
@@ -73,7 +79,8 @@ bool Walk::visit(Op op) {
   if (std::none_of(op.outputs.begin(), op.outputs.end(), flows)) return false;
   if (std::none_of(op.inputs.begin(), op.inputs.end(), needed)) return false;
   if (!op.kind->gradient)
-    throw Error("op kind \"" + op.kind->name + "\" has no gradient rule, but the loss depends on a parameter through it.");
+    throw Error("op kind \"" + op.kind->name +
+                "\" has no gradient rule, but the loss depends on a parameter through it.");
   build_.block_index = op.block;
   build_.microbatch = op.microbatch;
   const OpView view(program_, op);
@@ -82,7 +89,8 @@ bool Walk::visit(Op op) {
   op.kind->gradient(rule);
   // An addend passes its output's gradient on unchanged.
   for (int o = 0; o < view.outputs(); ++o)
-    if (view.accumulates(o) && needed(view.addend(o))) contribute(view.addend(o), gradient_[op.outputs[o].value], first);
+    if (view.accumulates(o) && needed(view.addend(o)))
+      contribute(view.addend(o), gradient_[op.outputs[o].value], first);
   return rule.replaced;
 }
 
@@ -98,7 +106,9 @@ void Walk::contribute(TensorId to, TensorId contribution, size_t first) {
   }
   // Let the op that makes the contribution add the sum so far itself, when nothing else reads the bare contribution.
   auto& ops = program_.ops;
-  const auto reads = [&](const Op& op) { return std::find(op.inputs.begin(), op.inputs.end(), contribution) != op.inputs.end(); };
+  const auto reads = [&](const Op& op) {
+    return std::find(op.inputs.begin(), op.inputs.end(), contribution) != op.inputs.end();
+  };
   const auto held = std::find(gradient_.begin(), gradient_.end(), contribution) != gradient_.end();
   if (!held && std::none_of(ops.begin() + first, ops.end(), reads)) {
     for (size_t i = first; i < ops.size(); ++i) {
@@ -118,7 +128,8 @@ void Walk::contribute(TensorId to, TensorId contribution, size_t first) {
 
 }  // namespace
 
-std::vector<TensorId> differentiate(Program& program, const std::vector<Root>& roots, const std::vector<TensorId>& wanted) {
+std::vector<TensorId> differentiate(Program& program, const std::vector<Root>& roots,
+                                    const std::vector<TensorId>& wanted) {
   Walk walk(program, roots, wanted);
   walk.run();
   std::vector<TensorId> result;

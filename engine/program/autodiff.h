@@ -16,6 +16,7 @@ struct Root {
 // Appends the backward ops (stage backward, block and microbatch of the op they differentiate) and returns the
 // gradient of each wanted tensor, invalid where no root depends on it. Throws Error when a kind on the way has no
 // gradient rule.
-std::vector<TensorId> differentiate(Program& program, const std::vector<Root>& roots, const std::vector<TensorId>& wanted);
+std::vector<TensorId> differentiate(Program& program, const std::vector<Root>& roots,
+                                    const std::vector<TensorId>& wanted);
 
 }  // namespace strata

@@ -7,41 +7,55 @@ TensorId Builder::parameter(std::string_view name, const Shape& shape, Initializ
   const std::string full = scoped(name);
   if (const TensorId known = program_->find(full)) {
     if ((*program_)[known].shape != shape)
-      throw Error("parameter \"" + full + "\" is declared as " + text((*program_)[known].shape) + " and as " + text(shape) + ".");
+      throw Error("parameter \"" + full + "\" is declared as " + text((*program_)[known].shape) + " and as " +
+                  text(shape) + ".");
     return known;
   }
-  return program_->add({.name = full, .shape = shape, .role = Role::parameter, .persistent = true, .initializer = initializer});
+  return program_->add(
+      {.name = full, .shape = shape, .role = Role::parameter, .persistent = true, .initializer = initializer});
 }
 
 TensorId Builder::state(std::string_view name, const Shape& shape, DType dtype, Initializer initializer) {
-  return program_->add({.name = scoped(name), .shape = shape, .dtype = dtype, .role = Role::optimizer_state,
-                        .persistent = true, .initializer = initializer});
+  return program_->add({.name = scoped(name),
+                        .shape = shape,
+                        .dtype = dtype,
+                        .role = Role::optimizer_state,
+                        .persistent = true,
+                        .initializer = initializer});
 }
 
 TensorId Builder::scalar(std::string_view name) {
   if (const TensorId known = program_->find(name)) return known;
-  return program_->add({.name = std::string(name), .shape = {1}, .dtype = DType::f64, .role = Role::scalar, .persistent = true});
+  return program_->add(
+      {.name = std::string(name), .shape = {1}, .dtype = DType::f64, .role = Role::scalar, .persistent = true});
 }
 
 TensorId Builder::data(std::string_view name, const Shape& shape, DType dtype) {
   return program_->add({.name = scoped(name), .shape = shape, .dtype = dtype, .role = Role::data});
 }
 
-TensorId Builder::emit(std::string_view kind, std::vector<TensorId> inputs, Attributes attributes, std::string_view result) {
+TensorId Builder::emit(std::string_view kind, std::vector<TensorId> inputs, Attributes attributes,
+                       std::string_view result) {
   return emit_all(kind, std::move(inputs), std::move(attributes), {}, result).at(0);
 }
 
 std::vector<TensorId> Builder::emit_all(std::string_view kind, std::vector<TensorId> inputs, Attributes attributes,
                                         std::vector<TensorId> outputs, std::string_view result) {
-  Op op{.kind = &find_kind(kind), .inputs = std::move(inputs), .attributes = std::move(attributes),
-        .stream = stream, .stage = stage, .block = block_index, .microbatch = microbatch};
+  Op op{.kind = &find_kind(kind),
+        .inputs = std::move(inputs),
+        .attributes = std::move(attributes),
+        .stream = stream,
+        .stage = stage,
+        .block = block_index,
+        .microbatch = microbatch};
   const std::vector<TensorSpec> specs = op.kind->shape(OpView(*program_, op));
   outputs.resize(specs.size());
   for (size_t i = 0; i < specs.size(); ++i)
     if (!outputs[i]) {
       std::string name = scoped(result.empty() ? kind : result);
       if (i > 0) name += "." + std::to_string(i);
-      outputs[i] = program_->add({.name = std::move(name), .shape = specs[i].shape, .dtype = specs[i].dtype, .role = role});
+      outputs[i] =
+          program_->add({.name = std::move(name), .shape = specs[i].shape, .dtype = specs[i].dtype, .role = role});
     }
   op.outputs = outputs;
   program_->ops.push_back(std::move(op));

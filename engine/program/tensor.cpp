@@ -10,10 +10,16 @@ namespace strata {
 
 int64_t size_of(DType type) {
   switch (type) {
-    case DType::f32: case DType::i32: return 4;
-    case DType::f64: return 8;
-    case DType::bf16: case DType::f16: return 2;
-    case DType::u8: return 1;
+    case DType::f32:
+    case DType::i32:
+      return 4;
+    case DType::f64:
+      return 8;
+    case DType::bf16:
+    case DType::f16:
+      return 2;
+    case DType::u8:
+      return 1;
   }
   STRATA_CHECK(!"dtype");
 }
@@ -24,7 +30,8 @@ std::string_view name_of(DType type) {
 }
 
 std::string_view name_of(Role role) {
-  constexpr std::string_view names[] = {"parameters", "gradients", "optimizer_state", "activations", "data", "scalars", "workspace"};
+  constexpr std::string_view names[] = {"parameters", "gradients", "optimizer_state", "activations",
+                                        "data",       "scalars",   "workspace"};
   return names[int(role)];
 }
 

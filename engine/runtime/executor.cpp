@@ -17,7 +17,8 @@ namespace {
 
 bool is_watched(const Program& program, TensorId id) {
   const Tensor& tensor = program[id];
-  return tensor.step_output && elements(tensor.shape) == 1 && (tensor.dtype == DType::f32 || tensor.dtype == DType::f64);
+  return tensor.step_output && elements(tensor.shape) == 1 &&
+         (tensor.dtype == DType::f32 || tensor.dtype == DType::f64);
 }
 
 template <class T>
@@ -51,7 +52,8 @@ struct Executor::Streams {
   std::exception_ptr error;
   std::mutex error_mutex;
   std::vector<std::thread> threads;
-  std::array<Threads, kStreams> alone{Threads{1}, Threads{1}, Threads{1}, Threads{1}};  // a team serves one stream: those beside compute get teams of one
+  std::array<Threads, kStreams> alone{Threads{1}, Threads{1}, Threads{1},
+                                      Threads{1}};  // a team serves one stream: those beside compute get teams of one
 
   void fail(std::exception_ptr what) {
     {
@@ -68,7 +70,8 @@ struct Executor::Streams {
   }
 };
 
-Executor::Executor(const Program& program, const MemoryPlan& plan, const Storage& storage, const std::string& backend, Threads& compute)
+Executor::Executor(const Program& program, const MemoryPlan& plan, const Storage& storage, const std::string& backend,
+                   Threads& compute)
     : program_(program), pointers_(program.tensors.size(), nullptr), streams_(std::make_unique<Streams>()) {
   for (size_t t = 0; t < program.tensors.size(); ++t) {
     if (program.tensors[t].persistent) {
@@ -157,9 +160,11 @@ void Executor::run_op(int32_t index) {
   try {
     step.launch();
   } catch (const Error& error) {
-    throw Error("op " + std::to_string(index) + " (" + program_.ops[index].kind->name + "): " + error.what(), error.code());
+    throw Error("op " + std::to_string(index) + " (" + program_.ops[index].kind->name + "): " + error.what(),
+                error.code());
   } catch (const std::exception& error) {
-    throw Error("op " + std::to_string(index) + " (" + program_.ops[index].kind->name + "): " + error.what(), ExitCode::failed);
+    throw Error("op " + std::to_string(index) + " (" + program_.ops[index].kind->name + "): " + error.what(),
+                ExitCode::failed);
   }
   for (TensorId id : step.watched)
     if (!finite(program_[id], pointer(id))) throw NonFinite(program_[id].name);
@@ -172,7 +177,9 @@ void Executor::run_stream(int stream, const StageHook* hook) {
     for (int32_t i : streams.ops[stream]) {
       for (const Wait& wait : steps_[i].waits) {
         auto& done = streams.done[int(wait.stream)];
-        for (int32_t now = done.load(std::memory_order_acquire); now < wait.count; now = done.load(std::memory_order_acquire)) done.wait(now);
+        for (int32_t now = done.load(std::memory_order_acquire); now < wait.count;
+             now = done.load(std::memory_order_acquire))
+          done.wait(now);
       }
       if (streams.failed.load(std::memory_order_acquire)) {
         streams.release(stream);

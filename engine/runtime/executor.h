@@ -22,7 +22,8 @@ class Executor {
   using StageHook = std::function<void(Stage, bool start)>;
 
   // `program`, `plan`, `storage` and `threads` must outlive the executor. Binds every op to its kernel for `backend`.
-  Executor(const Program& program, const MemoryPlan& plan, const Storage& storage, const std::string& backend, Threads& threads);
+  Executor(const Program& program, const MemoryPlan& plan, const Storage& storage, const std::string& backend,
+           Threads& threads);
   ~Executor();
 
   // Runs one step and returns when every op is done. The hook is called on this thread before the first and after the
@@ -37,7 +38,7 @@ class Executor {
   const Program& program() const { return program_; }
 
  private:
-  struct Step;   // one bound op
+  struct Step;  // one bound op
   struct Streams;
   void run_stream(int stream, const StageHook* hook);
   void run_op(int32_t index);

@@ -19,7 +19,8 @@ void dispatch(benchmark::State& state) {
   const Storage storage(program, plan, 0);
   Executor executor(program, plan, storage, "cpu", threads);
   for (auto _ : state) executor.run();
-  state.counters["ns_per_op"] = benchmark::Counter(double(state.iterations()) * kOps / 1e9, benchmark::Counter::kIsRate | benchmark::Counter::kInvert);
+  state.counters["ns_per_op"] = benchmark::Counter(double(state.iterations()) * kOps / 1e9,
+                                                   benchmark::Counter::kIsRate | benchmark::Counter::kInvert);
 }
 BENCHMARK(dispatch)->Unit(benchmark::kMicrosecond);
 

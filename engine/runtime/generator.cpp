@@ -18,7 +18,8 @@ int32_t draw(const float* logits, int64_t vocabulary, const SamplingOptions& opt
   std::vector<int32_t> order(vocabulary);
   std::iota(order.begin(), order.end(), 0);
   if (options.top_k > 0 && options.top_k < vocabulary) {
-    std::nth_element(order.begin(), order.begin() + options.top_k, order.end(), [&](int32_t a, int32_t b) { return logits[a] > logits[b]; });
+    std::nth_element(order.begin(), order.begin() + options.top_k, order.end(),
+                     [&](int32_t a, int32_t b) { return logits[a] > logits[b]; });
     order.resize(size_t(options.top_k));
   }
   std::vector<double> weights;
@@ -32,26 +33,33 @@ int32_t draw(const float* logits, int64_t vocabulary, const SamplingOptions& opt
 }  // namespace
 
 Generator::Generator(const Session& session, const std::string& checkpoint)
-    : threads_(session.threads()), planned_(session.plan(Goal::logits)), storage_(planned_.program(), planned_.memory, 0),
-      executor_(planned_.program(), planned_.memory, storage_, session.device.backend, threads_), window_(session.data.sequence_length) {
+    : threads_(session.threads()),
+      planned_(session.plan(Goal::logits)),
+      storage_(planned_.program(), planned_.memory, 0),
+      executor_(planned_.program(), planned_.memory, storage_, session.device.backend, threads_),
+      window_(session.data.sequence_length) {
   Checkpoint source(checkpoint);
   for (const Tensor& tensor : storage_.persistent_tensors())
-    if (tensor.role == Role::parameter) source.read(tensor.name, tensor.dtype, tensor.shape, storage_.persistent(tensor.name));
+    if (tensor.role == Role::parameter)
+      source.read(tensor.name, tensor.dtype, tensor.shape, storage_.persistent(tensor.name));
 }
 
 std::vector<float> Generator::logits(const std::vector<int32_t>& tokens) {
   STRATA_CHECK(int64_t(tokens.size()) <= window_);
   auto* input = static_cast<int32_t*>(executor_.pointer(planned_.program().find("tokens@0")));
-  std::fill(std::copy(tokens.begin(), tokens.end(), input), input + window_, 0);  // attention is causal: what follows has no effect
+  std::fill(std::copy(tokens.begin(), tokens.end(), input), input + window_,
+            0);  // attention is causal: what follows has no effect
   executor_.run();
   const auto* values = static_cast<const float*>(executor_.pointer(planned_.built.logits));
   return std::vector<float>(values, values + int64_t(tokens.size()) * vocabulary());
 }
 
-void Generator::generate(std::vector<int32_t> tokens, const SamplingOptions& options, const std::function<void(int32_t)>& emit) {
+void Generator::generate(std::vector<int32_t> tokens, const SamplingOptions& options,
+                         const std::function<void(int32_t)>& emit) {
   for (int32_t id : tokens)
     if (id < 0 || id >= vocabulary())
-      throw Error("the prompt holds token " + std::to_string(id) + ", but the model knows only ids below " + std::to_string(vocabulary()) + ".");
+      throw Error("the prompt holds token " + std::to_string(id) + ", but the model knows only ids below " +
+                  std::to_string(vocabulary()) + ".");
   if (tokens.empty()) tokens.push_back(0);
   for (int64_t i = 0; i < options.tokens; ++i) {
     const auto from = tokens.end() - std::min<int64_t>(window_, int64_t(tokens.size()));

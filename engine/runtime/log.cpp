@@ -37,7 +37,8 @@ void StepLog::write(const Fields& fields) {
   std::string line = "{";
   for (const auto& [name, value] : fields) {
     char text[40] = "null";
-    if (std::isfinite(value)) std::snprintf(text, sizeof text, value == std::floor(value) && std::abs(value) < 1e15 ? "%.0f" : "%.9g", value);
+    if (std::isfinite(value))
+      std::snprintf(text, sizeof text, value == std::floor(value) && std::abs(value) < 1e15 ? "%.0f" : "%.9g", value);
     line += (line.size() > 1 ? ", \"" : "\"") + name + "\": " + text;
   }
   line += "}\n";
@@ -73,8 +74,10 @@ void Progress::finish() {
 std::string duration_text(double seconds) {
   const long total = std::lround(seconds);
   char text[32];
-  if (total >= 3600) std::snprintf(text, sizeof text, "%ld:%02ld:%02ld", total / 3600, total / 60 % 60, total % 60);
-  else std::snprintf(text, sizeof text, "%ld:%02ld", total / 60, total % 60);
+  if (total >= 3600)
+    std::snprintf(text, sizeof text, "%ld:%02ld:%02ld", total / 3600, total / 60 % 60, total % 60);
+  else
+    std::snprintf(text, sizeof text, "%ld:%02ld", total / 60, total % 60);
   return text;
 }
 

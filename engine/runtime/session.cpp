@@ -8,7 +8,8 @@
 
 namespace strata {
 
-Session::Session(const std::string& config_path, const std::vector<std::string>& sets) : config(Config::load(config_path, sets)) {
+Session::Session(const std::string& config_path, const std::vector<std::string>& sets)
+    : config(Config::load(config_path, sets)) {
   const Sections sections = read_sections(config);
   run = sections.run;
   data = sections.data;
@@ -35,7 +36,8 @@ std::string Session::advice(const MemoryPlan& plan) const {
     const std::string capability = "lowers " + std::string(name_of(role));
     std::string names;
     for (const std::string& name : plugins_providing(capability, run.plugin_path)) {
-      const bool enabled = std::any_of(plugins.begin(), plugins.end(), [&](const NamedPlugin& named) { return named.name == name; });
+      const bool enabled =
+          std::any_of(plugins.begin(), plugins.end(), [&](const NamedPlugin& named) { return named.name == name; });
       if (!enabled) names += (names.empty() ? "" : ", ") + name;
     }
     if (!names.empty()) result += " Plugins that lower " + std::string(name_of(role)) + ": " + names + ".";

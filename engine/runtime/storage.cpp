@@ -9,7 +9,8 @@
 namespace strata {
 
 Storage::Storage(const Program& program, const MemoryPlan& plan, int64_t transient_bytes)
-    : persistent_bytes_(plan.persistent_bytes), arena_(plan.persistent_bytes + std::max(plan.transient_bytes, transient_bytes)) {
+    : persistent_bytes_(plan.persistent_bytes),
+      arena_(plan.persistent_bytes + std::max(plan.transient_bytes, transient_bytes)) {
   for (size_t i = 0; i < program.tensors.size(); ++i)
     if (program.tensors[i].persistent) {
       tensors_.push_back(program.tensors[i]);
@@ -37,7 +38,8 @@ void Storage::initialize(uint64_t seed, Threads& threads) {
       case Initializer::Kind::normal:
         STRATA_CHECK(tensor.dtype == DType::f32);
         threads.split(count, 4096, [&](int64_t begin, int64_t end) {
-          fill_normal(static_cast<float*>(data) + begin, begin, end - begin, tensor.initializer.standard_deviation, seed, stream_of(tensor.name));
+          fill_normal(static_cast<float*>(data) + begin, begin, end - begin, tensor.initializer.standard_deviation,
+                      seed, stream_of(tensor.name));
         });
         break;
     }

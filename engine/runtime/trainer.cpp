@@ -25,7 +25,9 @@ namespace {
 volatile std::sig_atomic_t stop_requested = 0;
 void request_stop(int) { stop_requested = 1; }
 
-double seconds_now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+double seconds_now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
 
 double read_scalar(const Program& program, TensorId id, const void* data) {
   return program[id].dtype == DType::f64 ? *static_cast<const double*>(data) : double(*static_cast<const float*>(data));
@@ -59,7 +61,9 @@ class Feed {
  private:
   static int32_t* pointer(const Executor& executor, const Program& program, const std::string& name) {
     const TensorId id = program.find(name);
-    if (!id) throw Error("the model declares no data tensor \"" + name.substr(0, name.find('@')) + "\", which the loader fills.");
+    if (!id)
+      throw Error("the model declares no data tensor \"" + name.substr(0, name.find('@')) +
+                  "\", which the loader fills.");
     return static_cast<int32_t*>(executor.pointer(id));
   }
   BatchShape batch_;
@@ -122,26 +126,35 @@ class Loop final : public StepContext {
       durations.push_back(seconds);
       const double tokens_per_second = double(training_.built.tokens_per_step) / seconds;
       const double share = training_.built.model_flops / seconds / peak;
-      StepLog::Fields fields{{"step", double(step_)}, {"loss", loss_}, {"tokens_per_second", tokens_per_second},
-                             {"seconds", seconds}, {"peak_share", share}};
+      StepLog::Fields fields{{"step", double(step_)},
+                             {"loss", loss_},
+                             {"tokens_per_second", tokens_per_second},
+                             {"seconds", seconds},
+                             {"peak_share", share}};
       fields.insert(fields.end(), extra_.begin(), extra_.end());
-      if (evaluator_ && (step_ == steps() || (session_.run.validate_every > 0 && step_ % session_.run.validate_every == 0))) {
+      if (evaluator_ &&
+          (step_ == steps() || (session_.run.validate_every > 0 && step_ % session_.run.validate_every == 0))) {
         validation_loss = validate();
         fields.push_back({"validation_loss", validation_loss});
       }
       log_->write(fields);
       const double left = (seconds_now() - began) / double(step_ - first) * double(steps() - step_);
-      std::string line = fmt::format("step {}/{}  loss {:.4f}  {:.0f} tokens/s  {:.0f}% of FMA peak  memory {}  {} left", step_, steps(),
-                                     loss_, tokens_per_second, share * 100, bytes_text(peak_resident_bytes()), duration_text(left));
+      std::string line = fmt::format(
+          "step {}/{}  loss {:.4f}  {:.0f} tokens/s  {:.0f}% of FMA peak  memory {}  {} left", step_, steps(), loss_,
+          tokens_per_second, share * 100, bytes_text(peak_resident_bytes()), duration_text(left));
       if (!std::isnan(validation_loss)) line += fmt::format("  validation {:.4f}", validation_loss);
       if (step_ % session_.run.log_every == 0 || step_ == steps()) progress_.show(line);
-      if (step_ == steps() || stop_requested || (session_.run.checkpoint_every > 0 && step_ % session_.run.checkpoint_every == 0)) save();
+      if (step_ == steps() || stop_requested ||
+          (session_.run.checkpoint_every > 0 && step_ % session_.run.checkpoint_every == 0))
+        save();
     }
     progress_.finish();
     std::sort(durations.begin(), durations.end());
     const double median = durations.empty() ? NAN : durations[durations.size() / 2];
-    report(durations.empty() ? NAN : training_.built.model_flops / median / peak, double(training_.built.tokens_per_step) / median, validation_loss);
-    return {step_, loss_, validation_loss, double(training_.built.tokens_per_step) / median, stop_requested != 0 && step_ < steps()};
+    report(durations.empty() ? NAN : training_.built.model_flops / median / peak,
+           double(training_.built.tokens_per_step) / median, validation_loss);
+    return {step_, loss_, validation_loss, double(training_.built.tokens_per_step) / median,
+            stop_requested != 0 && step_ < steps()};
   }
 
   int64_t step() const override { return step_; }
@@ -149,7 +162,8 @@ class Loop final : public StepContext {
   double scalar(std::string_view name) const override {
     const Program& program = training_.program();
     const TensorId id = program.find(name);
-    if (!id || elements(program[id].shape) != 1) throw Error("no scalar is named \"" + std::string(name) + "\" in this program.");
+    if (!id || elements(program[id].shape) != 1)
+      throw Error("no scalar is named \"" + std::string(name) + "\" in this program.");
     return read_scalar(program, id, executor_->pointer(id));
   }
   void set_scalar(std::string_view name, double value) override {
@@ -161,15 +175,18 @@ class Loop final : public StepContext {
   void start(bool resume) {
     const auto newest = store_->latest();
     if (resume) {
-      if (!newest) throw Error(session_.run.directory + ": there is no checkpoint to resume from; train without --resume first.");
+      if (!newest)
+        throw Error(session_.run.directory + ": there is no checkpoint to resume from; train without --resume first.");
       load(*newest, true);
       if (step_ >= steps())
-        throw Error(fmt::format("{}: is at step {} already, and run.steps = {}; raise run.steps to go on.", *newest, step_, steps()));
+        throw Error(fmt::format("{}: is at step {} already, and run.steps = {}; raise run.steps to go on.", *newest,
+                                step_, steps()));
       progress_.message(fmt::format("resuming after step {} from {}", step_, *newest));
       return;
     }
     if (newest)
-      throw Error(session_.run.directory + ": already holds checkpoints of a run; continue it with --resume, or choose another run.directory.");
+      throw Error(session_.run.directory +
+                  ": already holds checkpoints of a run; continue it with --resume, or choose another run.directory.");
     storage_->initialize(uint64_t(session_.run.seed), threads_);
     if (!session_.run.initialize.empty()) load(find_checkpoint(session_.run.initialize, "run.initialize"), false);
   }
@@ -204,8 +221,9 @@ class Loop final : public StepContext {
     try {
       store_->save({step_, samples_, values, session_.config.text()}, records);
     } catch (const Error& error) {
-      progress_.message(fmt::format("warning: the checkpoint of step {} was not saved: {} The run goes on; the last good checkpoint is {}.",
-                                    step_, error.what(), store_->latest().value_or("none")));
+      progress_.message(fmt::format(
+          "warning: the checkpoint of step {} was not saved: {} The run goes on; the last good checkpoint is {}.",
+          step_, error.what(), store_->latest().value_or("none")));
     }
   }
 
@@ -218,16 +236,20 @@ class Loop final : public StepContext {
     try {
       executor_->run([&](Stage stage, bool start) {
         each_plugin(start ? "stage_start" : "stage_end", [&](Plugin& plugin) {
-          if (start) plugin.stage_start(*this, stage);
-          else plugin.stage_end(*this, stage);
+          if (start)
+            plugin.stage_start(*this, stage);
+          else
+            plugin.stage_end(*this, stage);
         });
       });
     } catch (const NonFinite& what) {
       std::string first = executor_->first_non_finite();
       if (first.empty()) first = "none on a second run";
-      throw Error(fmt::format("step {}: {} The first tensor that was not finite: {}. No update was made; the last good checkpoint is {}. "
+      throw Error(fmt::format("step {}: {} The first tensor that was not finite: {}. No update was made; the last good "
+                              "checkpoint is {}. "
                               "A lower learning rate, warm-up or clipping usually helps.",
-                              step_, what.what(), first, store_->latest().value_or("none")), ExitCode::failed);
+                              step_, what.what(), first, store_->latest().value_or("none")),
+                  ExitCode::failed);
     }
     loss_ = feed_->loss();
     samples_ += session_.data.global_batch;
@@ -240,7 +262,8 @@ class Loop final : public StepContext {
       try {
         call(*named.plugin);
       } catch (const std::exception& error) {
-        throw Error(fmt::format("plugin \"{}\", {}, step {}: {}", named.name, hook, step_, error.what()), ExitCode::failed);
+        throw Error(fmt::format("plugin \"{}\", {}, step {}: {}", named.name, hook, step_, error.what()),
+                    ExitCode::failed);
       }
     }
   }
@@ -258,22 +281,28 @@ class Loop final : public StepContext {
   }
 
   void report(double share, double tokens_per_second, double validation_loss) const {
-    if (!std::isnan(share)) fmt::print("median {:.0f} tokens/s, {:.1f}% of the FMA peak measured on {} threads\n", tokens_per_second, share * 100, threads_.count());
+    if (!std::isnan(share))
+      fmt::print("median {:.0f} tokens/s, {:.1f}% of the FMA peak measured on {} threads\n", tokens_per_second,
+                 share * 100, threads_.count());
     if (!std::isnan(validation_loss)) fmt::print("validation loss {:.4f} nats a token\n", validation_loss);
     const MemoryPlan& plan = training_.memory;
     Ledger resident{};
     for (const Tensor& tensor : storage_->persistent_tensors())
-      resident[int(tensor.role)] += resident_bytes(static_cast<std::byte*>(storage_->persistent(tensor.name)), tensor.bytes());
+      resident[int(tensor.role)] +=
+          resident_bytes(static_cast<std::byte*>(storage_->persistent(tensor.name)), tensor.bytes());
     fmt::print("{:<18}{:>14}{:>14}\n", "device memory", "planned", "measured");
     int64_t transient = 0;
     for (int r = 0; r < kRoles; ++r) {
       const bool kept = Role(r) == Role::parameter || Role(r) == Role::optimizer_state || Role(r) == Role::scalar;
       if (plan.at_peak[r] == 0) continue;
       if (!kept) transient += plan.at_peak[r];
-      fmt::print("{:<18}{:>14}{:>14}\n", name_of(Role(r)), bytes_text(plan.at_peak[r]), kept ? bytes_text(resident[r]) : "");
+      fmt::print("{:<18}{:>14}{:>14}\n", name_of(Role(r)), bytes_text(plan.at_peak[r]),
+                 kept ? bytes_text(resident[r]) : "");
     }
-    fmt::print("{:<18}{:>14}{:>14}\n", "all transient", bytes_text(plan.transient_bytes), bytes_text(resident_bytes(storage_->transient(), storage_->bytes() - storage_->persistent_bytes())));
-    fmt::print("{:<18}{:>14}{:>14}\n", "arena", bytes_text(plan.total_bytes()), bytes_text(resident_bytes(storage_->base(), storage_->bytes())));
+    fmt::print("{:<18}{:>14}{:>14}\n", "all transient", bytes_text(plan.transient_bytes),
+               bytes_text(resident_bytes(storage_->transient(), storage_->bytes() - storage_->persistent_bytes())));
+    fmt::print("{:<18}{:>14}{:>14}\n", "arena", bytes_text(plan.total_bytes()),
+               bytes_text(resident_bytes(storage_->base(), storage_->bytes())));
     fmt::print("{:<18}{:>14}{:>14}\n", "process, peak", "", bytes_text(peak_resident_bytes()));
     (void)transient;
   }
@@ -300,7 +329,8 @@ class Loop final : public StepContext {
 TrainSummary train(Session& session, bool resume) {
   stop_requested = 0;
   Loop loop(session, resume);
-  struct sigaction action {}, old_interrupt {}, old_terminate {};
+  struct sigaction action {
+  }, old_interrupt{}, old_terminate{};
   action.sa_handler = request_stop;
   action.sa_flags = SA_RESETHAND;  // a second Ctrl-C ends at once
   sigaction(SIGINT, &action, &old_interrupt);

@@ -8,11 +8,11 @@
 namespace strata {
 
 struct TrainSummary {
-  int64_t steps = 0;            // the last step done
-  double loss = 0;              // of that step, nats a token
-  double validation_loss = 0;   // NaN when there is no validation data
-  double tokens_per_second = 0; // median over the steps
-  bool interrupted = false;     // SIGINT or SIGTERM: the step was finished and a checkpoint saved
+  int64_t steps = 0;             // the last step done
+  double loss = 0;               // of that step, nats a token
+  double validation_loss = 0;    // NaN when there is no validation data
+  double tokens_per_second = 0;  // median over the steps
+  bool interrupted = false;      // SIGINT or SIGTERM: the step was finished and a checkpoint saved
 };
 
 // Trains as the configuration says; with `resume`, from the newest checkpoint in run.directory. Progress to stderr, a

@@ -67,10 +67,16 @@ Matrix matrix(const OpView& view) {
 
 Settings settings(const Binding& b) {
   const strata::Attributes& a = b.attributes();
-  return {.step = *b.in<double>(kStep), .learning_rate = a.real("learning_rate"), .factor = *b.in<double>(kFactor),
-          .scale_parameter = a.integer("scale_parameter") != 0, .clip_threshold = a.real("clip_threshold"),
-          .decay = a.real("decay"), .epsilon1 = a.real("epsilon1"), .epsilon2 = a.real("epsilon2"),
-          .beta1 = a.real("beta1"), .weight_decay = a.real("weight_decay"),
+  return {.step = *b.in<double>(kStep),
+          .learning_rate = a.real("learning_rate"),
+          .factor = *b.in<double>(kFactor),
+          .scale_parameter = a.integer("scale_parameter") != 0,
+          .clip_threshold = a.real("clip_threshold"),
+          .decay = a.real("decay"),
+          .epsilon1 = a.real("epsilon1"),
+          .epsilon2 = a.real("epsilon2"),
+          .beta1 = a.real("beta1"),
+          .weight_decay = a.real("weight_decay"),
           .gradient_scale = b.has_input(kScale) ? *b.in<double>(kScale) : 1.0};
 }
 
@@ -128,12 +134,15 @@ void register_once() {
                         .bytes = (view.has_input(kMoment) ? 8 : 6) * double(view.input(0).bytes())};
   };
   kind.kernels["cpu"] = {bind_cpu, [](const OpView& view, int) {
-    return factored(view) ? strata::adafactor::matrix_workspace(matrix(view))
-                          : strata::adafactor::vector_workspace(strata::elements(view.input(0).shape));
-  }};
+                           return factored(view)
+                                      ? strata::adafactor::matrix_workspace(matrix(view))
+                                      : strata::adafactor::vector_workspace(strata::elements(view.input(0).shape));
+                         }};
   kind.kernels["reference"] = {[](const Binding& b) {
-    return b.input(0).dtype == DType::f64 ? bind_reference<double>(b) : bind_reference<float>(b);
-  }, {}};
+                                 return b.input(0).dtype == DType::f64 ? bind_reference<double>(b)
+                                                                       : bind_reference<float>(b);
+                               },
+                               {}};
   register_kind(std::move(kind));
 }
 
@@ -154,9 +163,7 @@ class Adafactor final : public strata::Plugin {
         .non_negative();
   }
 
-  strata::Capabilities capabilities() const override {
-    return {.provides = {"optimizer", "lowers optimizer_state"}, .requires_ = {}, .conflicts = {}};
-  }
+  strata::Capabilities capabilities() const override { return {.provides = {"optimizer", "lowers optimizer_state"}}; }
 
   void update(strata::UpdateStage& stage) override {
     strata::Builder& build = stage.build();

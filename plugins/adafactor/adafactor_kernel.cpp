@@ -92,8 +92,10 @@ STRATA_SIMD void apply_moment(float* parameter, const float* g, const float* fac
 }
 void apply(float* parameter, const float* g, const float* factor, float scale, float* m, const Application& a,
            int64_t count) {
-  if (m) apply_moment(parameter, g, factor, scale, m, a.keep, a.beta1, a.rest, count);
-  else apply_plain(parameter, g, factor, scale, a.keep, count);
+  if (m)
+    apply_moment(parameter, g, factor, scale, m, a.keep, a.beta1, a.rest, count);
+  else
+    apply_plain(parameter, g, factor, scale, a.keep, count);
 }
 
 // What the sums of squares of parameter and raw update decide.

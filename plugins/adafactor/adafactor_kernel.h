@@ -8,17 +8,17 @@
 namespace strata::adafactor {
 
 struct Settings {
-  double step = 1;             // counts from 1
-  double learning_rate = 0;    // 0: relative step size min(1e-2, 1/√step)
-  double factor = 1;           // the schedule's, multiplies the learning rate
+  double step = 1;              // counts from 1
+  double learning_rate = 0;     // 0: relative step size min(1e-2, 1/√step)
+  double factor = 1;            // the schedule's, multiplies the learning rate
   bool scale_parameter = true;  // multiply the learning rate by max(epsilon2, RMS(parameter))
-  double clip_threshold = 1;   // d: the update's RMS is brought down to this
-  double decay = 0.8;          // β2 of step t is 1 − t^−decay
-  double epsilon1 = 1e-30;     // added to squared gradients
-  double epsilon2 = 1e-3;      // least parameter scale
-  double beta1 = 0;            // of the first moment; used only when there is one
+  double clip_threshold = 1;    // d: the update's RMS is brought down to this
+  double decay = 0.8;           // β2 of step t is 1 − t^−decay
+  double epsilon1 = 1e-30;      // added to squared gradients
+  double epsilon2 = 1e-3;       // least parameter scale
+  double beta1 = 0;             // of the first moment; used only when there is one
   double weight_decay = 0;
-  double gradient_scale = 1;   // multiplies the gradient as it is read
+  double gradient_scale = 1;  // multiplies the gradient as it is read
 };
 
 double beta2(const Settings& s);

@@ -1,4 +1,5 @@
-// Adafactor written plainly, for float or double: what the fast kernels are tested against. Allocates; not for training.
+// Adafactor written plainly, for float or double: what the fast kernels are tested against. Allocates; not for
+// training.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -40,7 +41,8 @@ void reference_vector(T* parameter, const T* gradient, T* v, T* m, int64_t count
 }
 
 template <class T>
-void reference_matrix(T* parameter, const T* gradient, T* row, T* column, T* m, const Matrix& shape, const Settings& s) {
+void reference_matrix(T* parameter, const T* gradient, T* row, T* column, T* m, const Matrix& shape,
+                      const Settings& s) {
   std::vector<T> update(static_cast<size_t>(shape.elements()));
   const T b = T(beta2(s));
   for (int64_t k = 0; k < shape.batch; ++k) {

@@ -27,7 +27,10 @@ const Case kCases[] = {
     {"single row", {1, 1, 5}, {}, false, &recorded::k_single_row},
     {"first moment", {1, 4, 3}, {.beta1 = 0.9}, true, &recorded::k_first_moment},
     {"fixed rate", {1, 3, 6}, {.learning_rate = 0.02, .weight_decay = 0.1}, false, &recorded::k_fixed_rate},
-    {"fixed rate, unscaled", {1, 0, 4}, {.learning_rate = 0.02, .scale_parameter = false, .beta1 = 0.8}, true,
+    {"fixed rate, unscaled",
+     {1, 0, 4},
+     {.learning_rate = 0.02, .scale_parameter = false, .beta1 = 0.8},
+     true,
      &recorded::k_fixed_rate_unscaled},
 };
 
@@ -51,8 +54,10 @@ std::vector<T> run(const Case& c, bool fast, Threads& threads) {
                       workspace.data());
       if (fast) continue;
     }
-    if (vector) reference_vector(p.data(), g.data(), second.data(), moment, int64_t(count), settings);
-    else reference_matrix(p.data(), g.data(), second.data(), column.data(), moment, c.shape, settings);
+    if (vector)
+      reference_vector(p.data(), g.data(), second.data(), moment, int64_t(count), settings);
+    else
+      reference_matrix(p.data(), g.data(), second.data(), column.data(), moment, c.shape, settings);
   }
   return p;
 }
@@ -167,7 +172,8 @@ TEST(Adafactor, AZeroGradientChangesNothing) {
   const auto before = r.p;
   std::vector<double> workspace(size_t(matrix_workspace(shape) / 8));
   Threads threads(1);
-  update_matrix(threads, r.p.data(), r.g.data(), r.second.data(), r.column.data(), nullptr, shape, {}, workspace.data());
+  update_matrix(threads, r.p.data(), r.g.data(), r.second.data(), r.column.data(), nullptr, shape, {},
+                workspace.data());
   EXPECT_EQ(r.p, before);
 }
 

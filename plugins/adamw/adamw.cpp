@@ -31,8 +31,11 @@ std::vector<TensorSpec> shape(const OpView& view) {
 
 strata::adamw::Settings settings(const Binding& b) {
   const Attributes& a = b.attributes();
-  return {.beta1 = a.real("beta1"), .beta2 = a.real("beta2"), .epsilon = a.real("epsilon"),
-          .learning_rate = a.real("learning_rate") * *b.in<double>(5), .weight_decay = a.real("weight_decay"),
+  return {.beta1 = a.real("beta1"),
+          .beta2 = a.real("beta2"),
+          .epsilon = a.real("epsilon"),
+          .learning_rate = a.real("learning_rate") * *b.in<double>(5),
+          .weight_decay = a.real("weight_decay"),
           .gradient_scale = b.has_input(6) ? *b.in<double>(6) : 1.0};
 }
 
@@ -69,8 +72,10 @@ void register_once() {
   };
   kind.kernels["cpu"] = {bind_cpu, {}};
   kind.kernels["reference"] = {[](const Binding& b) {
-    return b.input(0).dtype == DType::f64 ? bind_reference<double>(b) : bind_reference<float>(b);
-  }, {}};
+                                 return b.input(0).dtype == DType::f64 ? bind_reference<double>(b)
+                                                                       : bind_reference<float>(b);
+                               },
+                               {}};
   register_kind(std::move(kind));
 }
 
@@ -87,9 +92,7 @@ class AdamW final : public strata::Plugin {
         .non_negative();
   }
 
-  strata::Capabilities capabilities() const override {
-    return {.provides = {"optimizer"}, .requires_ = {}, .conflicts = {}};
-  }
+  strata::Capabilities capabilities() const override { return {.provides = {"optimizer"}}; }
 
   void update(strata::UpdateStage& stage) override {
     strata::Builder& build = stage.build();

@@ -14,7 +14,7 @@ struct Settings {
   double epsilon = 1e-8;
   double learning_rate = 3e-4;  // of this step, with the schedule's factor in it
   double weight_decay = 0.1;
-  double gradient_scale = 1;    // multiplies the gradient as it is read
+  double gradient_scale = 1;  // multiplies the gradient as it is read
 };
 
 // What one element needs, computed in double once a step.
@@ -27,8 +27,14 @@ struct Factors {
 template <class T>
 Factors<T> factors(const Settings& s, double step) {
   const double correction1 = 1 - std::pow(s.beta1, step), correction2 = 1 - std::pow(s.beta2, step);
-  return {T(s.gradient_scale), T(1 - s.beta1), T(s.beta2), T(1 - s.beta2), T(1 - s.learning_rate * s.weight_decay),
-          T(s.learning_rate / correction1), T(1 / std::sqrt(correction2)), T(s.epsilon)};
+  return {T(s.gradient_scale),
+          T(1 - s.beta1),
+          T(s.beta2),
+          T(1 - s.beta2),
+          T(1 - s.learning_rate * s.weight_decay),
+          T(s.learning_rate / correction1),
+          T(1 / std::sqrt(correction2)),
+          T(s.epsilon)};
 }
 
 // parameter, gradient, m (first moment), v (second moment): `count` elements each; all but the gradient are updated.

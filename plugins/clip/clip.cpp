@@ -24,12 +24,13 @@ class Clip final : public strata::Plugin {
  public:
   Clip() {
     static const bool once = [] {
-      strata::register_kind({.name = "clip_factor", .summary = "sum of squares f64 (1) -> factor f64 (1), norm f64 (1)",
+      strata::register_kind({.name = "clip_factor",
+                             .summary = "sum of squares f64 (1) -> factor f64 (1), norm f64 (1)",
                              .shape = [](const strata::OpView& v) -> std::vector<strata::TensorSpec> {
-                               strata::require(v.inputs() == 1 && v.input(0).dtype == strata::DType::f64, v, "a f64 scalar");
+                               strata::require(v.inputs() == 1 && v.input(0).dtype == strata::DType::f64, v,
+                                               "a f64 scalar");
                                return {{{1}, strata::DType::f64}, {{1}, strata::DType::f64}};
                              },
-                             .gradient = {}, .cost = {}, .accumulates = 0, .in_place = {},
                              .kernels = {{"cpu", factor_kernel()}, {"reference", factor_kernel()}}});
       return true;
     }();
@@ -48,7 +49,8 @@ class Clip final : public strata::Plugin {
       squares.push_back(build.emit("sum_of_squares", {gradient.tensor}));
     }
     if (squares.empty()) return;
-    const auto out = build.emit_all("clip_factor", {build.emit("sum_scalars", squares)}, {{"max_norm", max_norm_}}, {}, "clip");
+    const auto out =
+        build.emit_all("clip_factor", {build.emit("sum_scalars", squares)}, {{"max_norm", max_norm_}}, {}, "clip");
     norm_ = build[out[1]].name;
     build.program()[out[1]].step_output = true;
     for (auto& gradient : stage.gradients()) stage.scale(gradient, out[0]);

@@ -17,17 +17,27 @@ enum class Family { gpt2, llama, qwen2 };
 class Settings {
  public:
   explicit Settings(const Json& json) : json_(json) {}
-  int64_t integer(const char* key, int64_t otherwise) const { return present(key) ? json_.find(key)->integer(name(key)) : otherwise; }
-  double number(const char* key, double otherwise) const { return present(key) ? json_.find(key)->number(name(key)) : otherwise; }
-  bool boolean(const char* key, bool otherwise) const { return present(key) ? json_.find(key)->boolean(name(key)) : otherwise; }
-  std::string string(const char* key, const char* otherwise) const { return present(key) ? json_.find(key)->string(name(key)) : otherwise; }
+  int64_t integer(const char* key, int64_t otherwise) const {
+    return present(key) ? json_.find(key)->integer(name(key)) : otherwise;
+  }
+  double number(const char* key, double otherwise) const {
+    return present(key) ? json_.find(key)->number(name(key)) : otherwise;
+  }
+  bool boolean(const char* key, bool otherwise) const {
+    return present(key) ? json_.find(key)->boolean(name(key)) : otherwise;
+  }
+  std::string string(const char* key, const char* otherwise) const {
+    return present(key) ? json_.find(key)->string(name(key)) : otherwise;
+  }
   bool present(const char* key) const { return json_.find(key) && !json_.find(key)->is_null(); }
   int64_t needed(const char* key) const {
     if (!present(key)) throw Error("config.json lacks \"" + std::string(key) + "\".");
     return integer(key, 0);
   }
   void must_be(const char* key, bool wanted) const {
-    if (boolean(key, wanted) != wanted) throw Error("config.json sets \"" + std::string(key) + "\" to " + (wanted ? "false" : "true") + ", which the gpt plugin does not have.");
+    if (boolean(key, wanted) != wanted)
+      throw Error("config.json sets \"" + std::string(key) + "\" to " + (wanted ? "false" : "true") +
+                  ", which the gpt plugin does not have.");
   }
   const Json* find(const char* key) const { return json_.find(key); }
 
@@ -48,7 +58,8 @@ GptConfig from_gpt2(const Settings& s) {
   c.tied = s.boolean("tie_word_embeddings", true);
   const std::string activation = s.string("activation_function", "gelu_new");
   if (activation != "gelu_new" && activation != "gelu_pytorch_tanh")
-    throw Error("config.json sets \"activation_function\" to \"" + activation + "\"; the gpt plugin has gelu_new (the tanh form).");
+    throw Error("config.json sets \"activation_function\" to \"" + activation +
+                "\"; the gpt plugin has gelu_new (the tanh form).");
   s.must_be("scale_attn_weights", true);
   s.must_be("scale_attn_by_inverse_layer_idx", false);
   s.must_be("add_cross_attention", false);
@@ -62,7 +73,8 @@ double rotary_base(const Settings& s) {
       const Settings nested(*s.find(key));
       for (const char* type : {"rope_type", "type"})
         if (nested.string(type, "default") != "default")
-          throw Error("config.json sets \"" + std::string(key) + "\" of type \"" + nested.string(type, "") + "\"; the gpt plugin has the default rotary positions only.");
+          throw Error("config.json sets \"" + std::string(key) + "\" of type \"" + nested.string(type, "") +
+                      "\"; the gpt plugin has the default rotary positions only.");
       if (nested.present("rope_theta")) return nested.number("rope_theta", 0);
     }
   return s.number("rope_theta", 10000);
@@ -95,11 +107,15 @@ GptConfig from_llama(const Settings& s, bool qwen) {
 }
 
 Family family_of(const GptConfig& c) {
-  if (c.positions == "learned" && c.norm == "layer_norm" && c.activation == "gelu" && c.bias && c.kv_heads == c.heads && c.head_size * c.heads == c.hidden)
+  if (c.positions == "learned" && c.norm == "layer_norm" && c.activation == "gelu" && c.bias && c.kv_heads == c.heads &&
+      c.head_size * c.heads == c.hidden)
     return Family::gpt2;
-  if (c.positions == "rotary" && c.norm == "rms_norm" && c.activation == "swiglu" && !c.bias) return c.qkv_bias ? Family::qwen2 : Family::llama;
-  throw Error("no Hugging Face architecture has this combination of model options; GPT-2 has learned positions, layer_norm, gelu and biases, "
-              "Llama and Qwen2 have rotary positions, rms_norm, swiglu and no biases (but qkv_bias in Qwen2).");
+  if (c.positions == "rotary" && c.norm == "rms_norm" && c.activation == "swiglu" && !c.bias)
+    return c.qkv_bias ? Family::qwen2 : Family::llama;
+  throw Error(
+      "no Hugging Face architecture has this combination of model options; GPT-2 has learned positions, layer_norm, "
+      "gelu and biases, "
+      "Llama and Qwen2 have rotary positions, rms_norm, swiglu and no biases (but qkv_bias in Qwen2).");
 }
 
 std::string number_text(double value) {
@@ -116,7 +132,8 @@ class Mapping {
   std::vector<ExternalTensor> tensors;
 
   // One foreign tensor that is one parameter; `columns` 0 for a vector.
-  void whole(const std::string& name, const std::string& parameter, int64_t rows, int64_t columns, bool transposed = false) {
+  void whole(const std::string& name, const std::string& parameter, int64_t rows, int64_t columns,
+             bool transposed = false) {
     tensors.push_back({name, shape(rows, columns, transposed), transposed, {{0, parameter, 0, rows}}});
   }
   void ignored(const std::string& name) { tensors.push_back({name, {}, false, {}}); }
@@ -229,17 +246,38 @@ std::string gpt_to_external(const GptConfig& c) {
   const Family family = family_of(c);
   Json::Object o;
   if (family == Family::gpt2) {
-    o = {{"architectures", Json::Array{"GPT2LMHeadModel"}}, {"model_type", "gpt2"}, {"n_layer", c.layers}, {"n_embd", c.hidden}, {"n_head", c.heads},
-         {"n_inner", c.ffn}, {"n_positions", c.context}, {"vocab_size", c.vocabulary}, {"activation_function", "gelu_new"},
-         {"layer_norm_epsilon", c.norm_epsilon}, {"resid_pdrop", c.dropout}, {"embd_pdrop", c.dropout}, {"attn_pdrop", 0.0}};
+    o = {{"architectures", Json::Array{"GPT2LMHeadModel"}},
+         {"model_type", "gpt2"},
+         {"n_layer", c.layers},
+         {"n_embd", c.hidden},
+         {"n_head", c.heads},
+         {"n_inner", c.ffn},
+         {"n_positions", c.context},
+         {"vocab_size", c.vocabulary},
+         {"activation_function", "gelu_new"},
+         {"layer_norm_epsilon", c.norm_epsilon},
+         {"resid_pdrop", c.dropout},
+         {"embd_pdrop", c.dropout},
+         {"attn_pdrop", 0.0}};
   } else {
     const bool qwen = family == Family::qwen2;
-    o = {{"architectures", Json::Array{qwen ? "Qwen2ForCausalLM" : "LlamaForCausalLM"}}, {"model_type", qwen ? "qwen2" : "llama"},
-         {"num_hidden_layers", c.layers}, {"hidden_size", c.hidden}, {"num_attention_heads", c.heads}, {"num_key_value_heads", c.kv_heads},
-         {"head_dim", c.head_size}, {"intermediate_size", c.ffn}, {"vocab_size", c.vocabulary}, {"max_position_embeddings", c.context},
-         {"rms_norm_eps", c.norm_epsilon}, {"rope_theta", c.rotary_base}, {"hidden_act", "silu"}};
-    if (qwen) o.emplace_back("use_sliding_window", false);
-    else o.emplace_back("attention_bias", false);
+    o = {{"architectures", Json::Array{qwen ? "Qwen2ForCausalLM" : "LlamaForCausalLM"}},
+         {"model_type", qwen ? "qwen2" : "llama"},
+         {"num_hidden_layers", c.layers},
+         {"hidden_size", c.hidden},
+         {"num_attention_heads", c.heads},
+         {"num_key_value_heads", c.kv_heads},
+         {"head_dim", c.head_size},
+         {"intermediate_size", c.ffn},
+         {"vocab_size", c.vocabulary},
+         {"max_position_embeddings", c.context},
+         {"rms_norm_eps", c.norm_epsilon},
+         {"rope_theta", c.rotary_base},
+         {"hidden_act", "silu"}};
+    if (qwen)
+      o.emplace_back("use_sliding_window", false);
+    else
+      o.emplace_back("attention_bias", false);
   }
   o.emplace_back("tie_word_embeddings", c.tied);
   o.emplace_back("torch_dtype", "float32");
@@ -248,9 +286,13 @@ std::string gpt_to_external(const GptConfig& c) {
 
 std::vector<ExternalTensor> gpt_external_tensors(const GptConfig& c) {
   Mapping mapping(c);
-  if (family_of(c) == Family::gpt2) map_gpt2(c, mapping);
-  else map_llama(c, mapping);
-  if (c.tied) mapping.ignored("lm_head.weight");
-  else mapping.whole("lm_head.weight", "head.weight", c.vocabulary, c.hidden);
+  if (family_of(c) == Family::gpt2)
+    map_gpt2(c, mapping);
+  else
+    map_llama(c, mapping);
+  if (c.tied)
+    mapping.ignored("lm_head.weight");
+  else
+    mapping.whole("lm_head.weight", "head.weight", c.vocabulary, c.hidden);
   return mapping.tensors;
 }

@@ -21,7 +21,8 @@ class Gpt final : public strata::Plugin {
     o.add("layers", config_.layers, "transformer blocks").positive();
     o.add("hidden", config_.hidden, "width of the residual stream").positive();
     o.add("heads", config_.heads, "query heads").positive();
-    o.add("kv_heads", config_.kv_heads, "key and value heads (grouped-query attention); 0: as many as heads").non_negative();
+    o.add("kv_heads", config_.kv_heads, "key and value heads (grouped-query attention); 0: as many as heads")
+        .non_negative();
     o.add("head_size", config_.head_size, "width of one head; 0: hidden / heads").non_negative();
     o.add("ffn", config_.ffn, "inner width of the feed-forward layer; 0: 4 x hidden").non_negative();
     o.add("vocabulary", config_.vocabulary, "number of token ids").positive();
@@ -30,14 +31,18 @@ class Gpt final : public strata::Plugin {
     o.add("rotary_base", config_.rotary_base, "base of the rotary angles (arXiv 2104.09864)").positive();
     o.add("norm", config_.norm, "normalization before each branch").choices({"layer_norm", "rms_norm"});
     o.add("norm_epsilon", config_.norm_epsilon, "added to the variance").positive();
-    o.add("activation", config_.activation, "feed-forward nonlinearity: gelu in its tanh form, or swiglu (arXiv 2002.05202)").choices({"gelu", "swiglu"});
+    o.add("activation", config_.activation,
+          "feed-forward nonlinearity: gelu in its tanh form, or swiglu (arXiv 2002.05202)")
+        .choices({"gelu", "swiglu"});
     o.add("bias", config_.bias, "biases on all linear layers");
     o.add("qkv_bias", config_.qkv_bias, "biases on query, key and value alone, when bias is off");
     o.add("tied", config_.tied, "output layer shares the embedding");
-    o.add("dropout", config_.dropout, "probability of dropping an element of the embedding and of both branches' outputs").range(0, 0.99);
+    o.add("dropout", config_.dropout,
+          "probability of dropping an element of the embedding and of both branches' outputs")
+        .range(0, 0.99);
   }
 
-  strata::Capabilities capabilities() const override { return {.provides = {"model"}, .requires_ = {}, .conflicts = {}}; }
+  strata::Capabilities capabilities() const override { return {.provides = {"model"}}; }
 
   void model(strata::ModelStage& stage) override {
     resolve();
@@ -50,10 +55,13 @@ class Gpt final : public strata::Plugin {
     stage.define("embedding", [this](Builder& b, TensorId tokens) { return embedding(b, tokens); });
     stage.define("attention", [this](Builder& b, TensorId x) { return attention(b, x); });
     stage.define("mlp", [this](Builder& b, TensorId x) { return mlp(b, x); });
-    stage.define("block", [this, &stage](Builder& b, TensorId x) { return stage.call("mlp", b, stage.call("attention", b, x)); });
+    stage.define("block", [this, &stage](Builder& b, TensorId x) {
+      return stage.call("mlp", b, stage.call("attention", b, x));
+    });
     stage.define("head", [this, &stage](Builder& b, TensorId x) { return head(b, x, stage); });
     stage.define("model", [this, &stage](Builder& b, TensorId) {
-      const TensorId tokens = b.data("tokens", {stage.batch().micro_batch, stage.batch().sequence_length}, strata::DType::i32);
+      const TensorId tokens =
+          b.data("tokens", {stage.batch().micro_batch, stage.batch().sequence_length}, strata::DType::i32);
       TensorId x = stage.call("embedding", b, tokens);
       for (int64_t i = 0; i < config_.layers; ++i) {
         const auto scope = b.block("block." + std::to_string(i), int(i));
@@ -80,12 +88,13 @@ class Gpt final : public strata::Plugin {
     if (c.ffn == 0) c.ffn = 4 * c.hidden;
     if (c.head_size == 0) {
       if (c.hidden % c.heads != 0)
-        throw Error("model.hidden = " + std::to_string(c.hidden) + " is not divisible by model.heads = " + std::to_string(c.heads) +
-                    "; choose a multiple, or set model.head_size.");
+        throw Error("model.hidden = " + std::to_string(c.hidden) + " is not divisible by model.heads = " +
+                    std::to_string(c.heads) + "; choose a multiple, or set model.head_size.");
       c.head_size = c.hidden / c.heads;
     }
     if (c.heads % c.kv_heads != 0)
-      throw Error("model.heads = " + std::to_string(c.heads) + " is not divisible by model.kv_heads = " + std::to_string(c.kv_heads) + ".");
+      throw Error("model.heads = " + std::to_string(c.heads) +
+                  " is not divisible by model.kv_heads = " + std::to_string(c.kv_heads) + ".");
     if (c.positions == "rotary" && c.head_size % 2 != 0)
       throw Error("rotary positions need an even head size, but it is " + std::to_string(c.head_size) + ".");
     return c;
@@ -105,7 +114,8 @@ class Gpt final : public strata::Plugin {
     return b.emit("layer_norm", {x, weight, b.parameter("bias", {config_.hidden}, {})}, epsilon, "out");
   }
 
-  TensorId linear(Builder& b, TensorId x, std::string_view name, int64_t out, bool bias, double deviation = kStandardDeviation) {
+  TensorId linear(Builder& b, TensorId x, std::string_view name, int64_t out, bool bias,
+                  double deviation = kStandardDeviation) {
     const auto scope = b.scope(name);
     const TensorId weight = b.parameter("weight", {out, b[x].shape.back()}, normal(deviation));
     return b.emit("linear", {x, weight, bias ? b.parameter("bias", {out}, {}) : TensorId{}}, {}, "out");
@@ -128,7 +138,8 @@ class Gpt final : public strata::Plugin {
   }
 
   TensorId embedding(Builder& b, TensorId tokens) {
-    const TensorId weight = b.parameter("embedding.weight", {config_.vocabulary, config_.hidden}, normal(kStandardDeviation));
+    const TensorId weight =
+        b.parameter("embedding.weight", {config_.vocabulary, config_.hidden}, normal(kStandardDeviation));
     TensorId positions;
     if (config_.positions == "learned")
       positions = b.parameter("positions.weight", {config_.context, config_.hidden}, normal(kStandardDeviation));
@@ -152,16 +163,18 @@ class Gpt final : public strata::Plugin {
     const TensorId normed = norm(b, x, "norm2");
     const auto scope = b.scope("mlp");
     TensorId inner = linear(b, normed, "up", config_.ffn, config_.bias);
-    if (config_.activation == "swiglu") inner = b.emit("swiglu", {linear(b, normed, "gate", config_.ffn, config_.bias), inner});
-    else inner = b.emit("gelu", {inner});
+    if (config_.activation == "swiglu")
+      inner = b.emit("swiglu", {linear(b, normed, "gate", config_.ffn, config_.bias), inner});
+    else
+      inner = b.emit("gelu", {inner});
     return back(b, x, inner, "down");
   }
 
   TensorId head(Builder& b, TensorId x, const strata::ModelStage& stage) {
     const auto& batch = stage.batch();
     TensorId normed = norm(b, x, "norm");
-    const TensorId weight = b.parameter(config_.tied ? "embedding.weight" : "head.weight", {config_.vocabulary, config_.hidden},
-                                        normal(kStandardDeviation));
+    const TensorId weight = b.parameter(config_.tied ? "embedding.weight" : "head.weight",
+                                        {config_.vocabulary, config_.hidden}, normal(kStandardDeviation));
     if (stage.goal() == strata::Goal::logits) return b.emit("linear", {normed, weight, {}}, {}, "logits");
     const TensorId targets = b.data("targets", {batch.micro_batch, batch.sequence_length}, strata::DType::i32);
     const double tokens = double(batch.micro_batch * batch.sequence_length * batch.microbatches);

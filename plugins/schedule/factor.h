@@ -24,7 +24,8 @@ inline double factor(const Course& course, int64_t step, int64_t steps) {
   const double t = std::clamp(double(step - course.warmup) / double(after), 0.0, 1.0);
   if (course.kind == "cosine") return course.final + (1 - course.final) * (1 + std::cos(std::numbers::pi * t)) / 2;
   if (course.kind == "linear") return 1 - (1 - course.final) * t;
-  if (course.kind == "inverse_square_root") return std::sqrt(double(std::max<int64_t>(course.warmup, 1)) / double(step));
+  if (course.kind == "inverse_square_root")
+    return std::sqrt(double(std::max<int64_t>(course.warmup, 1)) / double(step));
   return 1;
 }
 

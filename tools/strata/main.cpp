@@ -17,27 +17,35 @@ using namespace strata;
 void add_config(CLI::App& command, ConfigArguments& arguments) {
   command.add_option("config", arguments.config, "TOML file that describes the run")->required();
   command.add_option("--set", arguments.sets, "override a key, for example --set run.steps=10 (repeatable)")
-      ->type_name("KEY=VALUE")->take_all()->expected(1)->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
+      ->type_name("KEY=VALUE")
+      ->take_all()
+      ->expected(1)
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
-  CLI::App app{"Strata trains large neural networks on limited memory.\nA TOML file names the model, the data and the strategies; "
-               "`strata plan` says what a run will need before it starts."};
+  CLI::App app{
+      "Strata trains large neural networks on limited memory.\nA TOML file names the model, the data and the "
+      "strategies; "
+      "`strata plan` says what a run will need before it starts."};
   app.name("strata");
   app.require_subcommand(1);
   app.set_version_flag("--version", STRATA_VERSION);
   std::function<int()> action;
 
   TrainArguments train_arguments;
-  auto* train_command = app.add_subcommand("train", "Train the model of a configuration.\nWrites checkpoints and log.jsonl to run.directory. Ctrl-C finishes the step and saves.");
+  auto* train_command = app.add_subcommand("train",
+                                           "Train the model of a configuration.\nWrites checkpoints and log.jsonl to "
+                                           "run.directory. Ctrl-C finishes the step and saves.");
   add_config(*train_command, train_arguments);
   train_command->add_flag("--resume", train_arguments.resume, "go on from the newest checkpoint in run.directory");
   train_command->callback([&] { action = [&] { return train_command_main(train_arguments); }; });
 
   PlanArguments plan_arguments;
-  auto* plan_command = app.add_subcommand("plan", "Say what a step needs before anything is allocated: bytes by category, where the peak is, FLOPs.");
+  auto* plan_command = app.add_subcommand(
+      "plan", "Say what a step needs before anything is allocated: bytes by category, where the peak is, FLOPs.");
   add_config(*plan_command, plan_arguments);
   plan_command->add_flag("--program", plan_arguments.program, "print the whole step program");
   plan_command->add_flag("--json", plan_arguments.json, "print JSON for machines");
@@ -52,50 +60,74 @@ int main(int argc, char** argv) {
   auto* plugins_command = app.add_subcommand("plugins", "List the plugins found, or show one with its options.");
   plugins_command->add_option("name", plugins_arguments.name, "plugin to show");
   plugins_command->add_option("--path", plugins_arguments.paths, "more folders to search");
-  plugins_command->add_flag("--schema", plugins_arguments.schema, "print the JSON schema of a whole configuration, for editors");
+  plugins_command->add_flag("--schema", plugins_arguments.schema,
+                            "print the JSON schema of a whole configuration, for editors");
   plugins_command->callback([&] { action = [&] { return plugins_command_main(plugins_arguments); }; });
 
   NewPluginArguments new_plugin_arguments;
-  auto* new_plugin_command = app.add_subcommand("new-plugin", "Write a folder with a plugin to start from: source, CMakeLists.txt, README, test.");
-  new_plugin_command->add_option("name", new_plugin_arguments.name, "name of the plugin: lower-case letters, digits and _")->required();
+  auto* new_plugin_command = app.add_subcommand(
+      "new-plugin", "Write a folder with a plugin to start from: source, CMakeLists.txt, README, test.");
+  new_plugin_command
+      ->add_option("name", new_plugin_arguments.name, "name of the plugin: lower-case letters, digits and _")
+      ->required();
   new_plugin_command->add_option("--directory", new_plugin_arguments.directory, "folder to write (default: ./NAME)");
   new_plugin_command->callback([&] { action = [&] { return new_plugin_command_main(new_plugin_arguments); }; });
 
   auto* data_command = app.add_subcommand("data", "Work with training data.");
   data_command->require_subcommand(1);
   PrepareArguments prepare_arguments;
-  auto* prepare_command = data_command->add_subcommand("prepare", "Turn text files into token files (train_*.bin, validation_*.bin).");
+  auto* prepare_command =
+      data_command->add_subcommand("prepare", "Turn text files into token files (train_*.bin, validation_*.bin).");
   prepare_command->add_option("inputs", prepare_arguments.inputs, "UTF-8 text files; - for standard input")->required();
   prepare_command->add_option("--output", prepare_arguments.output_directory, "folder to write")->required();
-  prepare_command->add_option("--tokenizer", prepare_arguments.tokenizer, "\"bytes\", a SentencePiece .model file, or \"train:SIZE\" to train one")->capture_default_str();
-  prepare_command->add_option("--validation", prepare_arguments.validation_fraction, "share of the text kept for validation")->capture_default_str();
-  prepare_command->add_option("--shard-tokens", prepare_arguments.shard_tokens, "tokens a file at most")->capture_default_str();
+  prepare_command
+      ->add_option("--tokenizer", prepare_arguments.tokenizer,
+                   "\"bytes\", a SentencePiece .model file, or \"train:SIZE\" to train one")
+      ->capture_default_str();
+  prepare_command
+      ->add_option("--validation", prepare_arguments.validation_fraction, "share of the text kept for validation")
+      ->capture_default_str();
+  prepare_command->add_option("--shard-tokens", prepare_arguments.shard_tokens, "tokens a file at most")
+      ->capture_default_str();
   prepare_command->callback([&] { action = [&] { return data_prepare_command(prepare_arguments); }; });
 
   GenerateArguments generate_arguments;
   auto* generate_command = app.add_subcommand("generate", "Sample text from a trained model.");
   add_config(*generate_command, generate_arguments);
-  generate_command->add_option("--checkpoint", generate_arguments.checkpoint, "checkpoint folder (default: the newest in run.directory)");
-  generate_command->add_option("--tokenizer", generate_arguments.tokenizer, "folder with tokenizer.json (default: beside the training data)");
+  generate_command->add_option("--checkpoint", generate_arguments.checkpoint,
+                               "checkpoint folder (default: the newest in run.directory)");
+  generate_command->add_option("--tokenizer", generate_arguments.tokenizer,
+                               "folder with tokenizer.json (default: beside the training data)");
   generate_command->add_option("--prompt", generate_arguments.prompt, "text to go on from");
-  generate_command->add_option("--tokens", generate_arguments.sampling.tokens, "tokens to sample")->capture_default_str()->check(CLI::PositiveNumber);
-  generate_command->add_option("--temperature", generate_arguments.sampling.temperature, "0 takes the most probable token")->capture_default_str()->check(CLI::NonNegativeNumber);
-  generate_command->add_option("--top-k", generate_arguments.sampling.top_k, "sample among the k most probable; 0: all")->capture_default_str()->check(CLI::NonNegativeNumber);
-  generate_command->add_option("--seed", generate_arguments.sampling.seed, "seed of the sampling")->capture_default_str();
+  generate_command->add_option("--tokens", generate_arguments.sampling.tokens, "tokens to sample")
+      ->capture_default_str()
+      ->check(CLI::PositiveNumber);
+  generate_command
+      ->add_option("--temperature", generate_arguments.sampling.temperature, "0 takes the most probable token")
+      ->capture_default_str()
+      ->check(CLI::NonNegativeNumber);
+  generate_command->add_option("--top-k", generate_arguments.sampling.top_k, "sample among the k most probable; 0: all")
+      ->capture_default_str()
+      ->check(CLI::NonNegativeNumber);
+  generate_command->add_option("--seed", generate_arguments.sampling.seed, "seed of the sampling")
+      ->capture_default_str();
   generate_command->callback([&] { action = [&] { return generate_command_main(generate_arguments); }; });
 
   ImportArguments import_arguments;
-  auto* import_command = app.add_subcommand("import", "Turn a Hugging Face folder (GPT-2, Llama, Qwen2) into a Strata checkpoint and a [model] table.");
+  auto* import_command = app.add_subcommand(
+      "import", "Turn a Hugging Face folder (GPT-2, Llama, Qwen2) into a Strata checkpoint and a [model] table.");
   import_command->add_option("source", import_arguments.source, "folder with config.json and safetensors")->required();
   import_command->add_option("target", import_arguments.target, "folder to write")->required();
   import_command->add_option("--plugin", import_arguments.plugin, "model plugin")->capture_default_str();
   import_command->callback([&] { action = [&] { return import_command_main(import_arguments); }; });
 
   ExportArguments export_arguments;
-  auto* export_command = app.add_subcommand("export", "Write a trained model as a Hugging Face folder that transformers loads.");
+  auto* export_command =
+      app.add_subcommand("export", "Write a trained model as a Hugging Face folder that transformers loads.");
   add_config(*export_command, export_arguments);
   export_command->add_option("target", export_arguments.target, "folder to write")->required();
-  export_command->add_option("--checkpoint", export_arguments.checkpoint, "checkpoint folder (default: the newest in run.directory)");
+  export_command->add_option("--checkpoint", export_arguments.checkpoint,
+                             "checkpoint folder (default: the newest in run.directory)");
   export_command->callback([&] { action = [&] { return export_command_main(export_arguments); }; });
 
   try {

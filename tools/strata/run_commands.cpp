@@ -24,8 +24,10 @@ int train_command_main(const TrainArguments& arguments) {
 int plan_command_main(const PlanArguments& arguments) {
   const Session session(arguments.config, arguments.sets);
   const PlannedProgram planned = session.plan(Goal::train);
-  if (arguments.json) fmt::print("{}", plan_json(planned.built, planned.memory));
-  else fmt::print("{}", plan_text(planned.built, planned.memory));
+  if (arguments.json)
+    fmt::print("{}", plan_json(planned.built, planned.memory));
+  else
+    fmt::print("{}", plan_text(planned.built, planned.memory));
   if (arguments.program) fmt::print("\n{}", print(planned.program()));
   return int(ExitCode::done);
 }
@@ -39,7 +41,8 @@ int check_command_main(const ConfigArguments& arguments) {
     const TokenDataset validation(session.data.validation, planned.built.vocabulary);
     const Sampler sequences(validation, session.data.sequence_length, false, 0);
   }
-  fmt::print("{}: no errors. {} training tokens, {} of device memory.\n", arguments.config, train.tokens(), bytes_text(planned.memory.total_bytes()));
+  fmt::print("{}: no errors. {} training tokens, {} of device memory.\n", arguments.config, train.tokens(),
+             bytes_text(planned.memory.total_bytes()));
   return int(ExitCode::done);
 }
 
@@ -48,7 +51,8 @@ int generate_command_main(const GenerateArguments& arguments) {
   const std::string checkpoint = arguments.checkpoint.empty() ? find_checkpoint(session.run.directory, "run.directory")
                                                               : find_checkpoint(arguments.checkpoint, "--checkpoint");
   std::string directory = arguments.tokenizer;
-  if (directory.empty() && !session.data.train.empty()) directory = std::filesystem::path(session.data.train.front()).parent_path().string();
+  if (directory.empty() && !session.data.train.empty())
+    directory = std::filesystem::path(session.data.train.front()).parent_path().string();
   const auto tokenizer = load_tokenizer(directory);
   Generator generator(session, checkpoint);
   std::vector<int32_t> tokens = tokenizer->encode(arguments.prompt.empty() ? "\n" : arguments.prompt);

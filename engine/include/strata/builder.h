@@ -15,7 +15,8 @@ class Builder {
   Program& program() { return *program_; }
   const Tensor& operator[](TensorId id) const { return (*program_)[id]; }
 
-  // Persistent tensors. A parameter asked for twice under one name is the same one (tied weights); its shape must agree.
+  // Persistent tensors. A parameter asked for twice under one name is the same one (tied weights); its shape must
+  // agree.
   TensorId parameter(std::string_view name, const Shape& shape, Initializer initializer);
   TensorId state(std::string_view name, const Shape& shape, DType dtype, Initializer initializer = {});
   // A host-written f64 {1} tensor that the program reads; plugins set it at run time by name.
@@ -24,7 +25,8 @@ class Builder {
   TensorId data(std::string_view name, const Shape& shape, DType dtype);
 
   // Emits one op and returns its only (or first) output.
-  TensorId emit(std::string_view kind, std::vector<TensorId> inputs, Attributes attributes = {}, std::string_view result = {});
+  TensorId emit(std::string_view kind, std::vector<TensorId> inputs, Attributes attributes = {},
+                std::string_view result = {});
   // Emits one op with its outputs; `outputs` may name tensors that exist (in-place updates), invalid ids are made new.
   std::vector<TensorId> emit_all(std::string_view kind, std::vector<TensorId> inputs, Attributes attributes = {},
                                  std::vector<TensorId> outputs = {}, std::string_view result = {});

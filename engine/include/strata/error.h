@@ -39,7 +39,7 @@ std::string did_you_mean(std::string_view name, const std::vector<std::string>& 
 
 }  // namespace strata
 
-#define STRATA_CHECK(condition) \
-  do {                          \
+#define STRATA_CHECK(condition)                                                 \
+  do {                                                                          \
     if (!(condition)) ::strata::internal_error(#condition, __FILE__, __LINE__); \
   } while (false)

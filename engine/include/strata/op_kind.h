@@ -50,15 +50,25 @@ struct Cost {
 class Binding : public OpView {
  public:
   Binding(const OpView& view, std::vector<void*> inputs, std::vector<void*> outputs, void* workspace, Threads& threads)
-      : OpView(view), inputs_(std::move(inputs)), outputs_(std::move(outputs)), workspace_(workspace), threads_(&threads) {}
+      : OpView(view),
+        inputs_(std::move(inputs)),
+        outputs_(std::move(outputs)),
+        workspace_(workspace),
+        threads_(&threads) {}
   // Null for an optional input left out.
   template <class T>
-  const T* in(int i) const { return i < inputs() ? static_cast<const T*>(inputs_.at(i)) : nullptr; }
+  const T* in(int i) const {
+    return i < inputs() ? static_cast<const T*>(inputs_.at(i)) : nullptr;
+  }
   // When accumulates(i), the output already holds the addend when the kernel starts.
   template <class T>
-  T* out(int i) const { return static_cast<T*>(outputs_.at(i)); }
+  T* out(int i) const {
+    return static_cast<T*>(outputs_.at(i));
+  }
   template <class T = void>
-  T* workspace() const { return static_cast<T*>(workspace_); }  // 64-byte aligned
+  T* workspace() const {
+    return static_cast<T*>(workspace_);
+  }  // 64-byte aligned
   Threads& threads() const { return *threads_; }
 
  private:
@@ -100,11 +110,11 @@ struct OpKind {
   std::string summary;  // one line, with shapes
   // Checks inputs and attributes (throws Error) and gives shape and dtype of each output.
   std::function<std::vector<TensorSpec>(const OpView&)> shape;
-  std::function<void(Differentiation&)> gradient;  // empty: not differentiable
-  std::function<Cost(const OpView&)> cost;         // empty: every input read and output written once, no flops
-  uint32_t accumulates = 0;                        // bit i: output i can be added to an addend
-  std::vector<std::pair<int, int>> in_place;       // {output, input}: may share memory when the input is dead after
-  std::map<std::string, Kernel, std::less<>> kernels;  // by backend: "cpu", "reference", …
+  std::function<void(Differentiation&)> gradient{};  // empty: not differentiable
+  std::function<Cost(const OpView&)> cost{};         // empty: every input read and output written once, no flops
+  uint32_t accumulates = 0;                          // bit i: output i can be added to an addend
+  std::vector<std::pair<int, int>> in_place{};       // {output, input}: may share memory when the input is dead after
+  std::map<std::string, Kernel, std::less<>> kernels{};  // by backend: "cpu", "reference", …
 };
 
 // Registers a kind; a second one of the same name is an Error. Returns it, so that kernels can be added.

@@ -26,21 +26,21 @@ class Option {
   Option(std::string name, Target target, std::string help);
 
   // Constraints; each returns *this so that they chain.
-  Option& positive();                              // > 0
-  Option& non_negative();                          // >= 0
-  Option& range(double low, double high);          // low <= value <= high
+  Option& positive();                               // > 0
+  Option& non_negative();                           // >= 0
+  Option& range(double low, double high);           // low <= value <= high
   Option& choices(std::vector<std::string> names);  // for strings
-  Option& unit(std::string name);                  // "tokens", "bytes", "seconds"; shown in help
-  Option& required();                              // no default
+  Option& unit(std::string name);                   // "tokens", "bytes", "seconds"; shown in help
+  Option& required();                               // no default
 
   const std::string& name() const { return name_; }
   const std::string& help() const { return help_; }
   const std::string& unit_name() const { return unit_; }
   const std::vector<std::string>& choice_names() const { return choices_; }
   bool is_required() const { return required_; }
-  std::string type_name() const;                    // "integer", "number", "string", "boolean", "bytes", "list of strings"
+  std::string type_name() const;  // "integer", "number", "string", "boolean", "bytes", "list of strings"
   const std::string& default_text() const { return default_; }  // as it stood at declaration, in TOML syntax
-  std::string range_text() const;                   // "> 0", "0 to 1", "" when free
+  std::string range_text() const;                               // "> 0", "0 to 1", "" when free
 
  private:
   friend class Options;

@@ -17,9 +17,9 @@ namespace strata {
 
 // What a plugin gives, needs and cannot stand. Order within a stage follows from it: providers run first.
 struct Capabilities {
-  std::vector<std::string> provides;
-  std::vector<std::string> requires_;
-  std::vector<std::string> conflicts;
+  std::vector<std::string> provides{};
+  std::vector<std::string> requires_{};
+  std::vector<std::string> conflicts{};
 };
 
 // The step loop as run-time hooks see it.
@@ -79,7 +79,10 @@ class Plugin {
   virtual void restore(const CheckpointNotes&) {}
 
   // Model plugins: exchange with the Hugging Face ecosystem. `model_table` is TOML text of a [model] table.
-  virtual std::optional<std::string> import_config(std::string_view config_json) { (void)config_json; return {}; }
+  virtual std::optional<std::string> import_config(std::string_view config_json) {
+    (void)config_json;
+    return {};
+  }
   virtual std::optional<std::string> export_config() const { return {}; }
   virtual std::vector<ExternalTensor> external_tensors() const { return {}; }
 };
@@ -104,17 +107,19 @@ struct StaticPlugin {
 
 }  // namespace strata
 
-#define STRATA_PLUGIN_ENTRY_(Class, name, version, summary)                                            \
-  {sizeof(::strata::PluginEntry), STRATA_FINGERPRINT, name, version, summary,                           \
-   []() -> ::strata::Plugin* { return new Class(); }, [](::strata::Plugin* plugin) { delete plugin; }}
+#define STRATA_PLUGIN_ENTRY_(Class, name, version, summary)                                                \
+  {                                                                                                        \
+    sizeof(::strata::PluginEntry), STRATA_FINGERPRINT, name, version, summary,                             \
+        []() -> ::strata::Plugin* { return new Class(); }, [](::strata::Plugin* plugin) { delete plugin; } \
+  }
 
 #ifdef STRATA_STATIC_PLUGIN
 #define STRATA_PLUGIN(Class, name, version, summary) \
   static const ::strata::StaticPlugin strata_static_plugin_(STRATA_PLUGIN_ENTRY_(Class, name, version, summary));
 #else
-#define STRATA_PLUGIN(Class, name, version, summary)                                                              \
-  extern "C" __attribute__((visibility("default"))) const ::strata::PluginEntry* strata_plugin_v1() {               \
-    static const ::strata::PluginEntry entry STRATA_PLUGIN_ENTRY_(Class, name, version, summary);                   \
-    return &entry;                                                                                                \
+#define STRATA_PLUGIN(Class, name, version, summary)                                                  \
+  extern "C" __attribute__((visibility("default"))) const ::strata::PluginEntry* strata_plugin_v1() { \
+    static const ::strata::PluginEntry entry STRATA_PLUGIN_ENTRY_(Class, name, version, summary);     \
+    return &entry;                                                                                    \
   }
 #endif

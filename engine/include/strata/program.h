@@ -71,7 +71,7 @@ struct Program {
 
   const Tensor& operator[](TensorId id) const { return tensors.at(id.value); }
   Tensor& operator[](TensorId id) { return tensors.at(id.value); }
-  TensorId add(Tensor tensor);  // names are made unique
+  TensorId add(Tensor tensor);                 // names are made unique
   TensorId find(std::string_view name) const;  // invalid when there is none
   // Persistent tensors of a role, in the order they were declared.
   std::vector<TensorId> with_role(Role role) const;

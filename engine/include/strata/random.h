@@ -34,7 +34,9 @@ STRATA_INLINE std::array<uint32_t, 4> random_block(uint64_t seed, uint64_t strea
                 uint32_t(seed >> 32));
 }
 
-// Standard normal values for global element indices [first, first + count) by Box-Muller; same values whatever the split.
-void fill_normal(float* values, int64_t first, int64_t count, double standard_deviation, uint64_t seed, uint64_t stream);
+// Standard normal values for global element indices [first, first + count) by Box-Muller; same values whatever the
+// split.
+void fill_normal(float* values, int64_t first, int64_t count, double standard_deviation, uint64_t seed,
+                 uint64_t stream);
 
 }  // namespace strata

@@ -14,9 +14,9 @@ namespace strata {
 
 // Sizes of the batch, known from [data] before the model is built.
 struct BatchShape {
-  int64_t micro_batch = 1;       // sequences in one microbatch (B)
-  int64_t microbatches = 1;      // microbatches in one optimizer step
-  int64_t sequence_length = 1;   // tokens in one sequence (T)
+  int64_t micro_batch = 1;      // sequences in one microbatch (B)
+  int64_t microbatches = 1;     // microbatches in one optimizer step
+  int64_t sequence_length = 1;  // tokens in one sequence (T)
 };
 
 // What the program is for: a loss to train on, a loss to report (no dropout), or next-token logits.
@@ -84,7 +84,8 @@ class GradientStage {
   std::vector<Gradient>& gradients() { return gradients_; }
   Builder& build() { return build_; }
   // Emits a kind whose first input is the gradient and whose first output becomes the gradient from then on.
-  void append(std::string_view kind, std::initializer_list<std::reference_wrapper<Gradient>> gradients, Attributes attributes = {});
+  void append(std::string_view kind, std::initializer_list<std::reference_wrapper<Gradient>> gradients,
+              Attributes attributes = {});
   // Multiplies a gradient by a scalar tensor, lazily.
   void scale(Gradient& gradient, TensorId factor);
   // Multiplies the pending scale in, for ops that need the final values.
@@ -110,8 +111,8 @@ class UpdateStage {
 };
 
 // Scalars every program has, written by the step loop before each step.
-inline constexpr std::string_view kStepScalar = "step";                             // 1, 2, 3, …
-inline constexpr std::string_view kLearningRateFactor = "learning_rate_factor";      // 1 unless a schedule sets it
-inline constexpr std::string_view kSeedScalar = "seed";                             // [run] seed
+inline constexpr std::string_view kStepScalar = "step";                          // 1, 2, 3, …
+inline constexpr std::string_view kLearningRateFactor = "learning_rate_factor";  // 1 unless a schedule sets it
+inline constexpr std::string_view kSeedScalar = "seed";                          // [run] seed
 
 }  // namespace strata

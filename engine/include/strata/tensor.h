@@ -15,7 +15,7 @@ std::string_view name_of(DType);
 // Row-major, the last dimension is contiguous. {} is not used: a scalar has shape {1}.
 using Shape = std::vector<int64_t>;
 int64_t elements(const Shape&);
-std::string text(const Shape&);  // "(4, 256, 768)"
+std::string text(const Shape&);         // "(4, 256, 768)"
 std::string bytes_text(int64_t bytes);  // "1.50 GiB"
 
 // What a tensor is for; the ledger counts bytes by it.

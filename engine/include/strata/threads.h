@@ -25,7 +25,8 @@ class Threads {
   template <class Body>
   void parallel(Body&& body) {
     using Type = std::remove_reference_t<Body>;
-    run([](void* context, int thread) { (*static_cast<Type*>(context))(thread); }, const_cast<std::remove_const_t<Type>*>(&body));
+    run([](void* context, int thread) { (*static_cast<Type*>(context))(thread); },
+        const_cast<std::remove_const_t<Type>*>(&body));
   }
 
   // Splits [0, size) into contiguous ranges whose borders are multiples of `grain` and calls body(begin, end).
