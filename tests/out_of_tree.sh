@@ -68,7 +68,8 @@ struct Early : strata::Plugin {};
 STRATA_PLUGIN(Early, "early", "1", "throws while it is loaded")
 CODE
 compile -w c.cpp -o bad/early.so -L moved/lib -lstrata
-refused early 'threw while it was loaded: no licence file'
+# (Sanitizers stand between the loader and its caller, and end the process there.)
+[[ -n $sanitize ]] || refused early 'threw while it was loaded: no licence file'
 cat >c.cpp <<'CODE'
 #include <strata/plugin.h>
 struct Options : strata::Plugin { void options(strata::Options&) override { throw std::runtime_error("cannot say"); } };

@@ -1,12 +1,28 @@
 // Whole programs: microbatch splits, bitwise reruns, plan against reality, the verifier, budgets, streams.
+#include <atomic>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
+#include <new>
 #include <random>
 
 #include "engine/planning/dependencies.h"
 #include "engine/planning/unroll.h"
 #include "engine/runtime/usage.h"
 #include "tests/harness.h"
+
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+// Counts what the C++ side of the process allocates, the engine's library included.
+static std::atomic<int64_t> allocations{0};
+void* operator new(size_t size) {
+  ++allocations;
+  if (void* memory = std::malloc(size)) return memory;
+  throw std::bad_alloc();
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, size_t) noexcept { std::free(memory); }
+#define STRATA_COUNTS_ALLOCATIONS
+#endif
 
 namespace strata {
 namespace {
@@ -51,6 +67,17 @@ TEST(Programs, RerunsAreBitwiseEqual) {
       EXPECT_EQ(std::memcmp(first.data(), values.data(), values.size() * 4), 0);
   }
 }
+
+#ifdef STRATA_COUNTS_ALLOCATIONS
+TEST(Programs, StepsAllocateNothing) {
+  const auto tokens = random_tokens(8 * 16, 1), targets = random_tokens(8 * 16, 2);
+  test::Runner runner(toml(2, "[plugins.clip]\n", "dropout = 0.1\n"));
+  runner.run_step(tokens.data(), targets.data());
+  const int64_t before = allocations;
+  runner.executor->run();
+  EXPECT_EQ(allocations - before, 0);
+}
+#endif
 
 // The whole program on plain reference kernels learns the same: the two backends agree to single precision.
 TEST(Programs, ReferenceBackendAgrees) {

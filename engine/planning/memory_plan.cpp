@@ -26,14 +26,14 @@ void make_buffers(const Program& program, MemoryPlan& plan) {
   plan.buffer_of.assign(count, -1);
   const auto add = [&](TensorId id, int32_t first) {
     const Tensor& tensor = program[id];
+    // Data is not written by the program: it stays, so that a step can be run again (to find what was not finite).
+    const bool stays = tensor.step_output || tensor.role == Role::data;
     plan.buffer_of[id.value] = int32_t(plan.buffers.size());
     plan.buffers.push_back({tensor.name, tensor.role, aligned(tensor.bytes()), -1, first,
-                            tensor.step_output ? end : std::max(first, last[id.value])});
+                            stays ? end : std::max(first, last[id.value])});
   };
   for (int32_t t = 0; t < int32_t(count); ++t)
-    if (!program.tensors[t].persistent && program.tensors[t].role == Role::data &&
-        (last[t] >= 0 || program.tensors[t].step_output))
-      add({t}, 0);
+    if (!program.tensors[t].persistent && program.tensors[t].role == Role::data) add({t}, 0);
   for (int32_t i = 0; i <= end; ++i) {
     const Op& op = program.ops[i];
     const OpView view(program, op);

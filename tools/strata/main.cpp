@@ -97,7 +97,7 @@ int main(int argc, char** argv) {
   generate_command->add_option("--checkpoint", generate_arguments.checkpoint,
                                "checkpoint folder (default: the newest in run.directory)");
   generate_command->add_option("--tokenizer", generate_arguments.tokenizer,
-                               "folder with tokenizer.json (default: beside the training data)");
+                               "folder with tokenizer.txt or tokenizer.model (default: beside the training data)");
   generate_command->add_option("--prompt", generate_arguments.prompt, "text to go on from");
   generate_command->add_option("--tokens", generate_arguments.sampling.tokens, "tokens to sample")
       ->capture_default_str()
