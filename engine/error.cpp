@@ -28,8 +28,8 @@ size_t edit_distance(std::string_view a, std::string_view b) {
 
 std::string Place::text() const {
   std::string result = file;
-  if (line > 0) result += ":" + std::to_string(line);
-  if (line > 0 && column > 0) result += ":" + std::to_string(column);
+  if (line > 0) result.append(":").append(std::to_string(line));
+  if (line > 0 && column > 0) result.append(":").append(std::to_string(column));
   return result;
 }
 

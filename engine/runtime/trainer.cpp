@@ -231,17 +231,12 @@ class Loop final : public StepContext {
     set_scalar(kStepScalar, double(step_));
     set_scalar(kSeedScalar, double(session_.run.seed));
     set_scalar(kLearningRateFactor, 1);
-    feed_->fill(*sampler_, samples_);
     each_plugin("step_start", [&](Plugin& plugin) { plugin.step_start(*this); });
+    at_stage(Stage::load, true);
+    feed_->fill(*sampler_, samples_);
+    at_stage(Stage::load, false);
     try {
-      executor_->run([&](Stage stage, bool start) {
-        each_plugin(start ? "stage_start" : "stage_end", [&](Plugin& plugin) {
-          if (start)
-            plugin.stage_start(*this, stage);
-          else
-            plugin.stage_end(*this, stage);
-        });
-      });
+      executor_->run([&](Stage stage, bool start) { at_stage(stage, start); });
     } catch (const NonFinite& what) {
       std::string first = executor_->first_non_finite();
       if (first.empty()) first = "none on a second run";
@@ -251,9 +246,20 @@ class Loop final : public StepContext {
                               step_, what.what(), first, store_->latest().value_or("none")),
                   ExitCode::failed);
     }
+    at_stage(Stage::publish, true);
     loss_ = feed_->loss();
     samples_ += session_.data.global_batch;
+    at_stage(Stage::publish, false);
     each_plugin("step_end", [&](Plugin& plugin) { plugin.step_end(*this); });
+  }
+
+  void at_stage(Stage stage, bool start) {
+    each_plugin(start ? "stage_start" : "stage_end", [&](Plugin& plugin) {
+      if (start)
+        plugin.stage_start(*this, stage);
+      else
+        plugin.stage_end(*this, stage);
+    });
   }
 
   template <class Call>

@@ -70,7 +70,8 @@ class Plugin {
   virtual void update(UpdateStage&) {}
   virtual void placement(ProgramStage&) {}
 
-  // Run time, on the thread of the step loop.
+  // Run time, on the thread of the step loop. Stages are called where the program has ops of theirs, load and publish
+  // always. They overlap: an update runs as soon as its gradient is final, so update begins before backward ends.
   virtual void step_start(StepContext&) {}
   virtual void stage_start(StepContext&, Stage) {}
   virtual void stage_end(StepContext&, Stage) {}
