@@ -69,7 +69,7 @@ STRATA_PLUGIN(Early, "early", "1", "throws while it is loaded")
 CODE
 compile -w c.cpp -o bad/early.so -L moved/lib -lstrata
 # (Sanitizers stand between the loader and its caller, and end the process there.)
-[[ -n $sanitize ]] || refused early 'threw while it was loaded: no licence file'
+if [[ -z $sanitize ]]; then refused early 'threw while it was loaded: no licence file'; else rm bad/early.so; fi
 cat >c.cpp <<'CODE'
 #include <strata/plugin.h>
 struct Options : strata::Plugin { void options(strata::Options&) override { throw std::runtime_error("cannot say"); } };
