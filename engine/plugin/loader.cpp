@@ -20,7 +20,7 @@ namespace fs = std::filesystem;
 const std::string kEntryPrefix = "strata_plugin_v";
 
 std::map<std::string, const PluginEntry*>& static_plugins() {
-  static std::map<std::string, const PluginEntry*> plugins;
+  static auto& plugins = *new std::map<std::string, const PluginEntry*>;  // never destroyed, as the entries
   return plugins;
 }
 
