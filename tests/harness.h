@@ -7,6 +7,7 @@
 #include <fstream>
 #include <memory>
 
+#include "engine/planning/residency.h"
 #include "engine/runtime/executor.h"
 #include "engine/runtime/session.h"
 
@@ -47,14 +48,21 @@ class KeepGradients final : public Plugin {
 // One training program with its storage.
 class Runner final : public StepContext {
  public:
-  Runner(const std::string& toml, std::vector<NamedPlugin> more = {}, Goal goal = Goal::train)
+  Runner(const std::string& toml, std::vector<NamedPlugin> more = {}, Goal goal = Goal::train, Rates rates = {})
       : session_(write_file(folder_ / "config.toml", toml), {}), threads_(session_.threads()) {
     plugins = session_.plugins;
     plugins.insert(plugins.end(), more.begin(), more.end());
     built = build_program(plugins, session_.batch(goal), goal);
-    plan = plan_memory(built.program, session_.device.backend, threads_.count());
-    storage = std::make_unique<Storage>(built.program, plan, 0);
-    executor = std::make_unique<Executor>(built.program, plan, *storage, session_.device.backend, threads_);
+    plan = plan_residency(built.program, {.backend = session_.device.backend,
+                                          .threads = threads_.count(),
+                                          .host_stream = session_.host.threads > 0,
+                                          .device_budget = session_.device.memory.count,
+                                          .host_budget = session_.host.memory.count,
+                                          .rates = rates});
+    verify(built.program, "residency");
+    storage = std::make_unique<Storage>(built.program, plan);
+    executor = std::make_unique<Executor>(built.program, plan, *storage, session_.device.backend, threads_,
+                                          int(session_.host.threads));
     storage->initialize(uint64_t(session_.run.seed), threads_);
   }
 
@@ -74,7 +82,10 @@ class Runner final : public StepContext {
         std::copy_n(targets + size_t(m) * count, count, static_cast<int32_t*>(executor->pointer(id)));
     }
     for (const NamedPlugin& named : plugins) named.plugin->step_start(*this);
-    executor->run();
+    if (poisoned)
+      executor->run_poisoned();
+    else
+      executor->run();
     double loss = 0;
     for (TensorId id : program.losses) loss += *static_cast<const float*>(executor->pointer(id));
     for (const NamedPlugin& named : plugins) named.plugin->step_end(*this);
@@ -85,7 +96,14 @@ class Runner final : public StepContext {
     const float* data = static_cast<const float*>(executor->pointer(id));
     return {data, data + elements(built.program[id].shape)};
   }
-  std::vector<float> values(const std::string& name) const { return values(built.program.find(name)); }
+  // A persistent tensor wherever it rests; any other by its memory on the device.
+  std::vector<float> values(const std::string& name) const {
+    const TensorId id = built.program.find(name);
+    const Tensor& tensor = built.program[id];
+    if (!tensor.persistent) return values(id);
+    const float* data = static_cast<const float*>(storage->view(tensor));
+    return {data, data + elements(tensor.shape)};
+  }
 
   int64_t step() const override { return step_; }
   int64_t steps() const override { return session_.run.steps; }
@@ -97,6 +115,7 @@ class Runner final : public StepContext {
   }
   void log(std::string_view, double) override {}
 
+  bool poisoned = false;  // released memory is overwritten: slow, in the order of the program
   std::vector<NamedPlugin> plugins;
   BuiltProgram built;
   MemoryPlan plan;

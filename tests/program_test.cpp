@@ -92,7 +92,7 @@ void check_plan(const MemoryPlan& plan) {
   for (size_t a = 0; a < plan.buffers.size(); ++a) {
     const Buffer& x = plan.buffers[a];
     ASSERT_GE(x.offset, 0);
-    ASSERT_LE(x.offset + x.bytes, plan.transient_bytes);
+    ASSERT_LE(x.offset + x.bytes, plan.device().transient_bytes);
     for (size_t b = a + 1; b < plan.buffers.size(); ++b) {
       const Buffer& y = plan.buffers[b];
       const bool together = x.first <= y.last && y.first <= x.last,
@@ -100,15 +100,15 @@ void check_plan(const MemoryPlan& plan) {
       ASSERT_FALSE(together && overlap) << x.name << " and " << y.name;
     }
   }
-  EXPECT_GE(plan.transient_bytes, plan.live_peak_bytes);
+  EXPECT_GE(plan.device().transient_bytes, plan.device().live_peak_bytes);
 }
 
 TEST(Programs, PlanKeepsLiveTensorsApart) {
   for (int64_t micro_batch : {8, 2}) {
     test::Runner runner(toml(micro_batch, "[plugins.clip]\n", "dropout = 0.1\n"));
     check_plan(runner.plan);
-    EXPECT_EQ(runner.storage->bytes(), runner.plan.total_bytes());
-    EXPECT_LE(double(runner.plan.transient_bytes), 1.05 * double(runner.plan.live_peak_bytes));
+    EXPECT_EQ(runner.storage->bytes(Tier::device), runner.plan.device().total_bytes());
+    EXPECT_LE(double(runner.plan.device().transient_bytes), 1.05 * double(runner.plan.device().live_peak_bytes));
   }
 }
 
@@ -127,7 +127,8 @@ TEST(Programs, GradientsAreConsumedAsTheyArrive) {
 TEST(Programs, BudgetIsHardAndSaysWhatIsLargest) {
   try {
     test::Runner runner(toml(8));
-    enforce_budget(runner.built.program, runner.plan, 1000, " Try less.");
+    plan_residency(runner.built.program,
+                   {.device_budget = 1000, .advice = [](const MemoryPlan&) { return " Try less."; }});
     FAIL();
   } catch (const Error& error) {
     const std::string text = error.what();
@@ -183,7 +184,8 @@ TEST(Programs, SchedulesAgree) {
   test::Runner plain(toml(2)), reordered(toml(2), {{"gpipe", &gpipe}});
   for (int step = 0; step < 3; ++step)
     EXPECT_EQ(plain.run_step(tokens.data(), targets.data()), reordered.run_step(tokens.data(), targets.data()));
-  EXPECT_GT(reordered.plan.transient_bytes, plain.plan.transient_bytes);  // activations of all microbatches at once
+  EXPECT_GT(reordered.plan.device().transient_bytes,
+            plain.plan.device().transient_bytes);  // activations of all microbatches at once
 }
 
 // Ops on other streams: results equal those of one stream, whatever runs beside what.
@@ -207,7 +209,7 @@ TEST(Streams, WaitsMakeAnyAssignmentSafe) {
       program[known.back()].step_output = true;
       const MemoryPlan plan = plan_memory(program, "cpu", 2);
       check_plan(plan);
-      Storage storage(program, plan, 0);
+      Storage storage(program, plan);
       Executor executor(program, plan, storage, "cpu", threads);
       for (int repeat = 0; repeat < 3; ++repeat) {
         for (int i = 0; i < 257; ++i) static_cast<float*>(executor.pointer({0}))[i] = 0.001f * float(i);

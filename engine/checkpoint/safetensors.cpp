@@ -114,7 +114,8 @@ void write_safetensors(const std::string& path, const std::vector<TensorToStore>
   file.write(std::as_bytes(std::span(&length, 1)));
   file.write(text);
   for (const TensorToStore& tensor : tensors)
-    file.write({static_cast<const std::byte*>(tensor.data), size_t(elements(tensor.shape) * size_of(tensor.dtype))});
+    file.write(
+        {static_cast<const std::byte*>(tensor.data.get()), size_t(elements(tensor.shape) * size_of(tensor.dtype))});
   file.commit();
 }
 

@@ -1,6 +1,7 @@
 // Hugging Face's safetensors files: 8 bytes of header length, a JSON header, the tensors' bytes
 // (github.com/huggingface/safetensors, "Format"). The header is checked whole before anything it says is used.
 #pragma once
+#include <functional>
 #include <map>
 #include <span>
 #include <string>
@@ -35,11 +36,23 @@ class SafetensorsFile {
   std::map<std::string, StoredTensor> tensors_;
 };
 
+// A tensor's bytes, in memory or brought there when asked for; those are valid until the next one is asked for.
+class TensorBytes {
+ public:
+  TensorBytes(const void* data) : data_(data) {}
+  TensorBytes(std::function<const void*()> load) : load_(std::move(load)) {}
+  const void* get() const { return load_ ? load_() : data_; }
+
+ private:
+  const void* data_ = nullptr;
+  std::function<const void*()> load_;
+};
+
 struct TensorToStore {
   std::string name;
   DType dtype;
   Shape shape;
-  const void* data;  // of elements(shape) · size_of(dtype) bytes
+  TensorBytes data;  // of elements(shape) · size_of(dtype) bytes
 };
 
 // Writes one file, whole or not at all. `metadata` goes into "__metadata__".

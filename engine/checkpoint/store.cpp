@@ -55,7 +55,7 @@ Json manifest(const CheckpointInfo& info, const std::vector<TensorRecord>& tenso
                                 {"dtype", std::string(name_of(t.dtype))},
                                 {"shape", Json::Array(t.shape.begin(), t.shape.end())},
                                 {"file", files[i]},
-                                {"xxh3", checksum(t.data, size_t(elements(t.shape) * size_of(t.dtype)))}});
+                                {"xxh3", checksum(t.data.get(), size_t(elements(t.shape) * size_of(t.dtype)))}});
   }
   return Json::Object{{"format", "strata checkpoint"},
                       {"version", kVersion},

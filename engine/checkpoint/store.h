@@ -16,7 +16,7 @@ struct TensorRecord {
   Role role;
   DType dtype;
   Shape shape;
-  const void* data;
+  TensorBytes data;
 };
 
 struct CheckpointInfo {

@@ -48,12 +48,27 @@ void declare(Options& options, DeviceSection& device) {
   options.add("threads", device.threads, "threads of the compute stream; 0: one per processor").range(0, 4096);
 }
 
+void declare(Options& options, HostSection& host) {
+  options
+      .add(
+          "memory", host.memory,
+          "hard limit of what the plan rests in host memory, staging included; 0: none. What may rest on NVMe fills it "
+          "first")
+      .non_negative()
+      .unit("bytes");
+  options
+      .add(
+          "threads", host.threads,
+          "threads of updates that run on the host; 0: on the cpu backend those of the compute stream, between its ops")
+      .range(0, 4096);
+}
+
 Sections read_sections(const Config& config) {
-  const std::vector<std::string> known = {"run", "model", "data", "device", "plugins"};
+  const std::vector<std::string> known = {"run", "model", "data", "device", "host", "plugins"};
   for (const auto& entry : config.root().entries()) {
     if (std::find(known.begin(), known.end(), entry.key) == known.end())
       throw Error(entry.place, "no table or key is named \"" + entry.key +
-                                   "\"; expected [run], [model], [data], [device] or [plugins.NAME]." +
+                                   "\"; expected [run], [model], [data], [device], [host] or [plugins.NAME]." +
                                    did_you_mean(entry.key, known));
     config.root().table(entry.key);
   }
@@ -70,6 +85,7 @@ Sections read_sections(const Config& config) {
   read(sections.run, "run");
   read(sections.data, "data");
   read(sections.device, "device");
+  read(sections.host, "host");
   const DataSection& data = sections.data;
   if (data.global_batch % data.micro_batch != 0)
     throw Error(config.root().table("data")->place,

@@ -1,4 +1,5 @@
-// The engine's own tables of a configuration: [run], [data], [device]. [model] and [plugins.*] belong to plugins.
+// The engine's own tables of a configuration: [run], [data], [device], [host]. [model] and [plugins.*] belong to
+// plugins.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -36,15 +37,22 @@ struct DeviceSection {
   int64_t threads = 0;
 };
 
+struct HostSection {
+  Bytes memory;
+  int64_t threads = 0;
+};
+
 struct Sections {
   RunSection run;
   DataSection data;
   DeviceSection device;
+  HostSection host;
 };
 
 void declare(Options& options, RunSection& section);
 void declare(Options& options, DataSection& section);
 void declare(Options& options, DeviceSection& section);
+void declare(Options& options, HostSection& section);
 
 // Reads the engine's tables and refuses tables that nobody knows.
 Sections read_sections(const Config& config);

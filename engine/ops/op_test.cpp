@@ -67,7 +67,7 @@ Built build(const Case& c, DType type) {
 Values run(const Built& b, const std::string& backend, const Values& inputs, const std::vector<double>& cotangent,
            Threads& threads) {
   const MemoryPlan plan = plan_memory(b.program, backend, threads.count());
-  Storage storage(b.program, plan, 0);
+  Storage storage(b.program, plan);
   Executor executor(b.program, plan, storage, backend, threads);
   const auto fill = [&](TensorId id, const std::vector<double>& values) {
     if (!id) return;
@@ -223,7 +223,7 @@ TEST(Ops, KernelsWithoutGradient) {
       for (TensorId id : outputs) program[id].step_output = true;
       const std::string backend = b ? "cpu" : "reference";
       const MemoryPlan plan = plan_memory(program, backend, 2);
-      Storage storage(program, plan, 0);
+      Storage storage(program, plan);
       Executor executor(program, plan, storage, backend, threads);
       std::mt19937 random(5);
       std::normal_distribution<float> normal;
@@ -256,7 +256,7 @@ TEST(Ops, DropoutMaskIsGlobal) {
     const TensorId y = build.emit("dropout", {x, seed, step}, {{"probability", 0.5}, {"stream", int64_t{4}}});
     program[y].step_output = true;
     const MemoryPlan plan = plan_memory(program, "cpu", 2);
-    Storage storage(program, plan, 0);
+    Storage storage(program, plan);
     Executor executor(program, plan, storage, "cpu", threads);
     std::fill_n(static_cast<float*>(executor.pointer(x)), n, 1.0f);
     *static_cast<double*>(executor.pointer(seed)) = 9;

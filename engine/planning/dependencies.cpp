@@ -81,4 +81,31 @@ std::vector<std::vector<Wait>> plan_waits(const Program& program,
   return waits;
 }
 
+std::vector<Access> accesses_of(const Program& program, const MemoryPlan& plan, int32_t index) {
+  constexpr int kTierShift = 56;
+  const auto place = [](Tier tier, int64_t offset) { return (int64_t(tier) << kTierShift) + offset; };
+  const auto buffer = [&](const Buffer& b, int64_t bytes, bool write) {
+    const int64_t begin = place(b.tier, plan[b.tier].persistent_bytes + b.offset);
+    return Access{begin, begin + bytes, write};
+  };
+  const auto tensor = [&](TensorId id, bool write) {
+    const int64_t bytes = program[id].bytes();
+    if (!program[id].persistent) return buffer(plan.buffers[plan.buffer_of[id.value]], bytes, write);
+    const int64_t begin = place(program[id].home, plan.persistent_offset[id.value]);
+    return Access{begin, begin + bytes, write};
+  };
+  const Op& op = program.ops[index];
+  std::vector<Access> list;
+  for (TensorId id : op.inputs)
+    if (id) list.push_back(tensor(id, false));
+  for (TensorId id : op.outputs) list.push_back(tensor(id, true));
+  if (const int32_t w = plan.workspace_of[index]; w >= 0)
+    list.push_back(buffer(plan.buffers[w], plan.buffers[w].bytes, true));
+  return list;
+}
+
+std::vector<std::vector<Wait>> plan_waits(const Program& program, const MemoryPlan& plan) {
+  return plan_waits(program, [&](int32_t i) { return accesses_of(program, plan, i); });
+}
+
 }  // namespace strata

@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "strata/program.h"
+#include "engine/planning/memory_plan.h"
 
 namespace strata {
 
@@ -16,7 +16,7 @@ struct Wait {
   int32_t count;
 };
 
-// A range of bytes of the arena an op reads or writes.
+// A range of bytes that an op reads or writes. The arenas of all tiers lie on one line, far apart.
 struct Access {
   int64_t begin = 0, end = 0;
   bool write = false;
@@ -25,5 +25,10 @@ struct Access {
 // waits[i]: for op i, what is not already implied by the order of its own stream and by earlier waits.
 std::vector<std::vector<Wait>> plan_waits(const Program& program,
                                           const std::function<std::vector<Access>(int32_t op)>& accesses);
+
+// The ranges of an op: its tensors and its workspace, where the plan put them.
+std::vector<Access> accesses_of(const Program& program, const MemoryPlan& plan, int32_t op);
+
+std::vector<std::vector<Wait>> plan_waits(const Program& program, const MemoryPlan& plan);
 
 }  // namespace strata

@@ -10,11 +10,16 @@
 namespace strata {
 namespace {
 
-int64_t aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+int64_t aligned(int64_t bytes, int64_t alignment) { return (bytes + alignment - 1) / alignment * alignment; }
+
+int64_t alignment_of(const Program& program) {
+  const auto stored = [](const Tensor& tensor) { return tensor.home == Tier::nvme; };
+  return std::any_of(program.tensors.begin(), program.tensors.end(), stored) ? kStorageAlignment : kAlignment;
+}
 
 // The buffers of all transient tensors: an output takes over the buffer of an input that dies at the op, where the op
 // kind allows it or the input is the output's addend.
-void make_buffers(const Program& program, MemoryPlan& plan) {
+void make_buffers(const Program& program, int64_t alignment, MemoryPlan& plan) {
   const auto count = program.tensors.size();
   std::vector<int32_t> last(count, -1);
   for (size_t i = 0; i < program.ops.size(); ++i) {
@@ -29,7 +34,7 @@ void make_buffers(const Program& program, MemoryPlan& plan) {
     // Data is not written by the program: it stays, so that a step can be run again (to find what was not finite).
     const bool stays = tensor.step_output || tensor.role == Role::data;
     plan.buffer_of[id.value] = int32_t(plan.buffers.size());
-    plan.buffers.push_back({tensor.name, tensor.role, aligned(tensor.bytes()), -1, first,
+    plan.buffers.push_back({tensor.name, tensor.role, tensor.home, aligned(tensor.bytes(), alignment), -1, first,
                             stays ? end : std::max(first, last[id.value])});
   };
   for (int32_t t = 0; t < int32_t(count); ++t)
@@ -46,7 +51,7 @@ void make_buffers(const Program& program, MemoryPlan& plan) {
         // Dead after this op, not merely this tensor: buffers hold one live tensor at a time, so last[] is enough.
         const int32_t buffer = plan.buffer_of[in.value];
         return last[in.value] == i && !taken.contains(buffer) && program[in].bytes() == program[out].bytes() &&
-               std::count(op.inputs.begin(), op.inputs.end(), in) == 1;
+               program[in].home == program[out].home && std::count(op.inputs.begin(), op.inputs.end(), in) == 1;
       };
       TensorId from = view.addend(o);
       if (from && !dies(from)) from = {};
@@ -65,7 +70,8 @@ void make_buffers(const Program& program, MemoryPlan& plan) {
   }
 }
 
-void add_workspaces(const Program& program, const std::string& backend, int threads, MemoryPlan& plan) {
+void add_workspaces(const Program& program, const std::string& backend, int threads, int64_t alignment,
+                    MemoryPlan& plan) {
   plan.workspace_of.assign(program.ops.size(), -1);
   for (int32_t i = 0; i < int32_t(program.ops.size()); ++i) {
     const Op& op = program.ops[i];
@@ -75,7 +81,8 @@ void add_workspaces(const Program& program, const std::string& backend, int thre
     const int64_t bytes = kernel->second.workspace ? kernel->second.workspace(OpView(program, op), threads) : 0;
     if (bytes <= 0) continue;
     plan.workspace_of[i] = int32_t(plan.buffers.size());
-    plan.buffers.push_back({op.kind->name + " workspace", Role::workspace, aligned(bytes), -1, i, i});
+    plan.buffers.push_back(
+        {op.kind->name + " workspace", Role::workspace, op.tier, aligned(bytes, alignment), -1, i, i});
   }
 }
 
@@ -160,11 +167,40 @@ int64_t place_by_size(std::vector<Buffer>& buffers) {
   return top;
 }
 
+// Liveness of everything, and the peak of each tier.
+MemoryPlan lay_out(const Program& program, const std::string& backend, int threads) {
+  const int64_t alignment = alignment_of(program);
+  MemoryPlan plan;
+  plan.persistent_offset.assign(program.tensors.size(), -1);
+  for (size_t i = 0; i < program.tensors.size(); ++i)
+    if (const Tensor& tensor = program.tensors[i]; tensor.persistent) {
+      TierPlan& tier = plan[tensor.home];
+      plan.persistent_offset[i] = tier.persistent_bytes;
+      tier.persistent_bytes += aligned(tensor.bytes(), alignment);
+      tier.at_peak[int(tensor.role)] += aligned(tensor.bytes(), alignment);
+    }
+  make_buffers(program, alignment, plan);
+  add_workspaces(program, backend, threads, alignment, plan);
+  for (int t = 0; t < kTiers; ++t) {
+    TierPlan& tier = plan.tiers[t];
+    const std::vector<Ledger> live = timeline(program, plan, Tier(t));
+    for (size_t i = 0; i < live.size(); ++i) {
+      const int64_t bytes = std::accumulate(live[i].begin(), live[i].end(), int64_t{0});
+      if (tier.peak_op < 0 || bytes > tier.live_peak_bytes) tier.live_peak_bytes = bytes, tier.peak_op = int32_t(i);
+    }
+    if (tier.peak_op >= 0)
+      for (int r = 0; r < kRoles; ++r) tier.at_peak[r] += live[tier.peak_op][r];
+    tier.transient_bytes = tier.live_peak_bytes;
+  }
+  return plan;
+}
+
 }  // namespace
 
-std::vector<Ledger> timeline(const Program& program, const MemoryPlan& plan) {
+std::vector<Ledger> timeline(const Program& program, const MemoryPlan& plan, Tier tier) {
   std::vector<Ledger> live(program.ops.size() + 1, Ledger{});
   for (const Buffer& buffer : plan.buffers) {
+    if (buffer.tier != tier) continue;
     live[buffer.first][int(buffer.role)] += buffer.bytes;
     live[buffer.last + 1][int(buffer.role)] -= buffer.bytes;
   }
@@ -174,55 +210,59 @@ std::vector<Ledger> timeline(const Program& program, const MemoryPlan& plan) {
   return live;
 }
 
+MemoryPlan measure_memory(const Program& program, const std::string& backend, int threads) {
+  return lay_out(program, backend, threads);
+}
+
 MemoryPlan plan_memory(const Program& program, const std::string& backend, int threads) {
   constexpr size_t kQuadraticLimit = 6000;
-  MemoryPlan plan;
-  plan.persistent_offset.assign(program.tensors.size(), -1);
-  for (size_t i = 0; i < program.tensors.size(); ++i)
-    if (program.tensors[i].persistent) {
-      plan.persistent_offset[i] = plan.persistent_bytes;
-      plan.persistent_bytes += aligned(program.tensors[i].bytes());
-      plan.at_peak[int(program.tensors[i].role)] += aligned(program.tensors[i].bytes());
+  MemoryPlan plan = lay_out(program, backend, threads);
+  for (int t = 0; t < kTiers; ++t) {
+    std::vector<Buffer> buffers;
+    std::vector<size_t> index;
+    for (size_t b = 0; b < plan.buffers.size(); ++b)
+      if (plan.buffers[b].tier == Tier(t)) buffers.push_back(plan.buffers[b]), index.push_back(b);
+    TierPlan& tier = plan.tiers[t];
+    tier.transient_bytes = place_by_time(buffers);
+    if (tier.transient_bytes > tier.live_peak_bytes && buffers.size() <= kQuadraticLimit) {
+      std::vector<Buffer> other = buffers;
+      if (const int64_t bytes = place_by_size(other); bytes < tier.transient_bytes) {
+        tier.transient_bytes = bytes;
+        buffers = std::move(other);
+      }
     }
-  make_buffers(program, plan);
-  add_workspaces(program, backend, threads, plan);
-
-  const std::vector<Ledger> live = timeline(program, plan);
-  for (size_t i = 0; i < live.size(); ++i) {
-    const int64_t bytes = std::accumulate(live[i].begin(), live[i].end(), int64_t{0});
-    if (plan.peak_op < 0 || bytes > plan.live_peak_bytes) plan.live_peak_bytes = bytes, plan.peak_op = int32_t(i);
-  }
-  if (plan.peak_op >= 0)
-    for (int r = 0; r < kRoles; ++r) plan.at_peak[r] += live[plan.peak_op][r];
-
-  plan.transient_bytes = place_by_time(plan.buffers);
-  if (plan.transient_bytes > plan.live_peak_bytes && plan.buffers.size() <= kQuadraticLimit) {
-    std::vector<Buffer> other = plan.buffers;
-    if (const int64_t bytes = place_by_size(other); bytes < plan.transient_bytes) {
-      plan.transient_bytes = bytes;
-      plan.buffers = std::move(other);
-    }
+    for (size_t b = 0; b < index.size(); ++b) plan.buffers[index[b]].offset = buffers[b].offset;
   }
   return plan;
 }
 
-void enforce_budget(const Program& program, const MemoryPlan& plan, int64_t budget, const std::string& advice) {
-  if (budget <= 0 || plan.total_bytes() <= budget) return;
-  std::string message = "the plan needs " + bytes_text(plan.total_bytes()) +
-                        " of device memory, but device.memory allows " + bytes_text(budget) + ". At its peak (op " +
-                        std::to_string(plan.peak_op) + ", " + program.ops[plan.peak_op].kind->name + "):";
-  for (int r = 0; r < kRoles; ++r)
-    if (plan.at_peak[r] > 0) message += "\n  " + std::string(name_of(Role(r))) + " " + bytes_text(plan.at_peak[r]);
-  std::vector<std::pair<int64_t, std::string>> largest;
+std::vector<Held> held_at(const Program& program, const MemoryPlan& plan, Tier tier, int32_t at) {
+  std::vector<Held> held;
   for (const Tensor& tensor : program.tensors)
-    if (tensor.persistent) largest.push_back({tensor.bytes(), tensor.name});
+    if (tensor.persistent && tensor.home == tier) held.push_back({tensor.bytes(), tensor.name, tensor.role});
   for (const Buffer& buffer : plan.buffers)
-    if (buffer.first <= plan.peak_op && plan.peak_op <= buffer.last) largest.push_back({buffer.bytes, buffer.name});
-  std::stable_sort(largest.begin(), largest.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
+    if (buffer.tier == tier && buffer.first <= at && at <= buffer.last)
+      held.push_back({buffer.bytes, buffer.name, buffer.role});
+  std::stable_sort(held.begin(), held.end(), [](const Held& a, const Held& b) { return a.bytes > b.bytes; });
+  return held;
+}
+
+void refuse_budget(const Program& program, const MemoryPlan& plan, Tier tier, std::string_view option, int64_t budget,
+                   int64_t smallest, const std::string& advice) {
+  const TierPlan& needs = plan[tier];
+  std::string message = "the plan needs " + bytes_text(needs.total_bytes()) + " of " + std::string(name_of(tier)) +
+                        " memory, but " + std::string(option) + " allows " + bytes_text(budget) + ". At its peak";
+  if (needs.peak_op >= 0)
+    message += " (op " + std::to_string(needs.peak_op) + ", " + program.ops[needs.peak_op].kind->name + ")";
+  message += ":";
+  for (int r = 0; r < kRoles; ++r)
+    if (needs.at_peak[r] > 0) message += "\n  " + std::string(name_of(Role(r))) + " " + bytes_text(needs.at_peak[r]);
+  const std::vector<Held> largest = held_at(program, plan, tier, needs.peak_op);
   message += "\nLargest tensors:";
   for (size_t i = 0; i < largest.size() && i < 5; ++i)
-    message += (i ? ", " : " ") + largest[i].second + " " + bytes_text(largest[i].first);
-  throw Error(message + "." + advice);
+    message += (i ? ", " : " ") + largest[i].name + " " + bytes_text(largest[i].bytes);
+  throw Error(message + ".\nThe smallest " + std::string(option) + " that would do here is " +
+              std::to_string(smallest) + " bytes (" + bytes_text(smallest) + ")." + advice);
 }
 
 }  // namespace strata

@@ -10,7 +10,8 @@
 
 namespace strata {
 
-inline constexpr int64_t kAlignment = 64;  // bytes; a cache line and the widest vector
+inline constexpr int64_t kAlignment = 64;           // bytes; a cache line and the widest vector
+inline constexpr int64_t kStorageAlignment = 4096;  // where the NVMe tier is used: direct I/O goes straight to tensors
 
 // Bytes by category (Role).
 using Ledger = std::array<int64_t, kRoles>;
@@ -19,33 +20,55 @@ using Ledger = std::array<int64_t, kRoles>;
 struct Buffer {
   std::string name;  // of its first tensor
   Role role = Role::activation;
+  Tier tier = Tier::device;
   int64_t bytes = 0;
-  int64_t offset = -1;  // in the transient region
+  int64_t offset = -1;  // in the tier's transient region
   int32_t first = 0;    // op that writes it first; 0 for data, which is there before the step
   int32_t last = 0;     // op that uses it last
 };
 
+// One arena.
+struct TierPlan {
+  int64_t persistent_bytes = 0;  // region at the start of the arena: parameters, states, scalars
+  int64_t transient_bytes = 0;   // region after it, shared over time
+  int64_t live_peak_bytes = 0;   // most transient bytes alive at once: transient_bytes can't be less
+  int32_t peak_op = -1;          // where that is
+  Ledger at_peak{};              // by category at that op, persistent tensors included
+  int64_t total_bytes() const { return persistent_bytes + transient_bytes; }
+};
+
 struct MemoryPlan {
-  int64_t persistent_bytes = 0;            // region at the start of the arena: parameters, states, scalars
-  int64_t transient_bytes = 0;             // region after it, shared over time
-  int64_t live_peak_bytes = 0;             // most transient bytes alive at once: transient_bytes can't be less
-  int32_t peak_op = -1;                    // where that is
-  Ledger at_peak{};                        // by category at that op, persistent tensors included
-  std::vector<int64_t> persistent_offset;  // by tensor; -1 for transient tensors
-  std::vector<int32_t> buffer_of;          // by tensor; -1 for persistent tensors
+  std::array<TierPlan, kTiers> tiers;
+  std::vector<int64_t> persistent_offset;  // by tensor, in its home tier's arena; -1 for transient tensors
+  std::vector<int32_t> buffer_of;          // by tensor; -1 for persistent tensors and those no op touches
   std::vector<int32_t> workspace_of;       // by op: its workspace's buffer or -1
   std::vector<Buffer> buffers;
-  int64_t total_bytes() const { return persistent_bytes + transient_bytes; }
+  TierPlan& operator[](Tier tier) { return tiers[int(tier)]; }
+  const TierPlan& operator[](Tier tier) const { return tiers[int(tier)]; }
+  const TierPlan& device() const { return tiers[int(Tier::device)]; }
 };
 
 // `threads` and `backend` decide the kernels' workspaces. Throws Error when a kind lacks a kernel for the backend.
 MemoryPlan plan_memory(const Program& program, const std::string& backend, int threads);
 
-// Live transient bytes by category at every op: the memory timeline.
-std::vector<Ledger> timeline(const Program& program, const MemoryPlan& plan);
+// The same without offsets: liveness and peaks alone, for planning passes that try many programs. The arena is then
+// taken to be as large as its live peak.
+MemoryPlan measure_memory(const Program& program, const std::string& backend, int threads);
 
-// Throws Error when the plan needs more than `budget` bytes (0: no limit): says by how much, what is largest at the
-// peak, and what would help.
-void enforce_budget(const Program& program, const MemoryPlan& plan, int64_t budget, const std::string& advice);
+// Live transient bytes by category at every op: the memory timeline of one tier.
+std::vector<Ledger> timeline(const Program& program, const MemoryPlan& plan, Tier tier = Tier::device);
+
+// Everything in a tier's memory at op `at`, largest first.
+struct Held {
+  int64_t bytes;
+  std::string name;
+  Role role;
+};
+std::vector<Held> held_at(const Program& program, const MemoryPlan& plan, Tier tier, int32_t at);
+
+// Throws Error: a tier's plan needs more than its budget, set by the option of that name. Says by how much, what is
+// there at the peak, the smallest budget that would do, and what would help.
+[[noreturn]] void refuse_budget(const Program& program, const MemoryPlan& plan, Tier tier, std::string_view option,
+                                int64_t budget, int64_t smallest, const std::string& advice);
 
 }  // namespace strata

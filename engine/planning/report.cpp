@@ -3,28 +3,10 @@
 
 #include <fmt/format.h>
 
-#include <algorithm>
+#include "strata/json.h"
 
 namespace strata {
 namespace {
-
-struct Held {
-  int64_t bytes;
-  std::string name;
-  Role role;
-};
-
-// Everything that is in memory at the peak, largest first.
-std::vector<Held> held_at_peak(const Program& program, const MemoryPlan& plan) {
-  std::vector<Held> held;
-  for (const Tensor& tensor : program.tensors)
-    if (tensor.persistent) held.push_back({tensor.bytes(), tensor.name, tensor.role});
-  for (const Buffer& buffer : plan.buffers)
-    if (buffer.first <= plan.peak_op && plan.peak_op <= buffer.last)
-      held.push_back({buffer.bytes, buffer.name, buffer.role});
-  std::stable_sort(held.begin(), held.end(), [](const Held& a, const Held& b) { return a.bytes > b.bytes; });
-  return held;
-}
 
 int64_t parameter_count(const Program& program) {
   int64_t count = 0;
@@ -32,54 +14,73 @@ int64_t parameter_count(const Program& program) {
   return count;
 }
 
-std::string quoted(std::string_view text) {
-  std::string result = "\"";
-  for (char c : text) {
-    if (c == '"' || c == '\\') result += '\\';
-    result += c;
-  }
-  return result + "\"";
-}
-
 }  // namespace
 
-std::string plan_text(const BuiltProgram& built, const MemoryPlan& plan) {
-  const Program& program = built.program;
+std::string plan_text(const PlannedProgram& planned) {
+  const Program& program = planned.built.program;
   std::string text = fmt::format(
-      "parameters        {:>16}\ntokens a step     {:>16}\nops a step        {:>16}\nmodel FLOPs a step{:>16.4e}\n\n",
-      parameter_count(program), built.tokens_per_step, program.ops.size(), built.model_flops);
-  text += fmt::format("device memory at the peak\n");
-  for (int r = 0; r < kRoles; ++r)
-    if (plan.at_peak[r] > 0) text += fmt::format("  {:<18}{:>14}\n", name_of(Role(r)), bytes_text(plan.at_peak[r]));
-  const int64_t at_peak = plan.persistent_bytes + plan.live_peak_bytes;
-  text += fmt::format("  {:<18}{:>14}\n", "alive", bytes_text(at_peak));
-  text += fmt::format("  {:<18}{:>14}   ({:.2f}% lost between tensors)\n\n", "arena", bytes_text(plan.total_bytes()),
-                      100.0 * double(plan.total_bytes() - at_peak) / double(std::max<int64_t>(plan.total_bytes(), 1)));
-  if (plan.peak_op >= 0)
-    text += fmt::format("the peak is at op {}: {}\n", plan.peak_op, print(program, program.ops[plan.peak_op]));
-  text += "largest there:\n";
-  const std::vector<Held> held = held_at_peak(program, plan);
-  for (size_t i = 0; i < held.size() && i < 10; ++i)
-    text += fmt::format("  {:>12}  {:<16} {}\n", bytes_text(held[i].bytes), name_of(held[i].role), held[i].name);
+      "parameters        {:>16}\ntokens a step     {:>16}\nops a step        {:>16}\nmodel FLOPs a step{:>16.4e}\n",
+      parameter_count(program), planned.built.tokens_per_step, program.ops.size(), planned.built.model_flops);
+  for (int t = 0; t < kTiers; ++t) {
+    const TierPlan& tier = planned.memory.tiers[t];
+    if (tier.total_bytes() == 0) continue;
+    text += fmt::format("\n{} memory at the peak\n", name_of(Tier(t)));
+    for (int r = 0; r < kRoles; ++r)
+      if (tier.at_peak[r] > 0) text += fmt::format("  {:<18}{:>14}\n", name_of(Role(r)), bytes_text(tier.at_peak[r]));
+    const int64_t at_peak = tier.persistent_bytes + tier.live_peak_bytes;
+    text += fmt::format("  {:<18}{:>14}\n", "alive", bytes_text(at_peak));
+    text += fmt::format("  {:<18}{:>14}   ({:.2f}% lost between tensors)\n", "arena", bytes_text(tier.total_bytes()),
+                        100.0 * double(tier.total_bytes() - at_peak) / double(tier.total_bytes()));
+    if (tier.peak_op >= 0 && tier.live_peak_bytes > 0)
+      text += fmt::format("the peak is at op {}: {}\n", tier.peak_op, print(program, program.ops[tier.peak_op]));
+    text += "largest there:\n";
+    const std::vector<Held> held = held_at(program, planned.memory, Tier(t), tier.peak_op);
+    for (size_t i = 0; i < held.size() && i < 10; ++i)
+      text += fmt::format("  {:>12}  {:<16} {}\n", bytes_text(held[i].bytes), name_of(held[i].role), held[i].name);
+  }
+  if (!planned.prediction) return text;
+  const Stalls& stalls = planned.prediction->stalls;
+  text += fmt::format(
+      "\npredicted step      {:>10.3f} s\n  waiting for NVMe  {:>10.3f} s\n  waiting for copies{:>10.3f} s\n  running "
+      "again     "
+      "{:>10.3f} s\n",
+      planned.prediction->seconds, stalls.storage(), stalls.copies(), stalls.restoring);
   return text;
 }
 
-std::string plan_json(const BuiltProgram& built, const MemoryPlan& plan) {
-  const Program& program = built.program;
-  std::string categories, tensors;
-  for (int r = 0; r < kRoles; ++r)
-    categories += fmt::format("{}{}: {}", r ? ", " : "", quoted(name_of(Role(r))), plan.at_peak[r]);
-  for (const Held& held : held_at_peak(program, plan))
-    tensors += fmt::format("{}\n    {{\"name\": {}, \"category\": {}, \"bytes\": {}}}", tensors.empty() ? "" : ",",
-                           quoted(held.name), quoted(name_of(held.role)), held.bytes);
-  return fmt::format(
-      "{{\n  \"parameters\": {},\n  \"tokens_per_step\": {},\n  \"ops\": {},\n  \"model_flops\": {:.17g},\n  "
-      "\"tiers\": {{\"device\": "
-      "{{\"arena_bytes\": {}, \"persistent_bytes\": {}, \"transient_bytes\": {}, \"live_peak_bytes\": {}, \"peak_op\": "
-      "{}, "
-      "\"at_peak\": {{{}}}}}}},\n  \"held_at_peak\": [{}\n  ]\n}}\n",
-      parameter_count(program), built.tokens_per_step, program.ops.size(), built.model_flops, plan.total_bytes(),
-      plan.persistent_bytes, plan.transient_bytes, plan.live_peak_bytes, plan.peak_op, categories, tensors);
+std::string plan_json(const PlannedProgram& planned) {
+  const Program& program = planned.built.program;
+  Json::Object tiers;
+  for (int t = 0; t < kTiers; ++t) {
+    const TierPlan& tier = planned.memory.tiers[t];
+    if (Tier(t) != Tier::device && tier.total_bytes() == 0) continue;
+    Json::Object categories;
+    for (int r = 0; r < kRoles; ++r) categories.emplace_back(std::string(name_of(Role(r))), tier.at_peak[r]);
+    Json::Array held;
+    for (const Held& one : held_at(program, planned.memory, Tier(t), tier.peak_op))
+      held.push_back(
+          Json::Object{{"name", one.name}, {"category", std::string(name_of(one.role))}, {"bytes", one.bytes}});
+    tiers.emplace_back(std::string(name_of(Tier(t))), Json::Object{{"arena_bytes", tier.total_bytes()},
+                                                                   {"persistent_bytes", tier.persistent_bytes},
+                                                                   {"transient_bytes", tier.transient_bytes},
+                                                                   {"live_peak_bytes", tier.live_peak_bytes},
+                                                                   {"peak_op", int64_t(tier.peak_op)},
+                                                                   {"at_peak", std::move(categories)},
+                                                                   {"held_at_peak", std::move(held)}});
+  }
+  Json::Object all{{"parameters", parameter_count(program)},
+                   {"tokens_per_step", planned.built.tokens_per_step},
+                   {"ops", int64_t(program.ops.size())},
+                   {"model_flops", planned.built.model_flops},
+                   {"tiers", std::move(tiers)}};
+  if (planned.prediction) {
+    const Stalls& stalls = planned.prediction->stalls;
+    all.emplace_back("predicted", Json::Object{{"seconds", planned.prediction->seconds},
+                                               {"waiting_for_nvme", stalls.storage()},
+                                               {"waiting_for_copies", stalls.copies()},
+                                               {"restoring", stalls.restoring}});
+  }
+  return Json(std::move(all)).dump(1) + "\n";
 }
 
 }  // namespace strata

@@ -1,13 +1,23 @@
 // What `strata plan` says: memory by category, the peak and what makes it, and the work of a step. Text and JSON.
 #pragma once
+#include <optional>
 #include <string>
 
 #include "engine/planning/build.h"
-#include "engine/planning/memory_plan.h"
+#include "engine/planning/predict.h"
 
 namespace strata {
 
-std::string plan_text(const BuiltProgram& built, const MemoryPlan& plan);
-std::string plan_json(const BuiltProgram& built, const MemoryPlan& plan);
+// A program with its memory plan, and where residency is in play what it is predicted to cost.
+struct PlannedProgram {
+  BuiltProgram built;
+  MemoryPlan memory;
+  Rates rates;
+  std::optional<Prediction> prediction;
+  const Program& program() const { return built.program; }
+};
+
+std::string plan_text(const PlannedProgram& planned);
+std::string plan_json(const PlannedProgram& planned);
 
 }  // namespace strata

@@ -56,6 +56,21 @@ class Unroller {
         result_.losses.push_back(mapped(loss, m));
         result_[result_.losses.back()].step_output = true;
       }
+    for (int m = 0; m < schedule.microbatches; ++m)
+      for (const auto& [tensor, forms] : single_.forms) {
+        auto& copies = result_.forms[mapped({tensor}, m).value];
+        for (RestingForm form : forms) {
+          for (auto* list : {&form.rest, &form.restore})
+            for (Op& op : *list) {
+              for (TensorId& id : op.inputs) id = mapped(id, m);
+              for (TensorId& id : op.outputs) id = mapped(id, m);
+              op.microbatch = m;
+            }
+          copies.push_back(std::move(form));
+        }
+      }
+    result_.storage_directory = single_.storage_directory;
+    result_.storage_limit = single_.storage_limit;
     gradients_ = sums_;
     return std::move(result_);
   }

@@ -45,6 +45,8 @@ std::string print(const Program& program, const Op& op) {
   }
   line += "  # " + std::string(name_of(op.stage));
   if (op.stream != Stream::compute) line += ", stream " + std::string(name_of(op.stream));
+  if (op.tier != Tier::device) line += ", on the " + std::string(name_of(op.tier));
+  if (op.purpose != Purpose::work) line += ", " + std::string(name_of(op.purpose));
   if (op.microbatch >= 0) line += ", microbatch " + std::to_string(op.microbatch);
   if (op.block >= 0) line += ", block " + std::to_string(op.block);
   return line;

@@ -35,10 +35,18 @@ std::string_view name_of(Role role) {
   return names[int(role)];
 }
 
-std::string_view name_of(Tier) { return "device"; }
+std::string_view name_of(Tier tier) {
+  constexpr std::string_view names[] = {"device", "host", "nvme"};
+  return names[int(tier)];
+}
+
+std::string_view name_of(Purpose purpose) {
+  constexpr std::string_view names[] = {"work", "rest", "restore"};
+  return names[int(purpose)];
+}
 
 std::string_view name_of(Stream stream) {
-  constexpr std::string_view names[] = {"compute", "copy", "exchange", "storage"};
+  constexpr std::string_view names[] = {"compute", "host", "to_device", "to_host", "read", "write", "exchange"};
   return names[int(stream)];
 }
 

@@ -5,6 +5,7 @@
 #include <array>
 #include <atomic>
 #include <cmath>
+#include <chrono>
 #include <cstring>
 #include <exception>
 #include <mutex>
@@ -52,8 +53,8 @@ struct Executor::Streams {
   std::exception_ptr error;
   std::mutex error_mutex;
   std::vector<std::thread> threads;
-  std::array<Threads, kStreams> alone{Threads{1}, Threads{1}, Threads{1},
-                                      Threads{1}};  // a team serves one stream: those beside compute get teams of one
+  Threads alone{1};  // a team of one has no state: the streams that move bytes share it
+  std::unique_ptr<Threads> host;
 
   void fail(std::exception_ptr what) {
     {
@@ -71,31 +72,34 @@ struct Executor::Streams {
 };
 
 Executor::Executor(const Program& program, const MemoryPlan& plan, const Storage& storage, const std::string& backend,
-                   Threads& compute)
-    : program_(program), pointers_(program.tensors.size(), nullptr), streams_(std::make_unique<Streams>()) {
+                   Threads& compute, int host_threads)
+    : program_(program),
+      plan_(plan),
+      storage_(storage),
+      pointers_(program.tensors.size(), nullptr),
+      streams_(std::make_unique<Streams>()) {
+  const auto on_host = [](const Op& op) { return op.stream == Stream::host; };
+  if (std::any_of(program.ops.begin(), program.ops.end(), on_host))
+    streams_->host = std::make_unique<Threads>(host_threads);
   for (size_t t = 0; t < program.tensors.size(); ++t) {
     if (program.tensors[t].persistent) {
       pointers_[t] = storage.persistent(program.tensors[t].name);
       STRATA_CHECK(pointers_[t]);
     } else if (plan.buffer_of[t] >= 0) {
-      pointers_[t] = storage.transient() + plan.buffers[plan.buffer_of[t]].offset;
+      const Buffer& buffer = plan.buffers[plan.buffer_of[t]];
+      if (buffer.tier == Tier::nvme) {
+        slots_.push_back(storage.transient_slot(program.tensors[t], buffer.offset));
+        pointers_[t] = slots_.back().get();
+      } else {
+        pointers_[t] = storage.transient(buffer.tier) + buffer.offset;
+      }
     }
   }
-  const auto range = [&](const void* pointer, int64_t bytes, bool write) {
-    const int64_t begin = static_cast<const std::byte*>(pointer) - storage.base();
-    return Access{begin, begin + bytes, write};
-  };
   const auto workspace = [&](int32_t i) -> std::byte* {
-    return plan.workspace_of[i] < 0 ? nullptr : storage.transient() + plan.buffers[plan.workspace_of[i]].offset;
+    const int32_t w = plan.workspace_of[i];
+    return w < 0 ? nullptr : storage.transient(plan.buffers[w].tier) + plan.buffers[w].offset;
   };
-  auto waits = plan_waits(program, [&](int32_t i) {
-    std::vector<Access> list;
-    for (TensorId id : program.ops[i].inputs)
-      if (id) list.push_back(range(pointers_[id.value], program[id].bytes(), false));
-    for (TensorId id : program.ops[i].outputs) list.push_back(range(pointers_[id.value], program[id].bytes(), true));
-    if (workspace(i)) list.push_back(range(workspace(i), plan.buffers[plan.workspace_of[i]].bytes, true));
-    return list;
-  });
+  auto waits = plan_waits(program, plan);
 
   stage_span_.assign(6, {-1, -1});
   steps_.resize(program.ops.size());
@@ -112,7 +116,9 @@ Executor::Executor(const Program& program, const MemoryPlan& plan, const Storage
         copies.push_back({outputs[o], pointers_[view.addend(o).value], size_t(view.output(o).bytes())});
     const auto kernel = op.kind->kernels.find(backend);
     STRATA_CHECK(kernel != op.kind->kernels.end());
-    Threads& threads = op.stream == Stream::compute ? compute : streams_->alone[int(op.stream)];
+    Threads& threads = op.stream == Stream::compute ? compute
+                       : op.stream == Stream::host  ? *streams_->host
+                                                    : streams_->alone;
     Step& step = steps_[i];
     step.launch = kernel->second.bind(Binding(view, inputs, outputs, workspace(i), threads));
     if (!copies.empty())
@@ -155,8 +161,15 @@ Executor::~Executor() {
   for (std::thread& thread : streams_->threads) thread.join();
 }
 
+double Executor::now() const {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count() - step_began_;
+}
+
 void Executor::run_op(int32_t index) {
   Step& step = steps_[index];
+  const bool restoring = program_.ops[index].purpose == Purpose::restore && step.stream == Stream::compute;
+  const bool timed = restoring || !spans_.empty();
+  const double start = timed ? now() : 0;
   try {
     step.launch();
   } catch (const Error& error) {
@@ -166,6 +179,11 @@ void Executor::run_op(int32_t index) {
     throw Error("op " + std::to_string(index) + " (" + program_.ops[index].kind->name + "): " + error.what(),
                 ExitCode::failed);
   }
+  if (timed) {
+    const double finish = now();
+    if (restoring) stalls_.restoring += finish - start;
+    if (!spans_.empty()) spans_[size_t(index)] = {start, finish};
+  }
   for (TensorId id : step.watched)
     if (!finite(program_[id], pointer(id))) throw NonFinite(program_[id].name);
 }
@@ -173,13 +191,15 @@ void Executor::run_op(int32_t index) {
 void Executor::run_stream(int stream, const StageHook* hook) {
   Streams& streams = *streams_;
   try {
-    int32_t count = 0;
+    int32_t finished = 0;
     for (int32_t i : streams.ops[stream]) {
       for (const Wait& wait : steps_[i].waits) {
         auto& done = streams.done[int(wait.stream)];
-        for (int32_t now = done.load(std::memory_order_acquire); now < wait.count;
-             now = done.load(std::memory_order_acquire))
-          done.wait(now);
+        int32_t count = done.load(std::memory_order_acquire);
+        if (count >= wait.count) continue;
+        const double start = now();
+        for (; count < wait.count; count = done.load(std::memory_order_acquire)) done.wait(count);
+        if (stream == int(Stream::compute)) stalls_.waited[int(wait.stream)] += now() - start;
       }
       if (streams.failed.load(std::memory_order_acquire)) {
         streams.release(stream);
@@ -189,7 +209,7 @@ void Executor::run_stream(int stream, const StageHook* hook) {
       if (hook && i == first) (*hook)(program_.ops[i].stage, true);
       run_op(i);
       if (hook && i == last) (*hook)(program_.ops[i].stage, false);
-      streams.done[stream].store(++count, std::memory_order_release);
+      streams.done[stream].store(++finished, std::memory_order_release);
       if (!streams.threads.empty()) streams.done[stream].notify_all();
     }
   } catch (...) {
@@ -201,6 +221,9 @@ void Executor::run(const StageHook& hook) {
   Streams& streams = *streams_;
   streams.failed = false;
   streams.error = nullptr;
+  stalls_ = {};
+  step_began_ = 0;
+  step_began_ = now();
   for (auto& count : streams.done) count.store(0, std::memory_order_relaxed);
   streams.running = int(streams.threads.size());
   if (!streams.threads.empty()) {
@@ -212,14 +235,35 @@ void Executor::run(const StageHook& hook) {
   if (streams.error) std::rethrow_exception(streams.error);
 }
 
+void Executor::run_poisoned() {
+  constexpr int kPoison = 0xFF;  // a NaN in every floating-point type
+  std::vector<std::vector<int32_t>> ends(steps_.size());
+  const auto poison = [&](const Buffer& buffer) {
+    if (buffer.tier != Tier::nvme)
+      std::memset(storage_.transient(buffer.tier) + buffer.offset, kPoison, size_t(buffer.bytes));
+  };
+  for (int32_t b = 0; b < int32_t(plan_.buffers.size()); ++b) {
+    const Buffer& buffer = plan_.buffers[b];
+    if (size_t(buffer.last) + 1 < steps_.size()) ends[buffer.last].push_back(b);
+  }
+  for (int32_t i = 0; i < int32_t(steps_.size()); ++i) {
+    run_op(i);
+    for (int32_t b : ends[i]) poison(plan_.buffers[b]);
+  }
+}
+
+void Executor::trace() { spans_.resize(steps_.size()); }
+
 std::string Executor::first_non_finite() {
   for (size_t t = 0; t < program_.tensors.size(); ++t)
-    if (program_.tensors[t].persistent && !finite(program_.tensors[t], pointers_[t])) return program_.tensors[t].name;
+    if (program_.tensors[t].persistent && program_.tensors[t].home != Tier::nvme &&
+        !finite(program_.tensors[t], pointers_[t]))
+      return program_.tensors[t].name;
   for (int32_t i = 0; i < int32_t(steps_.size()); ++i) {
     if (program_.ops[i].stage == Stage::update) continue;
     steps_[i].launch();
     for (TensorId id : program_.ops[i].outputs)
-      if (!finite(program_[id], pointer(id))) return program_[id].name;
+      if (program_[id].home != Tier::nvme && !finite(program_[id], pointer(id))) return program_[id].name;
   }
   return "";
 }

@@ -1,13 +1,16 @@
 // Runs a planned program over storage, the same list every step. Each stream of the program is a thread that runs its
 // ops in order; waits between streams come from the plan. The step path allocates nothing.
 #pragma once
+#include <array>
 #include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "engine/planning/memory_plan.h"
+#include "engine/planning/predict.h"
 #include "engine/runtime/storage.h"
+#include "strata/op_kind.h"
 #include "strata/threads.h"
 
 namespace strata {
@@ -22,8 +25,9 @@ class Executor {
   using StageHook = std::function<void(Stage, bool start)>;
 
   // `program`, `plan`, `storage` and `threads` must outlive the executor. Binds every op to its kernel for `backend`.
+  // `host_threads` serve the host stream.
   Executor(const Program& program, const MemoryPlan& plan, const Storage& storage, const std::string& backend,
-           Threads& threads);
+           Threads& threads, int host_threads = 1);
   ~Executor();
 
   // Runs one step and returns when every op is done. The hook is called on this thread before the first and after the
@@ -34,6 +38,15 @@ class Executor {
   // Parameters that are already not finite come first. Updates are not run.
   std::string first_non_finite();
 
+  // Runs one step in the order of the program on this thread, with every buffer filled with NaN bytes from its last use
+  // on: a read of released memory shows. For tests.
+  void run_poisoned();
+
+  const Stalls& stalls() const { return stalls_; }
+  // Spans of every op from the next step on; empty before. Costs two readings of the clock an op.
+  void trace();
+  const std::vector<Span>& spans() const { return spans_; }
+
   void* pointer(TensorId id) const { return pointers_.at(id.value); }
   const Program& program() const { return program_; }
 
@@ -42,12 +55,19 @@ class Executor {
   struct Streams;
   void run_stream(int stream, const StageHook* hook);
   void run_op(int32_t index);
+  double now() const;
 
   const Program& program_;
+  const MemoryPlan& plan_;
+  const Storage& storage_;
   std::vector<void*> pointers_;  // by tensor
+  std::vector<std::unique_ptr<StorageSlot>> slots_;
   std::vector<Step> steps_;
   std::vector<std::pair<int32_t, int32_t>> stage_span_;  // first and last op of each stage
   std::unique_ptr<Streams> streams_;
+  Stalls stalls_;
+  std::vector<Span> spans_;
+  double step_began_ = 0;
 };
 
 }  // namespace strata

@@ -35,13 +35,14 @@ int32_t draw(const float* logits, int64_t vocabulary, const SamplingOptions& opt
 Generator::Generator(const Session& session, const std::string& checkpoint)
     : threads_(session.threads()),
       planned_(session.plan(Goal::logits)),
-      storage_(planned_.program(), planned_.memory, 0),
+      storage_(planned_.program(), planned_.memory),
       executor_(planned_.program(), planned_.memory, storage_, session.device.backend, threads_),
       window_(session.data.sequence_length) {
   Checkpoint source(checkpoint);
   for (const Tensor& tensor : storage_.persistent_tensors())
     if (tensor.role == Role::parameter)
-      source.read(tensor.name, tensor.dtype, tensor.shape, storage_.persistent(tensor.name));
+      storage_.fill(tensor, [&](void* out) { source.read(tensor.name, tensor.dtype, tensor.shape, out); });
+  storage_.release_scratch();
 }
 
 std::vector<float> Generator::logits(const std::vector<int32_t>& tokens) {

@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "engine/plugin/order.h"
+#include "engine/runtime/machine_rates.h"
 
 namespace strata {
 
@@ -14,6 +15,7 @@ Session::Session(const std::string& config_path, const std::vector<std::string>&
   run = sections.run;
   data = sections.data;
   device = sections.device;
+  host = sections.host;
   loaded_ = load_plugins(config, run.plugin_path);
   for (const LoadedPlugin& plugin : loaded_) plugins.push_back({plugin.name(), &*plugin});
   plugins = in_order(plugins);
@@ -28,11 +30,11 @@ Session::Session(const std::string& config_path, const std::vector<std::string>&
 // providing the capability "lowers <category>".
 std::string Session::advice(const MemoryPlan& plan) const {
   std::string result;
-  const auto category = [&](Role role) { return plan.at_peak[int(role)]; };
-  if (data.micro_batch > 1 && category(Role::activation) * 10 > plan.total_bytes())
+  const auto category = [&](Role role) { return plan.device().at_peak[int(role)]; };
+  if (data.micro_batch > 1 && category(Role::activation) * 10 > plan.device().total_bytes())
     result += " A smaller data.micro_batch lowers activations.";
   for (Role role : {Role::parameter, Role::gradient, Role::optimizer_state, Role::activation}) {
-    if (category(role) * 10 < plan.total_bytes()) continue;
+    if (category(role) * 10 < plan.device().total_bytes()) continue;
     const std::string capability = "lowers " + std::string(name_of(role));
     std::string names;
     for (const std::string& name : plugins_providing(capability, run.plugin_path)) {
@@ -55,11 +57,22 @@ BatchShape Session::batch(Goal goal) const {
           .sequence_length = data.sequence_length};
 }
 
-PlannedProgram Session::plan(Goal goal) const {
+PlannedProgram Session::plan(Goal goal, const PlannedProgram* training) const {
   PlannedProgram planned;
   planned.built = build_program(plugins, batch(goal), goal);
-  planned.memory = plan_memory(planned.built.program, device.backend, threads());
-  enforce_budget(planned.built.program, planned.memory, device.memory.count, advice(planned.memory));
+  Program& program = planned.built.program;
+  const bool resting = rests(program);
+  planned.rates = training ? training->rates : resting ? machine_rates(threads(), program.storage_directory) : Rates();
+  const auto homes = training ? homes_of(training->program()) : std::map<std::string, Tier>();
+  planned.memory = plan_residency(program, {.backend = device.backend,
+                                            .threads = threads(),
+                                            .host_stream = host.threads > 0,
+                                            .device_budget = device.memory.count,
+                                            .host_budget = host.memory.count,
+                                            .rates = planned.rates,
+                                            .homes = training ? &homes : nullptr,
+                                            .advice = [this](const MemoryPlan& plan) { return advice(plan); }});
+  if (resting) planned.prediction = predict(program, planned.memory, planned.rates);
   return planned;
 }
 

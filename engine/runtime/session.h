@@ -7,18 +7,11 @@
 
 #include "engine/config/config.h"
 #include "engine/config/sections.h"
-#include "engine/planning/build.h"
-#include "engine/planning/memory_plan.h"
+#include "engine/planning/report.h"
+#include "engine/planning/residency.h"
 #include "engine/plugin/loader.h"
 
 namespace strata {
-
-// A program with its memory plan.
-struct PlannedProgram {
-  BuiltProgram built;
-  MemoryPlan memory;
-  const Program& program() const { return built.program; }
-};
 
 class Session {
  public:
@@ -29,13 +22,15 @@ class Session {
   RunSection run;
   DataSection data;
   DeviceSection device;
+  HostSection host;
   std::vector<NamedPlugin> plugins;  // in the order their stages run
   Plugin& model() const { return *model_; }
   int threads() const;  // device.threads, or the number of processors
 
   BatchShape batch(Goal goal) const;
-  // Builds, plans and checks device.memory.
-  PlannedProgram plan(Goal goal) const;
+  // Builds and plans under the memory budgets. `training` is the plan that decided where persistent tensors rest, for
+  // programs that share them.
+  PlannedProgram plan(Goal goal, const PlannedProgram* training = nullptr) const;
 
  private:
   std::string advice(const MemoryPlan& plan) const;

@@ -4,46 +4,108 @@
 #include <algorithm>
 #include <cstring>
 
+#include "strata/op_kind.h"
 #include "strata/random.h"
 
 namespace strata {
+namespace {
 
-Storage::Storage(const Program& program, const MemoryPlan& plan, int64_t transient_bytes)
-    : persistent_bytes_(plan.persistent_bytes),
-      arena_(plan.persistent_bytes + std::max(plan.transient_bytes, transient_bytes)) {
-  for (size_t i = 0; i < program.tensors.size(); ++i)
-    if (program.tensors[i].persistent) {
-      tensors_.push_back(program.tensors[i]);
-      offsets_[program.tensors[i].name] = plan.persistent_offset[i];
+int64_t padded(int64_t bytes) { return (bytes + kStorageAlignment - 1) / kStorageAlignment * kStorageAlignment; }
+
+}  // namespace
+
+class Storage::Slot final : public StorageSlot {
+ public:
+  Slot(Nvme& nvme, const Tensor& tensor, int64_t offset)
+      : nvme_(nvme), name_(tensor.name), offset_(offset), bytes_(padded(tensor.bytes())) {}
+  void read(void* to) override { nvme_.reading.read(offset_, to, bytes_, name_); }
+  void write(const void* from) override { nvme_.writing.write(offset_, from, bytes_, name_); }
+
+ private:
+  Nvme& nvme_;
+  std::string name_;
+  int64_t offset_, bytes_;
+};
+
+Storage::Storage(const Program& program, const MemoryPlan& plan, const std::vector<const MemoryPlan*>& also) {
+  for (int t = 0; t < kTiers; ++t) {
+    int64_t transient = plan.tiers[t].transient_bytes;
+    for (const MemoryPlan* other : also) transient = std::max(transient, other->tiers[t].transient_bytes);
+    persistent_bytes_[t] = plan.tiers[t].persistent_bytes;
+    bytes_[t] = persistent_bytes_[t] + transient;
+    if (Tier(t) != Tier::nvme) arenas_[t] = Arena(bytes_[t]);
+  }
+  if (bytes(Tier::nvme) > 0) {
+    if (program.storage_directory.empty())
+      throw Error("tensors are to rest on the NVMe tier, but no plugin names a directory for it.");
+    nvme_ = std::make_unique<Nvme>(
+        NvmeStore::Options{.directory = program.storage_directory, .bytes = padded(bytes(Tier::nvme))});
+  }
+  for (size_t i = 0; i < program.tensors.size(); ++i) {
+    const Tensor& tensor = program.tensors[i];
+    if (!tensor.persistent) continue;
+    tensors_.push_back(tensor);
+    if (tensor.home != Tier::nvme) {
+      places_[tensor.name] = base(tensor.home) + plan.persistent_offset[i];
+    } else {
+      slots_.push_back(std::make_unique<Slot>(*nvme_, tensor, plan.persistent_offset[i]));
+      places_[tensor.name] = slots_.back().get();
     }
+  }
 }
 
 void* Storage::persistent(std::string_view name) const {
-  const auto found = offsets_.find(name);
-  return found == offsets_.end() ? nullptr : arena_.base() + found->second;
+  const auto found = places_.find(name);
+  return found == places_.end() ? nullptr : found->second;
+}
+
+std::unique_ptr<StorageSlot> Storage::transient_slot(const Tensor& tensor, int64_t offset) const {
+  return std::make_unique<Slot>(*nvme_, tensor, persistent_bytes(Tier::nvme) + offset);
+}
+
+void* Storage::scratch(int64_t bytes) {
+  if (scratch_.bytes() < padded(bytes)) scratch_ = Arena(padded(bytes));
+  return scratch_.base();
+}
+
+const void* Storage::view(const Tensor& tensor) {
+  void* const place = persistent(tensor.name);
+  if (tensor.home != Tier::nvme) return place;
+  void* const memory = scratch(tensor.bytes());
+  static_cast<StorageSlot*>(place)->read(memory);
+  return memory;
+}
+
+void Storage::fill(const Tensor& tensor, const std::function<void(void*)>& write) {
+  void* const place = persistent(tensor.name);
+  if (tensor.home != Tier::nvme) return write(place);
+  void* const memory = scratch(tensor.bytes());
+  write(memory);
+  static_cast<StorageSlot*>(place)->write(memory);
 }
 
 void Storage::initialize(uint64_t seed, Threads& threads) {
-  for (const Tensor& tensor : tensors_) {
-    void* data = persistent(tensor.name);
-    const int64_t count = elements(tensor.shape);
-    switch (tensor.initializer.kind) {
-      case Initializer::Kind::zeros:
-        std::memset(data, 0, size_t(tensor.bytes()));
-        break;
-      case Initializer::Kind::ones:
-        STRATA_CHECK(tensor.dtype == DType::f32);
-        std::fill_n(static_cast<float*>(data), count, 1.0f);
-        break;
-      case Initializer::Kind::normal:
-        STRATA_CHECK(tensor.dtype == DType::f32);
-        threads.split(count, 4096, [&](int64_t begin, int64_t end) {
-          fill_normal(static_cast<float*>(data) + begin, begin, end - begin, tensor.initializer.standard_deviation,
-                      seed, stream_of(tensor.name));
-        });
-        break;
-    }
-  }
+  for (const Tensor& tensor : tensors_)
+    fill(tensor, [&](void* data) {
+      const int64_t count = elements(tensor.shape);
+      switch (tensor.initializer.kind) {
+        case Initializer::Kind::zeros:
+          std::memset(data, 0, size_t(tensor.bytes()));
+          break;
+        case Initializer::Kind::ones:
+          STRATA_CHECK(tensor.dtype == DType::f32);
+          std::fill_n(static_cast<float*>(data), count, 1.0f);
+          break;
+        case Initializer::Kind::normal:
+          STRATA_CHECK(tensor.dtype == DType::f32);
+          threads.split(count, 4096, [&](int64_t begin, int64_t end) {
+            fill_normal(static_cast<float*>(data) + begin, begin, end - begin, tensor.initializer.standard_deviation,
+                        seed, stream_of(tensor.name));
+          });
+          break;
+      }
+    });
+  release_scratch();
 }
 
 }  // namespace strata

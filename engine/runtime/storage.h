@@ -1,38 +1,68 @@
-// The memory of a run: one arena, laid out by the plan of the training program. Other programs over the same
-// persistent tensors (validation, generation) find those by name and borrow the transient region between steps.
+// The memory of a run: an arena a tier in RAM and a store for the NVMe tier, laid out by the plan of the training
+// program. Other programs over the same persistent tensors (validation, generation) find those by name and borrow the
+// transient regions between steps.
 #pragma once
+#include <array>
 #include <cstdint>
+#include <functional>
 #include <map>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "engine/planning/memory_plan.h"
 #include "memory/arena.h"
+#include "memory/nvme_store.h"
 #include "strata/threads.h"
 
 namespace strata {
 
 class Storage {
  public:
-  // Persistent tensors live where `plan` says; the transient region holds `transient_bytes` (the most of all programs).
-  Storage(const Program& program, const MemoryPlan& plan, int64_t transient_bytes);
+  // Persistent tensors live where `plan` says; transient regions hold the most of the plan and of `also`, the plans of
+  // other programs that will run here. Throws Error when the NVMe tier's directory cannot be used.
+  Storage(const Program& program, const MemoryPlan& plan, const std::vector<const MemoryPlan*>& also = {});
 
   // Fills the persistent tensors from their initializers; normal values depend on seed and name only.
   void initialize(uint64_t seed, Threads& threads);
 
-  void* persistent(std::string_view name) const;  // null when there is none
+  // A persistent tensor's memory, on the NVMe tier a StorageSlot*; null when there is none of that name.
+  void* persistent(std::string_view name) const;
   const std::vector<Tensor>& persistent_tensors() const { return tensors_; }
-  std::byte* transient() const { return arena_.base() + persistent_bytes_; }
-  std::byte* base() const { return arena_.base(); }
-  int64_t bytes() const { return arena_.bytes(); }
-  int64_t persistent_bytes() const { return persistent_bytes_; }
+  // A persistent tensor's bytes wherever it rests; what comes from NVMe is valid until the next call. Between steps
+  // only.
+  const void* view(const Tensor& tensor);
+  // Calls write(memory) to give a persistent tensor new bytes wherever it rests. Between steps only.
+  void fill(const Tensor& tensor, const std::function<void(void*)>& write);
+  void release_scratch() { scratch_ = Arena(); }
+
+  // Start of a tier's arena in RAM, and of its transient region.
+  std::byte* base(Tier tier) const { return arenas_[int(tier)].base(); }
+  std::byte* transient(Tier tier) const { return base(tier) + persistent_bytes_[int(tier)]; }
+  int64_t bytes(Tier tier) const { return bytes_[int(tier)]; }
+  int64_t persistent_bytes(Tier tier) const { return persistent_bytes_[int(tier)]; }
+  // A slot at an offset of the NVMe tier's transient region; lives as long as this.
+  std::unique_ptr<StorageSlot> transient_slot(const Tensor& tensor, int64_t offset) const;
+  std::string note() const { return nvme_ ? nvme_->store.note() : ""; }
 
  private:
+  class Slot;
+  struct Nvme {
+    explicit Nvme(const NvmeStore::Options& options)
+        : store(options), reading(store.channel()), writing(store.channel()) {}
+    NvmeStore store;
+    NvmeStore::Channel reading, writing;  // of the streams read and write, which may run at once
+  };
+  void* scratch(int64_t bytes);
+
   std::vector<Tensor> tensors_;
-  std::map<std::string, int64_t, std::less<>> offsets_;
-  int64_t persistent_bytes_;
-  Arena arena_;
+  std::map<std::string, void*, std::less<>> places_;
+  std::vector<std::unique_ptr<StorageSlot>> slots_;
+  std::array<int64_t, kTiers> persistent_bytes_{}, bytes_{};
+  std::array<Arena, kTiers> arenas_;
+  std::unique_ptr<Nvme> nvme_;
+  Arena scratch_;
 };
 
 }  // namespace strata

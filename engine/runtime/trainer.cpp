@@ -90,11 +90,17 @@ class Loop final : public StepContext {
  public:
   Loop(Session& session, bool resume)
       : session_(session), threads_(session.threads()), training_(session.plan(Goal::train)) {
-    if (!session.data.validation.empty()) validation_ = session.plan(Goal::evaluate);
-    storage_.emplace(training_.program(), training_.memory, validation_ ? validation_->memory.transient_bytes : 0);
+    std::vector<const MemoryPlan*> also;
+    if (!session.data.validation.empty()) {
+      validation_ = session.plan(Goal::evaluate, &training_);
+      also.push_back(&validation_->memory);
+    }
+    storage_.emplace(training_.program(), training_.memory, also);
+    if (!storage_->note().empty()) progress_.message("note: " + storage_->note());
     dataset_.emplace(session.data.train, training_.built.vocabulary);
     sampler_.emplace(*dataset_, session.data.sequence_length, session.data.shuffle, uint64_t(session.run.seed));
-    executor_.emplace(training_.program(), training_.memory, *storage_, session.device.backend, threads_);
+    executor_.emplace(training_.program(), training_.memory, *storage_, session.device.backend, threads_,
+                      std::max(1, int(session.host.threads)));
     feed_.emplace(*executor_, session.batch(Goal::train));
     if (validation_) {
       validation_set_.emplace(session.data.validation, training_.built.vocabulary);
@@ -195,7 +201,8 @@ class Loop final : public StepContext {
     Checkpoint checkpoint(path);
     for (const Tensor& tensor : storage_->persistent_tensors())
       if (tensor.role == Role::parameter || (everything && tensor.role != Role::scalar))
-        checkpoint.read(tensor.name, tensor.dtype, tensor.shape, storage_->persistent(tensor.name));
+        storage_->fill(tensor, [&](void* out) { checkpoint.read(tensor.name, tensor.dtype, tensor.shape, out); });
+    storage_->release_scratch();
     if (!everything) return;
     step_ = checkpoint.info().step;
     samples_ = checkpoint.info().samples;
@@ -217,7 +224,8 @@ class Loop final : public StepContext {
     std::vector<TensorRecord> records;
     for (const Tensor& tensor : storage_->persistent_tensors())
       if (tensor.role != Role::scalar)
-        records.push_back({tensor.name, tensor.role, tensor.dtype, tensor.shape, storage_->persistent(tensor.name)});
+        records.push_back({tensor.name, tensor.role, tensor.dtype, tensor.shape,
+                           std::function<const void*()>([this, &tensor] { return storage_->view(tensor); })});
     try {
       store_->save({step_, samples_, values, session_.config.text()}, records);
     } catch (const Error& error) {
@@ -225,6 +233,7 @@ class Loop final : public StepContext {
           "warning: the checkpoint of step {} was not saved: {} The run goes on; the last good checkpoint is {}.",
           step_, error.what(), store_->latest().value_or("none")));
     }
+    storage_->release_scratch();
   }
 
   void one_step() {
@@ -292,25 +301,27 @@ class Loop final : public StepContext {
                  share * 100, threads_.count());
     if (!std::isnan(validation_loss)) fmt::print("validation loss {:.4f} nats a token\n", validation_loss);
     const MemoryPlan& plan = training_.memory;
-    Ledger resident{};
-    for (const Tensor& tensor : storage_->persistent_tensors())
-      resident[int(tensor.role)] +=
-          resident_bytes(static_cast<std::byte*>(storage_->persistent(tensor.name)), tensor.bytes());
-    fmt::print("{:<18}{:>14}{:>14}\n", "device memory", "planned", "measured");
-    int64_t transient = 0;
-    for (int r = 0; r < kRoles; ++r) {
-      const bool kept = Role(r) == Role::parameter || Role(r) == Role::optimizer_state || Role(r) == Role::scalar;
-      if (plan.at_peak[r] == 0) continue;
-      if (!kept) transient += plan.at_peak[r];
-      fmt::print("{:<18}{:>14}{:>14}\n", name_of(Role(r)), bytes_text(plan.at_peak[r]),
-                 kept ? bytes_text(resident[r]) : "");
+    for (Tier tier : {Tier::device, Tier::host}) {
+      if (plan[tier].total_bytes() == 0) continue;
+      Ledger resident{};
+      for (const Tensor& tensor : storage_->persistent_tensors())
+        if (tensor.home == tier)
+          resident[int(tensor.role)] +=
+              resident_bytes(static_cast<std::byte*>(storage_->persistent(tensor.name)), tensor.bytes());
+      fmt::print("{:<18}{:>14}{:>14}\n", std::string(name_of(tier)) + " memory", "planned", "measured");
+      for (int r = 0; r < kRoles; ++r)
+        if (plan[tier].at_peak[r] > 0)
+          fmt::print("{:<18}{:>14}{:>14}\n", name_of(Role(r)), bytes_text(plan[tier].at_peak[r]),
+                     resident[r] > 0 ? bytes_text(resident[r]) : "");
+      fmt::print("{:<18}{:>14}{:>14}\n", "all transient", bytes_text(plan[tier].transient_bytes),
+                 bytes_text(resident_bytes(storage_->transient(tier),
+                                           storage_->bytes(tier) - storage_->persistent_bytes(tier))));
+      fmt::print("{:<18}{:>14}{:>14}\n", "arena", bytes_text(plan[tier].total_bytes()),
+                 bytes_text(resident_bytes(storage_->base(tier), storage_->bytes(tier))));
     }
-    fmt::print("{:<18}{:>14}{:>14}\n", "all transient", bytes_text(plan.transient_bytes),
-               bytes_text(resident_bytes(storage_->transient(), storage_->bytes() - storage_->persistent_bytes())));
-    fmt::print("{:<18}{:>14}{:>14}\n", "arena", bytes_text(plan.total_bytes()),
-               bytes_text(resident_bytes(storage_->base(), storage_->bytes())));
+    if (const int64_t stored = plan[Tier::nvme].total_bytes(); stored > 0)
+      fmt::print("{:<18}{:>14}\n", "on NVMe", bytes_text(stored));
     fmt::print("{:<18}{:>14}{:>14}\n", "process, peak", "", bytes_text(peak_resident_bytes()));
-    (void)transient;
   }
 
   Session& session_;

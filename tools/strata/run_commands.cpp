@@ -25,9 +25,9 @@ int plan_command_main(const PlanArguments& arguments) {
   const Session session(arguments.config, arguments.sets);
   const PlannedProgram planned = session.plan(Goal::train);
   if (arguments.json)
-    fmt::print("{}", plan_json(planned.built, planned.memory));
+    fmt::print("{}", plan_json(planned));
   else
-    fmt::print("{}", plan_text(planned.built, planned.memory));
+    fmt::print("{}", plan_text(planned));
   if (arguments.program) fmt::print("\n{}", print(planned.program()));
   return int(ExitCode::done);
 }
@@ -42,7 +42,7 @@ int check_command_main(const ConfigArguments& arguments) {
     const Sampler sequences(validation, session.data.sequence_length, false, 0);
   }
   fmt::print("{}: no errors. {} training tokens, {} of device memory.\n", arguments.config, train.tokens(),
-             bytes_text(planned.memory.total_bytes()));
+             bytes_text(planned.memory.device().total_bytes()));
   return int(ExitCode::done);
 }
 

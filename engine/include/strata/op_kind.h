@@ -46,6 +46,15 @@ struct Cost {
   double bytes = 0;
 };
 
+// What stands for the memory of a tensor on the NVMe tier: the pointer that a kernel gets there. Reads and writes the
+// whole tensor and returns when done; throws Error (failed) naming the tensor.
+class StorageSlot {
+ public:
+  virtual ~StorageSlot() = default;
+  virtual void read(void* to) = 0;
+  virtual void write(const void* from) = 0;
+};
+
 // An op bound to storage: pointers stay valid for the life of the executor.
 class Binding : public OpView {
  public:

@@ -17,13 +17,17 @@ namespace strata {
 struct OpKind;
 
 // Hardware queues; ops on one stream run in program order, streams run side by side.
-enum class Stream : uint8_t { compute, copy, exchange, storage };
-inline constexpr int kStreams = 4;
+enum class Stream : uint8_t { compute, host, to_device, to_host, read, write, exchange };
+inline constexpr int kStreams = 7;
 std::string_view name_of(Stream);
 
 // Parts of the step, in order. The step loop calls plugins at the start and end of each.
 enum class Stage : uint8_t { load, forward, backward, reduce, update, publish };
 std::string_view name_of(Stage);
+
+// Why an op is there: the model and its update, or residency: making a resting form, and restoring from it.
+enum class Purpose : uint8_t { work, rest, restore };
+std::string_view name_of(Purpose);
 
 using Attribute = std::variant<int64_t, double, std::string>;
 
@@ -51,6 +55,8 @@ struct Op {
   std::vector<TensorId> outputs{};
   Attributes attributes{};
   Stream stream = Stream::compute;
+  Tier tier = Tier::device;  // where its operands are: host for updates beside offloaded states
+  Purpose purpose = Purpose::work;
   Stage stage = Stage::forward;
   int block = -1;       // transformer block, or -1 outside of blocks
   int microbatch = -1;  // -1 for ops that run once a step
@@ -64,10 +70,24 @@ struct OpId {
   auto operator<=>(const OpId&) const = default;
 };
 
+// How a tensor rests between two uses, and how it becomes usable again: the mechanism of all memory strategies but the
+// movement between tiers (Tensor::nearest, farthest), which the planner adds by itself. Plain data: ops over tensors of
+// the program, not in its list yet.
+struct RestingForm {
+  std::string name;           // "recompute", "sparse": for reports
+  std::vector<Op> rest{};     // make what is kept from the tensor when it is given up; empty: nothing is kept
+  std::vector<Op> restore{};  // write the tensor again, from what `rest` made and from tensors of the program
+  bool always = true;         // between forward and backward pass always; otherwise only where a budget asks for it
+};
+
 struct Program {
   std::vector<Tensor> tensors;
   std::vector<Op> ops;
-  std::vector<TensorId> losses;  // one {1} tensor a microbatch; the step's loss is their sum
+  std::unordered_map<int32_t, std::vector<RestingForm>>
+      forms;                      // by tensor; the planner takes the cheapest that will do
+  std::string storage_directory;  // of the NVMe tier; empty: there is none
+  int64_t storage_limit = 0;      // bytes the NVMe tier may take; 0: what is free
+  std::vector<TensorId> losses;   // one {1} tensor a microbatch; the step's loss is their sum
 
   const Tensor& operator[](TensorId id) const { return tensors.at(id.value); }
   Tensor& operator[](TensorId id) { return tensors.at(id.value); }

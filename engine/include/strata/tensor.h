@@ -23,8 +23,10 @@ enum class Role : uint8_t { parameter, gradient, optimizer_state, activation, da
 inline constexpr int kRoles = 7;
 std::string_view name_of(Role);
 
-// Where a tensor rests. Only the device tier exists today.
-enum class Tier : uint8_t { device };
+// Where bytes are: memory of the device, memory of the host, a file on an NVMe disk. On the CPU backend device and host
+// are two arenas with budgets of their own, and bytes are copied between them as they would be on a GPU.
+enum class Tier : uint8_t { device, host, nvme };
+inline constexpr int kTiers = 3;
 std::string_view name_of(Tier);
 
 struct TensorId {
@@ -45,7 +47,10 @@ struct Tensor {
   Shape shape;
   DType dtype = DType::f32;
   Role role = Role::activation;
-  Tier home = Tier::device;
+  Tier home = Tier::device;  // of a persistent tensor: where it lives; of any other: the arena it lies in
+  // The tiers it may rest on between uses: set by plugins in stage `placement` or before; the planner chooses among
+  // them, the nearest that the budgets allow, and moves the bytes. Equal to `device`: it stays where it is used.
+  Tier nearest = Tier::device, farthest = Tier::device;
   // Survives the step (parameters, states, scalars); what does not is planned by liveness.
   bool persistent = false;
   // Readable on the host after the step: stays allocated to the step's end.

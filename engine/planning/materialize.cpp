@@ -1,0 +1,253 @@
+// Copies of tensors by tier, kept valid op by op; see materialize.h.
+#include "engine/planning/materialize.h"
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+namespace strata {
+namespace {
+
+constexpr Tier kAllTiers[] = {Tier::device, Tier::host, Tier::nvme};
+
+class Materializer {
+ public:
+  Materializer(const Program& program, const Decisions& decisions) : in_(program), decisions_(decisions) {
+    Program& out = result_.program;
+    out = program;
+    out.ops.clear();
+    out.ops.reserve(program.ops.size());
+    const size_t count = program.tensors.size();
+    copies_.resize(count);
+    uses_.resize(count);
+    owner_.resize(count);
+    for (int32_t i = 0; i < int32_t(program.ops.size()); ++i)
+      for (const auto* list : {&program.ops[i].inputs, &program.ops[i].outputs})
+        for (TensorId id : *list)
+          if (id && (uses_[id.value].empty() || uses_[id.value].back() != i)) uses_[id.value].push_back(i);
+    for (size_t t = 0; t < count; ++t)
+      if (program.tensors[t].persistent || program.tensors[t].role == Role::data)
+        copies_[t].at[int(program.tensors[t].home)] = {int32_t(t)};
+  }
+
+  Materialized run() {
+    for (position_ = 0; position_ < int32_t(in_.ops.size()); ++position_) place(in_.ops[position_]);
+    return std::move(result_);
+  }
+
+ private:
+  struct Copies {
+    std::array<TensorId, kTiers> at{};                // valid copies, by tier
+    std::array<int32_t, kTiers> touched{-1, -1, -1};  // the op of the new program that used each last
+    int form = -1;                                    // how it was given up last
+  };
+
+  Copies& copies(TensorId id) { return copies_.at(size_t(id.value)); }
+
+  // The first op of the original program from `position` on that uses the tensor, or kNever.
+  int32_t next_use(TensorId id, int32_t position) const {
+    const auto& uses = uses_[id.value];
+    const auto at = std::lower_bound(uses.begin(), uses.end(), position);
+    return at == uses.end() ? kNever : *at;
+  }
+
+  void place(const Op& original) {
+    Op op = original;
+    touched_.clear();
+    for (TensorId& id : op.inputs)
+      if (id) id = acquire(id, op.tier, original);
+    std::vector<TensorId> home_again;  // persistent tensors written away from home
+    for (TensorId& id : op.outputs) {
+      const TensorId logical = id;
+      const bool in_place = std::find(original.inputs.begin(), original.inputs.end(), id) != original.inputs.end();
+      Copies& c = copies(id);
+      if (in_place)
+        id = c.at[int(op.tier)];
+      else if (in_[id].persistent && in_[id].home != op.tier)
+        id = incarnation(logical, op.tier);
+      else
+        result_.program[id].home = in_[logical].persistent ? in_[logical].home : op.tier;
+      Copies& now = copies(logical);
+      now.at = {};
+      now.form = -1;
+      now.at[int(op.tier)] = id;
+      touch(logical, op.tier);
+      if (in_[logical].persistent && in_[logical].home != op.tier) home_again.push_back(logical);
+    }
+    for (const auto& [id, tier] : touched_) copies(id).touched[int(tier)] = int32_t(result_.program.ops.size());
+    emit(std::move(op));
+    for (TensorId id : home_again) {
+      const Tier home = in_[id].home;
+      emit(move(copies(id).at[int(original.tier)], id, original, Purpose::rest));
+      copies(id).at[int(home)] = id;
+    }
+    for (const auto& [id, tier] : touched_) give_up(id, original);
+  }
+
+  // Notes that the op being placed uses the tensor there.
+  void touch(TensorId id, Tier tier) {
+    if (std::find(touched_.begin(), touched_.end(), std::pair(id, tier)) == touched_.end())
+      touched_.push_back({id, tier});
+  }
+
+  void emit(Op op) { result_.program.ops.push_back(std::move(op)); }
+
+  TensorId incarnation(TensorId id, Tier tier) {
+    Tensor tensor = result_.program[id];
+    tensor.home = tier;
+    tensor.persistent = tensor.step_output = false;
+    tensor.initializer = {};
+    return result_.program.add(std::move(tensor));
+  }
+
+  Op move(TensorId from, TensorId to, const Op& context, Purpose purpose) {
+    static const OpKind& kind = find_kind("move");
+    const Tier source = result_.program[from].home, target = result_.program[to].home;
+    Op op;
+    op.kind = &kind;
+    op.inputs = {from};
+    op.outputs = {to};
+    op.stream = source == Tier::nvme     ? Stream::read
+                : target == Tier::nvme   ? Stream::write
+                : target == Tier::device ? Stream::to_device
+                                         : Stream::to_host;
+    op.tier = source == Tier::nvme ? target : source;
+    op.purpose = purpose;
+    op.stage = context.stage;
+    op.block = context.block;
+    op.microbatch = context.microbatch;
+    return op;
+  }
+
+  // A copy of the tensor on the tier, brought there when it is not.
+  TensorId acquire(TensorId id, Tier tier, const Op& context) {
+    if (!copies(id).at[int(tier)]) {
+      TensorId source;
+      for (Tier other : kAllTiers)
+        if (!source) source = copies(id).at[int(other)];
+      if (source) {
+        const TensorId fresh = incarnation(id, tier);
+        for (Tier other : kAllTiers)
+          if (copies(id).at[int(other)] == source) wait_over(id, other);
+        emit(move(source, fresh, context, Purpose::restore));
+        copies(id).at[int(tier)] = fresh;
+      } else {
+        restore(id, context);
+        if (tier != Tier::device) return acquire(id, tier, context);
+      }
+    } else {
+      wait_over(id, tier);
+    }
+    touch(id, tier);
+    return copies(id).at[int(tier)];
+  }
+
+  // Records that the copy on `tier` had to be there from its last use until now.
+  void wait_over(TensorId id, Tier tier) {
+    const int32_t from = copies(id).touched[int(tier)], now = int32_t(result_.program.ops.size());
+    if (from < 0 || from + 1 >= now) return;
+    const TensorId decided =
+        owner_[id.value] ? owner_[id.value] : id;  // what a form keeps goes by its tensor's decision
+    result_.waiting.push_back({{decided.value, next_use(decided, position_)}, tier, from, now});
+  }
+
+  // Runs the restoring ops of the form the tensor was given up with.
+  void restore(TensorId id, const Op& context) {
+    const int index = copies(id).form;
+    STRATA_CHECK(index >= 0);
+    const RestingForm& form = in_.forms.at(id.value).at(size_t(index));
+    for (const Op& original : form.restore) {
+      Op op = original;
+      for (TensorId& input : op.inputs)
+        if (input) input = acquire(input, Tier::device, context);
+      for (TensorId& output : op.outputs) {
+        const TensorId logical = output;
+        output = incarnation(logical, Tier::device);
+        if (!copies(logical).at[0]) {
+          copies(logical).at[0] = output;
+          touch(logical, Tier::device);
+        }
+      }
+      op.purpose = Purpose::restore;
+      op.stage = context.stage;
+      emit(std::move(op));
+    }
+    for (const Op& original : form.rest)
+      for (TensorId kept : original.outputs)
+        if (copies(kept).at[1] || copies(kept).at[2]) copies(kept).at[0] = {};
+  }
+
+  // After a use: what the decision about the way to the next one says.
+  void give_up(TensorId id, const Op& context) {
+    Copies& c = copies(id);
+    if (c.at[int(Tier::host)] && c.at[int(Tier::nvme)]) c.at[int(Tier::host)] = {};  // staging only
+    if (!c.at[0]) return;
+    const auto found = decisions_.find({id.value, next_use(id, position_ + 1)});
+    if (found == decisions_.end()) return;
+    const Decision& decision = found->second;
+    if (decision.forward_only && context.stage != Stage::forward) return;
+    if (!c.at[1] && !c.at[2]) {
+      if (decision.form >= 0)
+        keep(id, decision, context);
+      else
+        move_out(id, decision.tier, context);
+    }
+    c.at[0] = {};
+  }
+
+  // Makes what a form keeps, unless it is there from an earlier time.
+  void keep(TensorId id, const Decision& decision, const Op& context) {
+    const RestingForm& form = in_.forms.at(id.value).at(size_t(decision.form));
+    copies(id).form = decision.form;
+    const auto there = [&](TensorId kept) {
+      const auto& at = copies(kept).at;
+      return at[0] || at[1] || at[2];
+    };
+    if (!form.rest.empty() && there(form.rest.front().outputs.front())) return;
+    for (const Op& original : form.rest) {
+      Op op = original;
+      for (TensorId& input : op.inputs)
+        if (input) input = copies(input).at[0];
+      op.purpose = Purpose::rest;
+      op.stage = context.stage;
+      for (TensorId output : op.outputs) {
+        copies(output).at[0] = output;
+        copies(output).touched[0] = int32_t(result_.program.ops.size());
+        owner_[output.value] = id;
+      }
+      emit(std::move(op));
+    }
+    if (decision.tier == Tier::device) return;
+    for (const Op& original : form.rest)
+      for (TensorId output : original.outputs)
+        if (result_.program[output].bytes() >= kSmall) move_out(output, decision.tier, context);
+  }
+
+  void move_out(TensorId id, Tier tier, const Op& context) {
+    const TensorId to = incarnation(id, tier);
+    const TensorId from = copies(id).at[0];
+    copies(id).touched[int(tier)] = int32_t(result_.program.ops.size());
+    emit(move(from, to, context, Purpose::rest));
+    copies(id).at[int(tier)] = to;
+    copies(id).at[0] = {};
+  }
+
+  static constexpr int64_t kSmall = 4096;  // bytes; less than this is not worth a transfer of its own
+
+  const Program& in_;
+  const Decisions& decisions_;
+  Materialized result_;
+  std::vector<Copies> copies_;                      // by tensor of the original program
+  std::vector<std::vector<int32_t>> uses_;          // by tensor: ops of the original program, ascending
+  std::vector<TensorId> owner_;                     // by tensor a form keeps: the tensor it was made from
+  std::vector<std::pair<TensorId, Tier>> touched_;  // by the op being placed
+  int32_t position_ = 0;
+};
+
+}  // namespace
+
+Materialized materialize(const Program& program, const Decisions& decisions) {
+  return Materializer(program, decisions).run();
+}
+
+}  // namespace strata

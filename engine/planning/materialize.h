@@ -1,0 +1,46 @@
+// Writes residency decisions into a program. Knows where valid copies of each tensor are, op by op, and adds what
+// brings a tensor where the next op needs it; decides nothing itself (residency.h).
+#pragma once
+#include <cstdint>
+#include <unordered_map>
+#include <vector>
+
+#include "strata/op_kind.h"
+
+namespace strata {
+
+// What becomes of a tensor on the device on its way to a use: `form` is an index into Program::forms, or -1 to move
+// the tensor itself to `tier`; with a form, `tier` is where that what it keeps goes.
+struct Decision {
+  int form = -1;
+  Tier tier = Tier::device;
+  bool forward_only = false;  // given up in the forward pass; once it is back it stays
+};
+
+// A tensor is given up after its last use before the op at `use` of the original program; kNever: no op there uses it
+// again, but restoring others may.
+inline constexpr int32_t kNever = INT32_MAX;
+struct Gap {
+  int32_t tensor = -1, use = -1;
+  bool operator==(const Gap&) const = default;
+};
+struct GapHash {
+  size_t operator()(const Gap& gap) const { return size_t(gap.tensor) * 0x9E3779B97F4A7C15ull + size_t(gap.use); }
+};
+using Decisions = std::unordered_map<Gap, Decision, GapHash>;
+
+// A stretch of the new program in which a tensor waits in memory for its next use: what a decision could change.
+struct Waiting {
+  Gap gap;
+  Tier tier;         // where it waits
+  int32_t from, to;  // ops of the new program that use it before and after
+};
+
+struct Materialized {
+  Program program;
+  std::vector<Waiting> waiting;
+};
+
+Materialized materialize(const Program& program, const Decisions& decisions);
+
+}  // namespace strata

@@ -1,0 +1,36 @@
+// The residency planner: decides for every tensor where it rests between uses and how it becomes usable again, and
+// writes the decisions into the program as ordinary ops: moves between tiers, encoders and decoders, producers run
+// again. After it the program needs no further rule: liveness gives memory, dependencies give order.
+#pragma once
+#include <functional>
+#include <map>
+#include <string>
+
+#include "engine/planning/memory_plan.h"
+#include "engine/planning/rates.h"
+
+namespace strata {
+
+struct Residency {
+  std::string backend = "cpu";
+  int threads = 1;
+  bool host_stream = false;                    // updates beside offloaded states have threads of their own
+  int64_t device_budget = 0, host_budget = 0;  // bytes; 0: none
+  Rates rates;
+  const std::map<std::string, Tier>* homes = nullptr;      // of persistent tensors, when another program decided them
+  std::function<std::string(const MemoryPlan&)> advice{};  // what would lower the plan's largest categories
+};
+
+// Rewrites the step program in place and plans its memory. Without a budget every tensor that a plugin lets rest does
+// so whenever ops of another block come between two uses; under a budget it stays as long as everything fits, and what
+// costs least per byte is given up first, of equals the one used last again (Belady). Throws Error when a budget cannot
+// be met, with the smallest that could.
+MemoryPlan plan_residency(Program& program, const Residency& settings);
+
+// Whether anything in the program may rest elsewhere or in another form.
+bool rests(const Program& program);
+
+// Where the persistent tensors of a program rest, by name.
+std::map<std::string, Tier> homes_of(const Program& program);
+
+}  // namespace strata

@@ -1,0 +1,66 @@
+// Recomputation of activations (Chen et al., arXiv 1604.06174; Korthikanti et al., arXiv 2205.05198): tensors of the
+// forward pass whose producers run again when the backward pass needs them. Declares resting forms that keep nothing;
+// the residency planner does the rest.
+#include <algorithm>
+
+#include "strata/plugin.h"
+
+namespace {
+
+using strata::Op;
+using strata::Program;
+using strata::RestingForm;
+using strata::Stage;
+using strata::TensorId;
+
+class Recompute final : public strata::Plugin {
+ public:
+  void options(strata::Options& o) override {
+    o.add("mode", mode_,
+          "blocks: everything inside transformer blocks; selective: what `kinds` make; budget: whatever "
+          "device.memory asks for, the cheapest first")
+        .choices({"blocks", "selective", "budget"});
+    o.add("every", every_, "with blocks: keep the input of every k-th block only").positive().unit("blocks");
+    o.add("kinds", kinds_, "with selective: op kinds whose results are made again");
+  }
+
+  strata::Capabilities capabilities() const override { return {.provides = {"lowers activations"}}; }
+
+  void backward(strata::ProgramStage& stage) override {
+    Program& program = stage.program;
+    for (const Op& op : program.ops) {
+      if (op.stage != Stage::forward || !may_run_again(program, op)) continue;
+      for (TensorId id : op.outputs) {
+        if (!chosen(program, op, id)) continue;
+        program.forms[id.value].push_back(
+            {.name = "recompute", .rest = {}, .restore = {op}, .always = mode_ != "budget"});
+      }
+    }
+  }
+
+ private:
+  // Ops that change nothing that survives them. Random numbers are a function of seed, step and site: the same again.
+  static bool may_run_again(const Program& program, const Op& op) {
+    return std::none_of(op.outputs.begin(), op.outputs.end(),
+                        [&](TensorId id) { return program[id].persistent || program[id].step_output; });
+  }
+
+  bool chosen(const Program& program, const Op& op, TensorId id) const {
+    if (mode_ == "selective") return std::find(kinds_.begin(), kinds_.end(), op.kind->name) != kinds_.end();
+    if (op.block < 0) return false;
+    if (mode_ == "budget") return true;
+    // What a later group of blocks reads is kept: the input of a group.
+    return std::none_of(program.ops.begin(), program.ops.end(), [&](const Op& reader) {
+      return reader.stage == Stage::forward && (reader.block < 0 || reader.block / every_ != op.block / every_) &&
+             std::find(reader.inputs.begin(), reader.inputs.end(), id) != reader.inputs.end();
+    });
+  }
+
+  std::string mode_ = "blocks";
+  int64_t every_ = 1;
+  std::vector<std::string> kinds_ = {"attention", "gelu", "relu", "squared_relu", "swiglu", "layer_norm", "rms_norm"};
+};
+
+}  // namespace
+
+STRATA_PLUGIN(Recompute, "recompute", "1.0.0", "runs parts of the forward pass again instead of keeping activations")
