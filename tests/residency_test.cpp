@@ -75,5 +75,29 @@ TEST(Residency, EverySubsetIsExact) {
     }
 }
 
+// Inversion rounds differently from keeping: single precision's 1e-5 after a few steps.
+TEST(Residency, InversionAgreesWithKeeping) {
+  const std::string model = "dropout = 0.1\n", reversible = "[plugins.reversible]\n";
+  test::Runner keeping(toml(2, reversible + "invert = false\n", model)), inverting(toml(2, reversible, model));
+  const Outcome expected = outcome(keeping, 8), actual = outcome(inverting, 8);
+  for (size_t i = 0; i < expected.losses.size(); ++i)
+    EXPECT_NEAR(actual.losses[i], expected.losses[i], 1e-5 * expected.losses[i]) << i;
+  const auto activations = [](const test::Runner& runner) { return runner.plan.device().at_peak[int(Role::activation)]; };
+  EXPECT_LT(activations(inverting), activations(keeping));
+  test::Runner poisoned(toml(2, reversible, model));
+  poisoned.poisoned = true;
+  expect_equal(outcome(poisoned, 8), actual, "released memory poisoned");
+}
+
+// Inverted blocks hold the activations of one block however many there are.
+TEST(Residency, InversionNeedsNoMemoryForDepth) {
+  const auto activations = [](int layers) {
+    std::string text = toml(4, "[plugins.reversible]\n", "");
+    text.replace(text.find("layers = 3"), 10, "layers = " + std::to_string(layers));
+    return test::Runner(text).plan.device().at_peak[int(Role::activation)];
+  };
+  EXPECT_EQ(activations(4), activations(16));
+}
+
 }  // namespace
 }  // namespace strata

@@ -71,6 +71,15 @@ void Builder::accumulate_onto(int output, TensorId addend) {
   op.accumulate |= 1u << output;
 }
 
+TensorId Builder::add_onto(TensorId x, TensorId y) {
+  const Op& last = program_->ops.back();
+  if (last.outputs.front() == y && last.kind->accumulates & ~last.accumulate & 1) {
+    accumulate_onto(0, x);
+    return y;
+  }
+  return emit("add", {x, y}, {}, "sum");
+}
+
 Builder::Scope::Scope(Builder& builder, std::string_view name, int block)
     : builder_(builder), length_(builder.prefix_.size()), block_(builder.block_index) {
   builder.prefix_ += std::string(name) + ".";

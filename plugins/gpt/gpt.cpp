@@ -55,8 +55,10 @@ class Gpt final : public strata::Plugin {
     stage.define("embedding", [this](Builder& b, TensorId tokens) { return embedding(b, tokens); });
     stage.define("attention", [this](Builder& b, TensorId x) { return attention(b, x); });
     stage.define("mlp", [this](Builder& b, TensorId x) { return mlp(b, x); });
-    stage.define("block", [this, &stage](Builder& b, TensorId x) {
-      return stage.call("mlp", b, stage.call("attention", b, x));
+    // "attention" and "mlp" are the branches, from the residual stream to what is added to it.
+    stage.define("block", [&stage](Builder& b, TensorId x) {
+      x = b.add_onto(x, stage.call("attention", b, x));
+      return b.add_onto(x, stage.call("mlp", b, x));
     });
     stage.define("head", [this, &stage](Builder& b, TensorId x) { return head(b, x, stage); });
     stage.define("model", [this, &stage](Builder& b, TensorId) {
@@ -127,14 +129,10 @@ class Gpt final : public strata::Plugin {
                   {{"probability", dropout_}, {"stream", int64_t(strata::stream_of(b.scoped(site)))}}, site);
   }
 
-  // residual + branch; the product that ends the branch adds in place where no dropout stands between.
-  TensorId back(Builder& b, TensorId residual, TensorId x, std::string_view name) {
-    const TensorId y = linear(b, x, name, config_.hidden, config_.bias, residual_deviation());
-    if (dropout_ == 0) {
-      b.accumulate_onto(0, residual);
-      return y;
-    }
-    return b.emit("add", {residual, drop(b, y, std::string(name) + ".dropout")}, {}, "residual");
+  // The product that ends a branch.
+  TensorId back(Builder& b, TensorId x, std::string_view name) {
+    return drop(b, linear(b, x, name, config_.hidden, config_.bias, residual_deviation()),
+                std::string(name) + ".dropout");
   }
 
   TensorId embedding(Builder& b, TensorId tokens) {
@@ -156,7 +154,7 @@ class Gpt final : public strata::Plugin {
       rotary.set("inverse", int64_t{0});
       qkv = b.emit("rotary", {qkv}, rotary);
     }
-    return back(b, x, b.emit("attention", {qkv}, heads), "attention_output");
+    return back(b, b.emit("attention", {qkv}, heads), "attention_output");
   }
 
   TensorId mlp(Builder& b, TensorId x) {
@@ -167,7 +165,7 @@ class Gpt final : public strata::Plugin {
       inner = b.emit("swiglu", {linear(b, normed, "gate", config_.ffn, config_.bias), inner});
     else
       inner = b.emit("gelu", {inner});
-    return back(b, x, inner, "down");
+    return back(b, inner, "down");
   }
 
   TensorId head(Builder& b, TensorId x, const strata::ModelStage& stage) {

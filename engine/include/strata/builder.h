@@ -34,6 +34,10 @@ class Builder {
   // Adds an addend to output i of the op that made it last (the op emitted last must accumulate there).
   void accumulate_onto(int output, TensorId addend);
 
+  // x + y, where y is a tensor made just before: added by the op that made y where its kind can and nothing has read y,
+  // by an op of its own otherwise.
+  TensorId add_onto(TensorId x, TensorId y);
+
   // Names of tensors made while a scope is alive start with "name."
   class Scope {
    public:

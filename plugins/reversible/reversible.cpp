@@ -1,0 +1,120 @@
+// Reversible residual blocks (Gomez et al., arXiv 1707.04585): two residual streams, of which each block computes
+//   y1 = x1 + attention(x2),  y2 = x2 + mlp(y1),
+// so that the backward pass gets a block's inputs back from its outputs, x2 = y2 - mlp(y1), x1 = y1 - attention(x2),
+// and no activation of any block is kept. The inversion is a resting form like recomputation.
+#include <algorithm>
+#include <vector>
+
+#include "strata/plugin.h"
+
+namespace {
+
+using strata::Binding;
+using strata::Builder;
+using strata::Op;
+using strata::OpView;
+using strata::Program;
+using strata::Stage;
+using strata::TensorId;
+
+template <class T>
+strata::Launch bind_subtract(const Binding& b) {
+  return [b] {
+    const T *x = b.in<T>(0), *y = b.in<T>(1);
+    T* z = b.out<T>(0);
+    b.threads().split(strata::elements(b.input(0).shape), 4096, [=](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) z[i] = x[i] - y[i];
+    });
+  };
+}
+
+void register_once() {
+  static const bool once = [] {
+    const strata::Kernel kernel{[](const Binding& b) {
+                                  return b.input(0).dtype == strata::DType::f64 ? bind_subtract<double>(b)
+                                                                                : bind_subtract<float>(b);
+                                },
+                                {}};
+    strata::register_kind({.name = "subtract",
+                           .summary = "x (…) - y (…): one half of a reversible block, inverted",
+                           .shape = [](const OpView& v) -> std::vector<strata::TensorSpec> {
+                             strata::require(v.inputs() == 2 && v.has_input(0) && v.has_input(1) &&
+                                                 v.input(0).shape == v.input(1).shape &&
+                                                 v.input(0).dtype == v.input(1).dtype,
+                                             v, "two tensors of one shape and type");
+                             return {{v.input(0).shape, v.input(0).dtype}};
+                           },
+                           .in_place = {{0, 0}, {0, 1}},
+                           .kernels = {{"cpu", kernel}, {"reference", kernel}}});
+    return true;
+  }();
+  (void)once;
+}
+
+class Reversible final : public strata::Plugin {
+ public:
+  Reversible() { register_once(); }
+
+  void options(strata::Options& o) override {
+    o.add("invert", invert_, "get activations back by inversion; false trains the same network and keeps them");
+  }
+
+  strata::Capabilities capabilities() const override { return {.provides = {"lowers activations"}}; }
+
+  void model(strata::ModelStage& stage) override {
+    halves_.clear();
+    stage.wrap("embedding", [this](Builder& b, TensorId tokens, const strata::ModelStage::Module& inner) {
+      return first_ = inner(b, tokens);
+    });
+    stage.replace("block", [this, &stage](Builder& b, TensorId second) {
+      first_ = half(b, first_, stage.call("attention", b, second));
+      return half(b, second, stage.call("mlp", b, first_));
+    });
+    stage.wrap("head", [this](Builder& b, TensorId second, const strata::ModelStage::Module& inner) {
+      return inner(b, b.emit("add", {first_, second}, {}, "streams"));
+    });
+  }
+
+  void backward(strata::ProgramStage& stage) override {
+    if (!invert_) return;
+    Program& program = stage.program;
+    std::vector<char> streams(program.tensors.size(), false);
+    for (const Half& half : halves_) streams[half.x.value] = streams[half.y.value] = true;
+    for (const Op& op : program.ops)
+      if (op.stage == Stage::forward && op.block >= 0)
+        for (TensorId id : op.outputs)
+          if (!streams[id.value]) program.forms[id.value].push_back({.name = "recompute", .restore = {op}});
+    // The first block's streams are one tensor, which only the second half gives back: its branch does not read it.
+    std::reverse(halves_.begin(), halves_.end());
+    for (const Half& half : halves_) {
+      if (program.forms.contains(half.x.value)) continue;
+      Op inverse;
+      inverse.kind = &strata::find_kind("subtract");
+      inverse.inputs = {half.y, half.branch};
+      inverse.outputs = {half.x};
+      inverse.block = half.block;
+      program.forms[half.x.value].push_back({.name = "invert", .restore = {inverse}});
+    }
+  }
+
+ private:
+  // y = x + branch.
+  struct Half {
+    TensorId x, branch, y;
+    int block;
+  };
+
+  TensorId half(Builder& b, TensorId x, TensorId branch) {
+    const TensorId y = b.emit("add", {x, branch}, {}, "stream");
+    halves_.push_back({x, branch, y, b.block_index});
+    return y;
+  }
+
+  bool invert_ = true;
+  TensorId first_;
+  std::vector<Half> halves_;
+};
+
+}  // namespace
+
+STRATA_PLUGIN(Reversible, "reversible", "1.0.0", "reversible residual blocks: activations from outputs by inversion")
