@@ -118,7 +118,7 @@ TEST(NvmeStore, ContinuesShortTransfers) {
       return results[calls++ % 6];
     };
     const Directory directory;
-    // Direct I/O refuses odd sizes, as a disk would never give them.
+    // Buffered, as direct I/O refuses requests of odd sizes.
     const NvmeStore store(options(directory, {.request = shorten, .no_ring = no_ring, .no_direct = true}));
     expect_round_trips(store, 6);
     EXPECT_GT(calls, 1000);

@@ -2,6 +2,7 @@
 //   nvme_bench DIRECTORY FILE_BYTES BLOCK DEPTH TRANSFER_BYTES
 // Then answers each line "read" or "write" with the bytes per second of one pass over the file, in transfers of that
 // size.
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <iostream>
