@@ -1,31 +1,250 @@
-// Plain reads and writes; see nvme_store.h.
+// NvmeStore on liburing; see nvme_store.h.
 #include "memory/nvme_store.h"
+
 #include <fcntl.h>
+#include <liburing.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <utility>
+#include <vector>
+
 #include "strata/error.h"
+#include "strata/tensor.h"
+
 namespace strata {
-NvmeStore::NvmeStore(const Options& o) {
-  fd_ = open(o.directory.c_str(), O_TMPFILE | O_RDWR, 0600);
-  STRATA_CHECK(fd_ >= 0);
-  STRATA_CHECK(ftruncate(fd_, o.bytes) == 0);
+namespace {
+
+bool aligned(int64_t value) { return value % kNvmeAlignment == 0; }
+
+// Zero, or -errno. No flags: at these block sizes the ones for fewer interrupts change nothing that can be measured.
+int open_ring(int depth, io_uring* ring) { return io_uring_queue_init(unsigned(depth), ring, 0); }
+
+// At most one block on its way, or what is left of it.
+struct Request {
+  int64_t offset = 0;
+  std::byte* memory = nullptr;
+  int64_t left = 0;
+  int fault = 0;  // see NvmeStore::Faults
+};
+
+// Moves the request on by what a system call or a completion said; returns 0, or the errno to stop with.
+int advance(Request& request, int result) {
+  if (result == -EINTR || result == -EAGAIN) return 0;
+  if (result < 0) return -result;
+  // Direct I/O goes on only at aligned places, so the odd rest is done again. Nothing done: the file was cut short.
+  const int64_t done = result / kNvmeAlignment * kNvmeAlignment;
+  if (done == 0) return EIO;
+  request.offset += done;
+  request.memory += done;
+  request.left -= done;
+  return 0;
 }
-NvmeStore::~NvmeStore() { close(fd_); }
-void NvmeStore::Channel::read(int64_t offset, void* to, int64_t bytes, std::string_view) {
-  while (bytes > 0) {
-    auto n = pread(fd_, to, bytes, offset);
-    STRATA_CHECK(n > 0);
-    offset += n;
-    bytes -= n;
-    to = (char*)to + n;
+
+}  // namespace
+
+NvmeStore::NvmeStore(Options options)
+    : options_(std::move(options)),
+      called_("the offload directory " + options_.directory),
+      lock_(options_.directory, "strata-offload.lock", called_) {
+  STRATA_CHECK(options_.bytes > 0 && aligned(options_.bytes));
+  STRATA_CHECK(options_.block > 0 && options_.block <= (1 << 30) && aligned(options_.block));
+  STRATA_CHECK(options_.depth > 0);
+  // The name is gone before the file has a size: a killed run leaves no data. The lock makes the name ours.
+  const std::string path = options_.directory + "/strata-offload.data";
+  unlink(path.c_str());
+  file_ = open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+  if (file_ < 0) refuse(std::string("cannot take a file: ") + std::strerror(errno));
+  unlink(path.c_str());
+  try {
+    reserve();
+    choose_direct();
+    choose_ring();
+  } catch (...) {
+    close(file_);
+    throw;
   }
 }
-void NvmeStore::Channel::write(int64_t offset, const void* to, int64_t bytes, std::string_view) {
-  while (bytes > 0) {
-    auto n = pwrite(fd_, to, bytes, offset);
-    STRATA_CHECK(n > 0);
-    offset += n;
-    bytes -= n;
-    to = (char*)to + n;
-  }
+
+NvmeStore::~NvmeStore() { close(file_); }
+
+void NvmeStore::refuse(const std::string& what) const {
+  throw Error(called_ + " " + what + ". Free some space, or name another one.");
 }
+
+void NvmeStore::reserve() {
+  // Asked first, so that a hopeless size does not fill the disk for others before it fails.
+  struct statvfs status {};
+  const bool known = fstatvfs(file_, &status) == 0;
+  const int64_t free = known ? int64_t(status.f_bavail) * int64_t(status.f_frsize) : 0;
+  int problem = ENOSPC;
+  if (!known || free >= options_.bytes) {
+    do problem = posix_fallocate(file_, 0, options_.bytes);
+    while (problem == EINTR);
+  }
+  if (problem == 0) return;
+  const std::string needed = "cannot hold the " + bytes_text(options_.bytes) + " that offloading needs";
+  if (problem == ENOSPC && known) refuse(needed + ": " + bytes_text(free) + " are free");
+  refuse(needed + ": " + std::strerror(problem));
+}
+
+void NvmeStore::choose_direct() {
+  // Some file systems take the flag and refuse the first request, so one is tried.
+  void* page = std::aligned_alloc(kNvmeAlignment, kNvmeAlignment);
+  STRATA_CHECK(page);
+  std::memset(page, 0, kNvmeAlignment);
+  direct_ = !options_.faults.no_direct && fcntl(file_, F_SETFL, O_DIRECT) == 0 &&
+            (pwrite(file_, page, kNvmeAlignment, 0) == kNvmeAlignment || errno != EINVAL);
+  std::free(page);
+  if (direct_) return;
+  fcntl(file_, F_SETFL, 0);
+  note_ = called_ +
+          " is on a file system without direct I/O: offloading goes through the system's page cache, which is " +
+          "slower and takes memory beyond the budget.";
+}
+
+void NvmeStore::choose_ring() {
+  io_uring ring;
+  const int result = options_.faults.no_ring ? -ENOSYS : open_ring(options_.depth, &ring);
+  ring_ = result == 0;
+  if (ring_) return io_uring_queue_exit(&ring);
+  note_ += std::string(note_.empty() ? "" : " ") + "io_uring is not available here (" + std::strerror(-result) +
+           "): offloading has one request at a time in flight, which is slower.";
+}
+
+// The ring and the requests on it, and the loop that keeps it full. The file is not registered with the ring: that
+// saves nothing at these block sizes, and the kernel would give the space back only some time after the ring is closed.
+struct NvmeStore::Channel::State {
+  enum class Operation { read, write };
+
+  explicit State(const NvmeStore& opened) : store(opened) {
+    if (!store.ring_) return;
+    requests.resize(size_t(store.options_.depth));
+    if (const int result = open_ring(store.options_.depth, &ring); result < 0) {
+      throw Error(std::string("offloading cannot have a further io_uring: ") + std::strerror(-result) +
+                      ". Raise the limits on open files and locked memory (ulimit -n, ulimit -l).",
+                  ExitCode::failed);
+    }
+  }
+  ~State() {
+    if (store.ring_) io_uring_queue_exit(&ring);
+  }
+
+  void transfer(Operation wanted, int64_t offset, std::byte* memory, int64_t bytes, std::string_view name) {
+    STRATA_CHECK(aligned(offset) && aligned(bytes) && aligned(int64_t(reinterpret_cast<uintptr_t>(memory))));
+    STRATA_CHECK(offset >= 0 && bytes >= 0 && bytes <= store.bytes() && offset <= store.bytes() - bytes);
+    operation = wanted;
+    rest = {offset, memory, bytes};
+    problem = 0;
+    store.ring_ ? run_ring() : run_blocking();
+    if (problem == 0) return;
+    throw Error(store.called_ + ": cannot " + (operation == Operation::read ? "read" : "write") + " tensor \"" +
+                    std::string(name) + "\" at byte " + std::to_string(problem_offset) +
+                    " of the file there: " + std::strerror(problem) +
+                    ". Check the disk, or name another directory, and resume from the last checkpoint.",
+                ExitCode::failed);
+  }
+
+  void run_ring() {
+    int in_flight = 0;
+    for (Request& request : requests) {
+      if (!take(request)) break;
+      start(request);
+      ++in_flight;
+    }
+    while (in_flight > 0) {
+      const int result = io_uring_submit_and_wait(&ring, 1);
+      // Any other error would leave requests in flight that nobody can wait for.
+      STRATA_CHECK(result >= 0 || result == -EINTR || result == -EAGAIN || result == -EBUSY);
+      io_uring_cqe* completion;
+      while (io_uring_peek_cqe(&ring, &completion) == 0) {
+        Request& request = *static_cast<Request*>(io_uring_cqe_get_data(completion));
+        finish(request, completion->res);
+        io_uring_cqe_seen(&ring, completion);
+        if (go_on(request)) {
+          start(request);
+        } else {
+          --in_flight;
+        }
+      }
+    }
+  }
+
+  void run_blocking() {
+    Request request;
+    while (go_on(request)) {
+      const size_t count = admit(request);
+      const ssize_t done = operation == Operation::read ? pread(store.file_, request.memory, count, request.offset)
+                                                        : pwrite(store.file_, request.memory, count, request.offset);
+      finish(request, done < 0 ? -errno : int(done));
+    }
+  }
+
+  // Gives the request the next block of the transfer; false when there is none.
+  bool take(Request& request) {
+    if (rest.left == 0) return false;
+    const int64_t part = std::min(rest.left, store.options_.block);
+    request = {rest.offset, rest.memory, part};
+    rest = {rest.offset + part, rest.memory + part, rest.left - part};
+    return true;
+  }
+
+  // Whether the request is to be started again, for its own rest or the next block. After an error nothing starts.
+  bool go_on(Request& request) { return problem == 0 && (request.left > 0 || take(request)); }
+
+  // How many bytes the request may move now.
+  unsigned admit(Request& request) {
+    request.fault = store.options_.faults.request ? store.options_.faults.request(request.offset) : 0;
+    return unsigned(request.fault > 0 ? std::min<int64_t>(request.left, request.fault) : request.left);
+  }
+
+  void start(Request& request) {
+    const unsigned count = admit(request);
+    io_uring_sqe* entry = io_uring_get_sqe(&ring);
+    STRATA_CHECK(entry);  // the ring has as many entries as there are requests
+    if (operation == Operation::read) {
+      io_uring_prep_read(entry, store.file_, request.memory, count, uint64_t(request.offset));
+    } else {
+      io_uring_prep_write(entry, store.file_, request.memory, count, uint64_t(request.offset));
+    }
+    io_uring_sqe_set_data(entry, &request);
+  }
+
+  void finish(Request& request, int result) {
+    const int64_t offset = request.offset;
+    const int failed = advance(request, request.fault < 0 ? request.fault : result);
+    if (failed == 0 || problem != 0) return;
+    problem = failed;
+    problem_offset = offset;
+  }
+
+  const NvmeStore& store;
+  io_uring ring{};
+  std::vector<Request> requests;
+  Operation operation = Operation::read;
+  Request rest;  // of the transfer: what no request has taken yet
+  int problem = 0;
+  int64_t problem_offset = 0;
+};
+
+NvmeStore::Channel NvmeStore::channel() const { return Channel(std::make_unique<Channel::State>(*this)); }
+
+NvmeStore::Channel::Channel(std::unique_ptr<State> state) : state_(std::move(state)) {}
+NvmeStore::Channel::Channel(Channel&&) noexcept = default;
+NvmeStore::Channel& NvmeStore::Channel::operator=(Channel&&) noexcept = default;
+NvmeStore::Channel::~Channel() = default;
+
+void NvmeStore::Channel::read(int64_t offset, void* to, int64_t bytes, std::string_view name) {
+  state_->transfer(State::Operation::read, offset, static_cast<std::byte*>(to), bytes, name);
+}
+
+void NvmeStore::Channel::write(int64_t offset, const void* from, int64_t bytes, std::string_view name) {
+  auto* memory = static_cast<std::byte*>(const_cast<void*>(from));  // Request serves both ways; a write only reads it
+  state_->transfer(State::Operation::write, offset, memory, bytes, name);
+}
+
 }  // namespace strata

@@ -1,35 +1,82 @@
-// The file behind the NVMe tier, read and written whole tensors at a time (plain calls).
+// One preallocated file on a disk, read and written with io_uring and direct I/O: the NVMe tier.
+// What lies where in it comes from the plan; nothing in it outlives the process.
 #pragma once
+#include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <string_view>
+
+#include "memory/directory_lock.h"
+
 namespace strata {
+
+// Direct I/O takes offsets, sizes and addresses of this many bytes and their multiples.
 inline constexpr int64_t kNvmeAlignment = 4096;
+
 class NvmeStore {
  public:
+  // What tests break on purpose.
+  struct Faults {
+    // Called with the offset of each request. 0: none; negative: it ends with this -errno; positive: it moves at most
+    // so many bytes. Called by all threads that use channels.
+    std::function<int(int64_t offset)> request;
+    bool no_ring = false;    // as a kernel without io_uring
+    bool no_direct = false;  // as a file system without direct I/O
+  };
   struct Options {
     std::string directory;
-    int64_t bytes = 0;
-    int depth = 16;
-    int64_t block = 1 << 20;
+    int64_t bytes = 0;        // size of the file, a multiple of kNvmeAlignment
+    int depth = 16;           // requests a channel keeps in flight
+    int64_t block = 1 << 20;  // bytes of one request, a multiple of kNvmeAlignment
+    Faults faults;
   };
-  explicit NvmeStore(const Options& o);
-  ~NvmeStore();
-  class Channel {
-   public:
-    explicit Channel(int fd) : fd_(fd) {}
-    void read(int64_t offset, void* to, int64_t bytes, std::string_view name);
-    void write(int64_t offset, const void* from, int64_t bytes, std::string_view name);
+  class Channel;
 
-   private:
-    int fd_;
-  };
-  Channel channel() { return Channel(fd_); }
-  bool direct() const { return true; }
-  std::string note() const { return ""; }
+  // Throws Error (usage) when the directory is missing, not writable, too full, or in use by another run.
+  explicit NvmeStore(Options options);
+  ~NvmeStore();  // gives the space back; every channel must be gone
+  NvmeStore(const NvmeStore&) = delete;
+  NvmeStore& operator=(const NvmeStore&) = delete;
+
+  Channel channel() const;  // throws Error (failed) when the kernel refuses a further ring
+  int64_t bytes() const { return options_.bytes; }
+  bool direct() const { return direct_; }  // false: through the page cache
+  // What is slower here than it should be and why, in sentences; empty when all is well.
+  const std::string& note() const { return note_; }
 
  private:
-  int fd_ = -1;
+  void reserve();
+  void choose_direct();
+  void choose_ring();
+  [[noreturn]] void refuse(const std::string& what) const;
+
+  Options options_;
+  std::string called_;  // the directory in messages
+  DirectoryLock lock_;
+  int file_ = -1;
+  bool direct_ = false, ring_ = false;
+  std::string note_;
 };
+
+// A way to the file with its own ring: one thread at a time uses one channel, different channels may run at once.
+class NvmeStore::Channel {
+ public:
+  Channel(Channel&&) noexcept;
+  Channel& operator=(Channel&&) noexcept;
+  ~Channel();
+  // Both return when all bytes are there, and allocate nothing. Offset, address and bytes are multiples of
+  // kNvmeAlignment. On an I/O error they wait for what is in flight, then throw Error (failed) with the tensor's
+  // `name`; what the destination holds then is unspecified, and the channel can be used again.
+  void read(int64_t offset, void* to, int64_t bytes, std::string_view name);
+  void write(int64_t offset, const void* from, int64_t bytes, std::string_view name);
+
+ private:
+  friend class NvmeStore;
+  struct State;
+  explicit Channel(std::unique_ptr<State> state);
+  std::unique_ptr<State> state_;
+};
+
 }  // namespace strata
