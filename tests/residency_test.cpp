@@ -45,25 +45,26 @@ void expect_equal(const Outcome& a, const Outcome& b, const std::string& what) {
         << what << ", parameter " << i;
 }
 
-std::string offload(const std::string& optimizer, const std::string& gradients, const std::string& parameters,
-                    const std::string& activations) {
-  return "[plugins.offload]\nminimum = 0\ndirectory = \"" + std::filesystem::temp_directory_path().string() +
-         "\"\noptimizer = \"" + optimizer + "\"\ngradients = \"" + gradients + "\"\nparameters = \"" + parameters +
-         "\"\nactivations = \"" + activations + "\"\n";
+std::string offload(const std::string& directory, const std::string& optimizer, const std::string& gradients,
+                    const std::string& parameters, const std::string& activations) {
+  return "[plugins.offload]\nminimum = 0\ndirectory = \"" + directory + "\"\noptimizer = \"" + optimizer +
+         "\"\ngradients = \"" + gradients + "\"\nparameters = \"" + parameters + "\"\nactivations = \"" + activations +
+         "\"\n";
 }
 
 // Every subset of tiers, with and without recomputation, clipping and accumulation.
 TEST(Residency, EverySubsetIsExact) {
   const std::vector<std::string> tiers = {"device", "host", "nvme"};
+  test::TemporaryFolder folder;
   for (const std::string clip : {"", "[plugins.clip]\n"})
     for (int64_t micro_batch : {4, 2}) {
       test::Runner plain(toml(micro_batch, clip));
       const Outcome expected = outcome(plain);
       for (const std::string recompute : {"", "[plugins.recompute]\n", "[plugins.recompute]\nevery = 2\n",
                                           "[plugins.recompute]\nmode = \"selective\"\n"})
-        for (int code = 0; code < 81; code += recompute.empty() ? 1 : 5) {
+        for (int code = 0; code < 81; code += recompute.empty() && clip.empty() && micro_batch == 2 ? 1 : 10) {
           const std::string extra =
-              offload(tiers[code % 3], tiers[code / 3 % 3], tiers[code / 9 % 3], tiers[code / 27]);
+              offload(folder.path(), tiers[code % 3], tiers[code / 3 % 3], tiers[code / 9 % 3], tiers[code / 27]);
           const std::string what = clip + recompute + extra;
           for (bool poisoned : {false, true}) {
             test::Runner runner(toml(micro_batch, clip + recompute + extra));
@@ -82,7 +83,9 @@ TEST(Residency, InversionAgreesWithKeeping) {
   const Outcome expected = outcome(keeping, 8), actual = outcome(inverting, 8);
   for (size_t i = 0; i < expected.losses.size(); ++i)
     EXPECT_NEAR(actual.losses[i], expected.losses[i], 1e-5 * expected.losses[i]) << i;
-  const auto activations = [](const test::Runner& runner) { return runner.plan.device().at_peak[int(Role::activation)]; };
+  const auto activations = [](const test::Runner& runner) {
+    return runner.plan.device().at_peak[int(Role::activation)];
+  };
   EXPECT_LT(activations(inverting), activations(keeping));
   test::Runner poisoned(toml(2, reversible, model));
   poisoned.poisoned = true;
@@ -97,6 +100,141 @@ TEST(Residency, InversionNeedsNoMemoryForDepth) {
     return test::Runner(text).plan.device().at_peak[int(Role::activation)];
   };
   EXPECT_EQ(activations(4), activations(16));
+}
+
+// A random program: a forward part, a backward part that reads from it, updates in place; anything may rest anywhere.
+struct RandomProgram {
+  explicit RandomProgram(uint32_t seed) : random(seed) {
+    Builder build(program);
+    struct Family {
+      std::vector<TensorId> known, parameters;
+    };
+    std::vector<Family> families(3);
+    for (size_t f = 0; f < families.size(); ++f) {
+      const Shape shape{int64_t(1 + random() % 40), 64};
+      const std::string name = "family" + std::to_string(f);
+      families[f].known = {build.data(name, shape, DType::f32)};
+      for (int p = 0; p < 3; ++p)
+        families[f].parameters.push_back(
+            build.parameter(name + ".w" + std::to_string(p), shape, {Initializer::Kind::normal, 0.3}));
+    }
+    const int count = 40 + int(random() % 80);
+    for (int i = 0; i < count; ++i) {
+      build.stage = i < count / 2 ? Stage::forward : Stage::backward;
+      build.block_index = i / 6;
+      Family& family = families[random() % families.size()];
+      const TensorId a = family.known[random() % family.known.size()];
+      const TensorId b = random() % 3 ? family.known[random() % family.known.size()] : family.parameters[random() % 3];
+      const TensorId made = random() % 2 ? build.emit("gelu", {a}) : build.emit("add", {a, b});
+      family.known.push_back(made);
+      if (family.known.size() > 8) family.known.erase(family.known.begin() + 1);
+      if (random() % 12 == 0) program[made].step_output = true;
+      if (random() % 10 == 0 && build.stage == Stage::backward) {
+        const TensorId p = family.parameters[random() % 3];
+        build.stage = Stage::update;
+        build.emit_all("add", {p, made}, {}, {p});
+      }
+    }
+    for (const Family& family : families) program[family.known.back()].step_output = true;
+  }
+
+  // Gives tensors forms and tiers by chance.
+  void let_rest(const std::string& directory) {
+    program.storage_directory = directory;
+    for (const Op& op : program.ops)
+      for (TensorId id : op.outputs) {
+        if (program[id].persistent) continue;
+        if (op.stage == Stage::forward && random() % 2)
+          program.forms[id.value].push_back({.name = "recompute", .restore = {op}, .always = random() % 2 == 0});
+      }
+    for (Tensor& tensor : program.tensors) {
+      if (tensor.role == Role::data || random() % 2) continue;
+      tensor.farthest = Tier(random() % kTiers);
+      tensor.nearest = tensor.farthest == Tier::nvme && random() % 2 ? Tier::host : tensor.farthest;
+    }
+  }
+
+  // Every persistent tensor and step output after three steps.
+  std::vector<std::vector<float>> results(const MemoryPlan& plan, bool poisoned) {
+    Threads threads(2);
+    Storage storage(program, plan);
+    storage.initialize(5, threads);
+    Executor executor(program, plan, storage, "cpu", threads);
+    for (int step = 0; step < 3; ++step) {
+      for (size_t t = 0; t < program.tensors.size(); ++t)
+        if (program.tensors[t].role == Role::data)
+          for (int64_t i = 0; i < elements(program.tensors[t].shape); ++i)
+            static_cast<float*>(executor.pointer({int32_t(t)}))[i] = 0.01f * float(i % 97) - 0.3f;
+      poisoned ? executor.run_poisoned() : executor.run();
+    }
+    std::vector<std::vector<float>> all;
+    for (size_t t = 0; t < program.tensors.size(); ++t) {
+      const Tensor& tensor = program.tensors[t];
+      if (!tensor.persistent && !tensor.step_output) continue;
+      const auto* data =
+          static_cast<const float*>(tensor.persistent ? storage.view(tensor) : executor.pointer({int32_t(t)}));
+      all.emplace_back(data, data + elements(tensor.shape));
+    }
+    return all;
+  }
+
+  std::mt19937 random;
+  Program program;
+};
+
+// The figure in "the smallest … that would do here is N bytes".
+int64_t smallest_in(const std::string& message) {
+  const std::string before = "would do here is ";
+  const size_t at = message.find(before);
+  return at == std::string::npos ? -1 : std::stoll(message.substr(at + before.size()));
+}
+
+TEST(Residency, RandomProgramsUnderRandomBudgets) {
+  test::TemporaryFolder folder;
+  const uint32_t base = std::random_device{}();
+  int refused = 0;
+  for (uint32_t seed = base; seed < base + 150; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    RandomProgram plain(seed), resting(seed);
+    const MemoryPlan without = plan_memory(plain.program, "cpu", 2);
+    const auto expected = plain.results(without, false);
+    resting.let_rest(folder.path());
+    Residency settings{.threads = 2, .rates = {}};
+    const int64_t all = without.device().total_bytes();
+    if (resting.random() % 4) settings.device_budget = all * int64_t(30 + resting.random() % 80) / 100;
+    if (resting.random() % 2) settings.host_budget = all * int64_t(5 + resting.random() % 60) / 100;
+    const Program before = resting.program;
+    MemoryPlan plan;
+    for (int attempt = 0;; ++attempt) {
+      resting.program = before;
+      try {
+        plan = plan_residency(resting.program, settings);
+        break;
+      } catch (const Error& error) {  // the budget it asks for must do
+        ++refused;
+        const std::string text = error.what();
+        int64_t& budget =
+            text.find("device memory, but") != std::string::npos ? settings.device_budget : settings.host_budget;
+        ASSERT_GT(smallest_in(text), budget) << text;
+        ASSERT_LT(attempt, 4) << text;
+        budget = smallest_in(text);
+      }
+    }
+    verify(resting.program, "residency");
+    if (settings.device_budget > 0) {
+      EXPECT_LE(plan.device().total_bytes(), settings.device_budget);
+    } else {
+      EXPECT_LE(plan.device().total_bytes(), all);
+    }
+    if (settings.host_budget > 0) EXPECT_LE(plan[Tier::host].total_bytes(), settings.host_budget);
+    for (bool poisoned : {false, true}) {
+      const auto actual = resting.results(plan, poisoned);
+      ASSERT_EQ(actual.size(), expected.size());
+      for (size_t i = 0; i < actual.size(); ++i)
+        ASSERT_EQ(std::memcmp(actual[i].data(), expected[i].data(), actual[i].size() * 4), 0) << i << poisoned;
+    }
+  }
+  EXPECT_GT(refused, 0);  // budgets were tight enough to be worth the test
 }
 
 }  // namespace

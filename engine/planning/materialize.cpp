@@ -25,6 +25,12 @@ class Materializer {
       for (const auto* list : {&program.ops[i].inputs, &program.ops[i].outputs})
         for (TensorId id : *list)
           if (id && (uses_[id.value].empty() || uses_[id.value].back() != i)) uses_[id.value].push_back(i);
+    readers_.resize(count);
+    for (const auto& [tensor, forms] : program.forms)
+      for (const RestingForm& form : forms)
+        for (const Op& op : form.restore)
+          for (TensorId id : op.inputs)
+            if (id) readers_[id.value].push_back({tensor});
     for (size_t t = 0; t < count; ++t)
       if (program.tensors[t].persistent || program.tensors[t].role == Role::data)
         copies_[t].at[int(program.tensors[t].home)] = {int32_t(t)};
@@ -40,6 +46,7 @@ class Materializer {
     std::array<TensorId, kTiers> at{};                // valid copies, by tier
     std::array<int32_t, kTiers> touched{-1, -1, -1};  // the op of the new program that used each last
     int form = -1;                                    // how it was given up last
+    bool pinned = false;                              // its forms would restore from what has changed since
   };
 
   Copies& copies(TensorId id) { return copies_.at(size_t(id.value)); }
@@ -54,6 +61,8 @@ class Materializer {
   void place(const Op& original) {
     Op op = original;
     touched_.clear();
+    for (TensorId id : original.outputs)
+      if (in_[id].persistent) before_write(id, original);
     for (TensorId& id : op.inputs)
       if (id) id = acquire(id, op.tier, original);
     std::vector<TensorId> home_again;  // persistent tensors written away from home
@@ -82,6 +91,27 @@ class Materializer {
       copies(id).at[int(home)] = id;
     }
     for (const auto& [id, tier] : touched_) give_up(id, original);
+  }
+
+  // A persistent tensor changes: what restores from its old value does so now, and is given up no more.
+  void before_write(TensorId id, const Op& context) {
+    for (TensorId reader : readers_[id.value]) {
+      if (given_up(reader) && needed_later(reader)) acquire(reader, Tier::device, context);
+      copies(reader).pinned = true;
+    }
+  }
+
+  bool given_up(TensorId id) {
+    const Copies& c = copies(id);
+    return c.form >= 0 && !c.at[0] && !c.at[1] && !c.at[2];
+  }
+
+  // Whether an op to come reads the tensor, or restoring another one does.
+  bool needed_later(TensorId id) {
+    if (next_use(id, position_) != kNever) return true;
+    const auto& list = readers_[id.value];
+    return std::any_of(list.begin(), list.end(),
+                       [&](TensorId reader) { return given_up(reader) && needed_later(reader); });
   }
 
   // Notes that the op being placed uses the tensor there.
@@ -156,6 +186,10 @@ class Materializer {
     const int index = copies(id).form;
     STRATA_CHECK(index >= 0);
     const RestingForm& form = in_.forms.at(id.value).at(size_t(index));
+    if (std::find(restoring_.begin(), restoring_.end(), id) != restoring_.end())
+      throw Error("the resting form \"" + form.name + "\" restores " + in_[id].name +
+                  " from tensors that are restored from it.");
+    restoring_.push_back(id);
     for (const Op& original : form.restore) {
       Op op = original;
       for (TensorId& input : op.inputs)
@@ -175,6 +209,7 @@ class Materializer {
     for (const Op& original : form.rest)
       for (TensorId kept : original.outputs)
         if (copies(kept).at[1] || copies(kept).at[2]) copies(kept).at[0] = {};
+    restoring_.pop_back();
   }
 
   // After a use: what the decision about the way to the next one says.
@@ -187,6 +222,7 @@ class Materializer {
     const Decision& decision = found->second;
     if (decision.forward_only && context.stage != Stage::forward) return;
     if (!c.at[1] && !c.at[2]) {
+      if (decision.form >= 0 && c.pinned) return;
       if (decision.form >= 0)
         keep(id, decision, context);
       else
@@ -241,6 +277,8 @@ class Materializer {
   std::vector<std::vector<int32_t>> uses_;          // by tensor: ops of the original program, ascending
   std::vector<TensorId> owner_;                     // by tensor a form keeps: the tensor it was made from
   std::vector<std::pair<TensorId, Tier>> touched_;  // by the op being placed
+  std::vector<std::vector<TensorId>> readers_;      // by tensor: those whose forms restore from it
+  std::vector<TensorId> restoring_;                 // whose restoring ops are being placed
   int32_t position_ = 0;
 };
 

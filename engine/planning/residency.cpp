@@ -43,31 +43,52 @@ class Planner {
   }
 
   MemoryPlan run() {
+    const Program original = program_;
+    const MemoryPlan without = plan_memory(original, settings_.backend, settings_.threads);
     choose_homes();
     choose_update_tiers();
     decide_at_start();
-    const Program plain = program_;
+    const Program start = program_;
+    const Decisions decided = decisions_;
+    const auto again = [&] {
+      program_ = start;
+      decisions_ = decided;
+    };
+    // Gaps between tensors take what liveness leaves free: after a plan that is too large, aim lower by as much.
     std::array<int64_t, kTiers> targets{settings_.device_budget, settings_.host_budget, 0};
-    for (int round = 0;; ++round) {
-      Materialized now = fit(targets);
-      MemoryPlan plan;
-      for (bool spread : {true, false}) {
-        program_ = now.program;
-        if (spread)
-          spread_moves(program_, measure_memory(program_, settings_.backend, settings_.threads), settings_.rates,
-                       targets);
-        plan = plan_memory(program_, settings_.backend, settings_.threads);
-        if (!over(plan)) return plan;
-      }
-      // Gaps between tensors took what liveness had left free: aim lower by as much.
+    MemoryPlan plan = attempt(targets);
+    for (int round = 0; round < 4 && over(plan); ++round) {
       const Tier beyond = *over(plan);
       targets[int(beyond)] -= plan[beyond].total_bytes() - budget(beyond);
-      if (round == 8 || targets[int(beyond)] <= 0) refuse(plan, beyond);
-      program_ = plain;
+      if (targets[int(beyond)] <= 0) break;
+      again();
+      plan = attempt(targets);
     }
+    if (over(plan)) {  // at last, everything that can be given up is
+      again();
+      plan = attempt({settings_.device_budget > 0, settings_.host_budget > 0, 0});
+      if (over(plan)) refuse(plan, *over(plan));
+    }
+    // Restoring needs memory too: never more than without.
+    if (plan.device().total_bytes() > without.device().total_bytes() && !settings_.homes && !over(without)) {
+      program_ = original;
+      return without;
+    }
+    return plan;
   }
 
  private:
+  // Decides, writes the decisions into the program, and plans its memory; moves are spread where that fits.
+  MemoryPlan attempt(const std::array<int64_t, kTiers>& targets) {
+    const Materialized now = fit(targets);
+    program_ = now.program;
+    spread_moves(program_, measure_memory(program_, settings_.backend, settings_.threads), settings_.rates, targets);
+    MemoryPlan plan = plan_memory(program_, settings_.backend, settings_.threads);
+    if (!over(plan)) return plan;
+    program_ = now.program;
+    return plan_memory(program_, settings_.backend, settings_.threads);
+  }
+
   int64_t budget(Tier tier) const {
     return tier == Tier::device ? settings_.device_budget
            : tier == Tier::host ? settings_.host_budget
@@ -155,7 +176,7 @@ class Planner {
     return bytes;
   }
 
-  // Adds decisions until the live bytes of every tier are within `targets`.
+  // Adds decisions until the live bytes of every tier are within `targets`, or nothing is left to give up.
   Materialized fit(const std::array<int64_t, kTiers>& targets) {
     for (int round = 0;; ++round) {
       Materialized now = materialize(program_, decisions_);
@@ -167,12 +188,7 @@ class Planner {
         within = false;
         changed |= relieve(now, plan, tier, target);
       }
-      if (within) return now;
-      if (!changed || round == kMostRounds) {
-        const MemoryPlan whole = plan_memory(now.program, settings_.backend, settings_.threads);
-        program_ = std::move(now.program);
-        refuse(whole, over(whole).value_or(Tier::device));
-      }
+      if (within || !changed || round == kMostRounds) return now;
     }
   }
 
