@@ -64,7 +64,7 @@ class Training : public testing::Test {
 
 TEST_F(Training, HooksComeInOrder) {
   Session first = session();
-  train(first, false);
+  train(first, {.resume = false, .trace = ""});
   // One step: forward and backward of two microbatches, updates as their gradients arrive.
   const std::vector<std::string> step = {"+load",     "-load",   "+forward", "+backward", "-forward", "+update",
                                          "-backward", "-update", "+publish", "-publish",  "end"};
@@ -80,7 +80,7 @@ TEST_F(Training, HooksComeInOrder) {
 
   const size_t saved = calls.size();
   Session second = session({"run.steps=3"});
-  train(second, true);
+  train(second, {.resume = true, .trace = ""});
   EXPECT_EQ(calls[saved], "restored " + std::to_string(saved));
   EXPECT_EQ(calls[saved + 1], "step 3 of 3");
 }
@@ -88,7 +88,7 @@ TEST_F(Training, HooksComeInOrder) {
 TEST_F(Training, HookThatThrowsIsNamed) {
   Session failing = session({"plugins.recorder.fail_at=2"});
   try {
-    train(failing, false);
+    train(failing, {.resume = false, .trace = ""});
     FAIL();
   } catch (const Error& error) {
     EXPECT_STREQ(error.what(), "plugin \"recorder\", step_end, step 2: as asked");

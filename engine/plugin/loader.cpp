@@ -194,7 +194,13 @@ std::vector<LoadedPlugin> load_plugins(const Config& config, const std::vector<s
     for (const auto& entry : table->entries()) {
       if (entry.key == std::get<std::string>(*name))
         throw Error(entry.place, "\"" + entry.key + "\" is the model; its options belong into [model].");
-      enable(entry.key, entry.place, *table->table(entry.key), {});
+      const ConfigTable& options = *table->table(entry.key);
+      if (const ConfigTable::Value* enabled = options.value("enabled")) {
+        if (!std::holds_alternative<bool>(*enabled))
+          throw Error(options.find("enabled")->place, "plugins." + entry.key + ".enabled must be true or false.");
+        if (!std::get<bool>(*enabled)) continue;
+      }
+      enable(entry.key, entry.place, options, {"enabled"});
     }
   return plugins;
 }

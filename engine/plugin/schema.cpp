@@ -80,7 +80,8 @@ std::string json_schema(const std::vector<std::string>& plugin_folders) {
     if (std::find(provides.begin(), provides.end(), "model") != provides.end())
       models.push_back(table_schema(options, plugin.summary(), {{"plugin", Json::Object{{"const", name}}}}));
     else
-      strategies.emplace_back(name, table_schema(options, plugin.summary()));
+      strategies.emplace_back(
+          name, table_schema(options, plugin.summary(), {{"enabled", Json::Object{{"type", "boolean"}}}}));
   }
   const Json schema = Json::Object{
       {"$schema", "https://json-schema.org/draft/2020-12/schema"},
@@ -90,6 +91,7 @@ std::string json_schema(const std::vector<std::string>& plugin_folders) {
                                   {"model", Json::Object{{"oneOf", models}}},
                                   {"data", section_schema<DataSection>("the data")},
                                   {"device", section_schema<DeviceSection>("the device")},
+                                  {"host", section_schema<HostSection>("the host beside the device")},
                                   {"plugins", Json::Object{{"type", "object"}, {"properties", strategies}}}}},
       {"required", Json::Array{"model", "data"}},
       {"additionalProperties", false}};

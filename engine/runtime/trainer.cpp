@@ -14,7 +14,9 @@
 #include "engine/checkpoint/store.h"
 #include "engine/data/sampler.h"
 #include "engine/data/token_file.h"
+#include "engine/planning/trace.h"
 #include "engine/runtime/executor.h"
+#include "engine/runtime/feed.h"
 #include "engine/runtime/log.h"
 #include "engine/runtime/peak.h"
 #include "engine/runtime/usage.h"
@@ -28,49 +30,6 @@ void request_stop(int) { stop_requested = 1; }
 double seconds_now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
-
-double read_scalar(const Program& program, TensorId id, const void* data) {
-  return program[id].dtype == DType::f64 ? *static_cast<const double*>(data) : double(*static_cast<const float*>(data));
-}
-
-// Puts sequences from a sampler into a program's data tensors and sums its losses.
-class Feed {
- public:
-  Feed(const Executor& executor, const BatchShape& batch) : batch_(batch) {
-    const Program& program = executor.program();
-    for (int64_t m = 0; m < batch.microbatches; ++m) {
-      tokens_.push_back(pointer(executor, program, "tokens@" + std::to_string(m)));
-      targets_.push_back(pointer(executor, program, "targets@" + std::to_string(m)));
-    }
-    for (TensorId loss : program.losses) losses_.push_back({loss, executor.pointer(loss)});
-    program_ = &program;
-  }
-  void fill(const Sampler& sampler, int64_t first_sample) const {
-    for (size_t m = 0; m < tokens_.size(); ++m)
-      for (int64_t b = 0; b < batch_.micro_batch; ++b) {
-        const int64_t at = b * batch_.sequence_length;
-        sampler.fill(first_sample + int64_t(m) * batch_.micro_batch + b, tokens_[m] + at, targets_[m] + at);
-      }
-  }
-  double loss() const {
-    double sum = 0;
-    for (const auto& [id, data] : losses_) sum += read_scalar(*program_, id, data);
-    return sum;
-  }
-
- private:
-  static int32_t* pointer(const Executor& executor, const Program& program, const std::string& name) {
-    const TensorId id = program.find(name);
-    if (!id)
-      throw Error("the model declares no data tensor \"" + name.substr(0, name.find('@')) +
-                  "\", which the loader fills.");
-    return static_cast<int32_t*>(executor.pointer(id));
-  }
-  BatchShape batch_;
-  const Program* program_ = nullptr;
-  std::vector<int32_t*> tokens_, targets_;
-  std::vector<std::pair<TensorId, const void*>> losses_;
-};
 
 class Notes final : public CheckpointNotes {
  public:
@@ -88,8 +47,8 @@ class Notes final : public CheckpointNotes {
 
 class Loop final : public StepContext {
  public:
-  Loop(Session& session, bool resume)
-      : session_(session), threads_(session.threads()), training_(session.plan(Goal::train)) {
+  Loop(Session& session, const TrainOptions& options)
+      : session_(session), trace_(options.trace), threads_(session.threads()), training_(session.plan(Goal::train)) {
     std::vector<const MemoryPlan*> also;
     if (!session.data.validation.empty()) {
       validation_ = session.plan(Goal::evaluate, &training_);
@@ -113,8 +72,11 @@ class Loop final : public StepContext {
     std::filesystem::create_directories(session.run.directory, problem);
     if (problem) throw Error(session.run.directory + ": cannot make the run directory: " + problem.message() + ".");
     store_.emplace(session.run.directory, int(session.run.keep));
-    start(resume);
+    start(options.resume);
     log_.emplace(session.run.directory + "/log.jsonl", step_);
+    if (trace_.empty()) return;
+    trace_file_.emplace(trace_);  // before the first step: a wrong path is an error now
+    executor_->trace();
   }
 
   TrainSummary run() {
@@ -137,6 +99,13 @@ class Loop final : public StepContext {
                              {"tokens_per_second", tokens_per_second},
                              {"seconds", seconds},
                              {"peak_share", share}};
+      if (training_.prediction) {
+        const Stalls& stalls = executor_->stalls();
+        fields.push_back({"waiting_for_nvme", stalls.storage()});
+        fields.push_back({"waiting_for_copies", stalls.copies()});
+        fields.push_back({"restoring", stalls.restoring});
+        stalls_.push_back(stalls);
+      }
       fields.insert(fields.end(), extra_.begin(), extra_.end());
       if (evaluator_ &&
           (step_ == steps() || (session_.run.validate_every > 0 && step_ % session_.run.validate_every == 0))) {
@@ -155,8 +124,8 @@ class Loop final : public StepContext {
         save();
     }
     progress_.finish();
-    std::sort(durations.begin(), durations.end());
-    const double median = durations.empty() ? NAN : durations[durations.size() / 2];
+    write_trace();
+    const double median = median_of(durations);
     report(durations.empty() ? NAN : training_.built.model_flops / median / peak,
            double(training_.built.tokens_per_step) / median, validation_loss);
     return {step_, loss_, validation_loss, double(training_.built.tokens_per_step) / median,
@@ -295,11 +264,43 @@ class Loop final : public StepContext {
     return sum / double(batches);
   }
 
+  static double median_of(std::vector<double> values) {
+    if (values.empty()) return NAN;
+    std::sort(values.begin(), values.end());
+    return values[values.size() / 2];
+  }
+
+  // The last step's, when asked for.
+  void write_trace() {
+    if (trace_.empty() || executor_->spans().empty()) return;
+    trace_file_->write(chrome_trace(training_.program(), training_.memory, executor_->spans()));
+    trace_file_->commit();
+    progress_.message(trace_ + ": the last step; open it in ui.perfetto.dev or chrome://tracing");
+  }
+
   void report(double share, double tokens_per_second, double validation_loss) const {
     if (!std::isnan(share))
       fmt::print("median {:.0f} tokens/s, {:.1f}% of the FMA peak measured on {} threads\n", tokens_per_second,
                  share * 100, threads_.count());
     if (!std::isnan(validation_loss)) fmt::print("validation loss {:.4f} nats a token\n", validation_loss);
+    if (training_.prediction && !stalls_.empty()) {
+      const Prediction& predicted = *training_.prediction;
+      const auto measured = [&](double (Stalls::*figure)() const) {
+        std::vector<double> all;
+        for (const Stalls& stalls : stalls_) all.push_back((stalls.*figure)());
+        return median_of(all);
+      };
+      std::vector<double> restoring;
+      for (const Stalls& stalls : stalls_) restoring.push_back(stalls.restoring);
+      fmt::print("{:<18}{:>14}{:>14}\n", "a step, seconds", "predicted", "measured");
+      fmt::print("{:<18}{:>14.3f}{:>14.3f}\n", "in all", predicted.seconds,
+                 double(training_.built.tokens_per_step) / tokens_per_second);
+      fmt::print("{:<18}{:>14.3f}{:>14.3f}\n", "waiting for NVMe", predicted.stalls.storage(),
+                 measured(&Stalls::storage));
+      fmt::print("{:<18}{:>14.3f}{:>14.3f}\n", "waiting for copies", predicted.stalls.copies(),
+                 measured(&Stalls::copies));
+      fmt::print("{:<18}{:>14.3f}{:>14.3f}\n", "running again", predicted.stalls.restoring, median_of(restoring));
+    }
     const MemoryPlan& plan = training_.memory;
     for (Tier tier : {Tier::device, Tier::host}) {
       if (plan[tier].total_bytes() == 0) continue;
@@ -325,6 +326,9 @@ class Loop final : public StepContext {
   }
 
   Session& session_;
+  std::string trace_;  // file for a trace of the last step; empty: none
+  std::optional<AtomicFile> trace_file_;
+  std::vector<Stalls> stalls_;
   Threads threads_;
   PlannedProgram training_;
   std::optional<PlannedProgram> validation_;
@@ -343,9 +347,9 @@ class Loop final : public StepContext {
 
 }  // namespace
 
-TrainSummary train(Session& session, bool resume) {
+TrainSummary train(Session& session, const TrainOptions& options) {
   stop_requested = 0;
-  Loop loop(session, resume);
+  Loop loop(session, options);
   struct sigaction action {
   }, old_interrupt{}, old_terminate{};
   action.sa_handler = request_stop;

@@ -15,9 +15,14 @@ struct TrainSummary {
   bool interrupted = false;      // SIGINT or SIGTERM: the step was finished and a checkpoint saved
 };
 
-// Trains as the configuration says; with `resume`, from the newest checkpoint in run.directory. Progress to stderr, a
+struct TrainOptions {
+  bool resume = false;  // from the newest checkpoint in run.directory
+  std::string trace;    // file for a trace of the last step (Chrome, Perfetto); empty: none
+};
+
+// Trains as the configuration says. Progress to stderr, a
 // summary with planned and measured memory to stdout. Throws Error: usage for bad input, failed when the run cannot go
 // on (a loss that is not finite; the last checkpoint is intact).
-TrainSummary train(Session& session, bool resume);
+TrainSummary train(Session& session, const TrainOptions& options);
 
 }  // namespace strata

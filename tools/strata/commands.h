@@ -16,11 +16,13 @@ struct ConfigArguments {
 
 struct TrainArguments : ConfigArguments {
   bool resume = false;
+  std::string trace;
 };
 int train_command_main(const TrainArguments& arguments);
 
 struct PlanArguments : ConfigArguments {
   bool program = false, json = false;
+  std::string trace, html;
 };
 int plan_command_main(const PlanArguments& arguments);
 

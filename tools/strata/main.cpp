@@ -41,6 +41,8 @@ int main(int argc, char** argv) {
                                            "run.directory. Ctrl-C finishes the step and saves.");
   add_config(*train_command, train_arguments);
   train_command->add_flag("--resume", train_arguments.resume, "go on from the newest checkpoint in run.directory");
+  train_command->add_option("--trace", train_arguments.trace,
+                            "write a trace of the last step for ui.perfetto.dev or chrome://tracing");
   train_command->callback([&] { action = [&] { return train_command_main(train_arguments); }; });
 
   PlanArguments plan_arguments;
@@ -49,6 +51,8 @@ int main(int argc, char** argv) {
   add_config(*plan_command, plan_arguments);
   plan_command->add_flag("--program", plan_arguments.program, "print the whole step program");
   plan_command->add_flag("--json", plan_arguments.json, "print JSON for machines");
+  plan_command->add_option("--trace", plan_arguments.trace,
+                           "write the predicted step as a trace for ui.perfetto.dev or chrome://tracing");
   plan_command->callback([&] { action = [&] { return plan_command_main(plan_arguments); }; });
 
   ConfigArguments check_arguments;

@@ -7,7 +7,8 @@
 #include "engine/data/sampler.h"
 #include "engine/data/token_file.h"
 #include "engine/data/tokenizer.h"
-#include "engine/planning/report.h"
+#include "engine/planning/trace.h"
+#include "engine/runtime/machine_rates.h"
 #include "engine/runtime/trainer.h"
 #include "tools/strata/commands.h"
 
@@ -15,7 +16,7 @@ namespace strata {
 
 int train_command_main(const TrainArguments& arguments) {
   Session session(arguments.config, arguments.sets);
-  const TrainSummary summary = train(session, arguments.resume);
+  const TrainSummary summary = train(session, {arguments.resume, arguments.trace});
   if (!summary.interrupted) return int(ExitCode::done);
   fmt::print("stopped after step {}; go on with: strata train {} --resume\n", summary.steps, arguments.config);
   return int(ExitCode::failed);
@@ -24,6 +25,14 @@ int train_command_main(const TrainArguments& arguments) {
 int plan_command_main(const PlanArguments& arguments) {
   const Session session(arguments.config, arguments.sets);
   const PlannedProgram planned = session.plan(Goal::train);
+  if (!arguments.trace.empty()) {
+    const Prediction prediction =
+        planned.prediction ? *planned.prediction
+                           : predict(planned.program(), planned.memory, machine_rates(session.threads(), ""));
+    AtomicFile file(arguments.trace);
+    file.write(chrome_trace(planned.program(), planned.memory, prediction.spans));
+    file.commit();
+  }
   if (arguments.json)
     fmt::print("{}", plan_json(planned));
   else

@@ -1,0 +1,32 @@
+// Puts data into a program before a step and takes its loss after it.
+#pragma once
+#include <utility>
+#include <vector>
+
+#include "engine/data/sampler.h"
+#include "engine/runtime/executor.h"
+#include "strata/stages.h"
+
+namespace strata {
+
+// The value of a f32 or f64 scalar tensor.
+double read_scalar(const Program& program, TensorId id, const void* data);
+
+class Feed {
+ public:
+  // Throws Error when the model declares no data tensors "tokens" and "targets".
+  Feed(const Executor& executor, const BatchShape& batch);
+  // Sequences from `first_sample` on, for every microbatch.
+  void fill(const Sampler& sampler, int64_t first_sample) const;
+  // Token ids below `vocabulary` drawn with `seed`: for measurements without data.
+  void fill_random(int64_t vocabulary, uint64_t seed) const;
+  double loss() const;  // the sum over microbatches
+
+ private:
+  BatchShape batch_;
+  const Program* program_ = nullptr;
+  std::vector<int32_t*> tokens_, targets_;
+  std::vector<std::pair<TensorId, const void*>> losses_;
+};
+
+}  // namespace strata
