@@ -26,6 +26,13 @@ struct PlanArguments : ConfigArguments {
 };
 int plan_command_main(const PlanArguments& arguments);
 
+struct BenchMemoryArguments : ConfigArguments {
+  std::vector<std::string> runs;
+  std::string directory, json, html;
+  int64_t steps = 5;
+};
+int bench_memory_command_main(const BenchMemoryArguments& arguments);
+
 int check_command_main(const ConfigArguments& arguments);
 
 struct PluginsArguments {

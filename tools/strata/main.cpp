@@ -55,6 +55,32 @@ int main(int argc, char** argv) {
                            "write the predicted step as a trace for ui.perfetto.dev or chrome://tracing");
   plan_command->callback([&] { action = [&] { return plan_command_main(plan_arguments); }; });
 
+  auto* bench_command = app.add_subcommand("bench", "Measure on this machine.");
+  bench_command->require_subcommand(1);
+  BenchMemoryArguments bench_arguments;
+  auto* bench_memory_command =
+      bench_command->add_subcommand("memory",
+                                    "What memory strategies save on the model of a configuration, and what they cost: "
+                                    "planned and\nmeasured peaks, time "
+                                    "against the plain run, stalls, difference of the loss.");
+  add_config(*bench_memory_command, bench_arguments);
+  bench_memory_command
+      ->add_option("--run", bench_arguments.runs,
+                   "a run beside the plain one, as \"NAME: KEY=VALUE KEY=VALUE\" (repeatable; default: a set of all)")
+      ->type_name("TEXT")
+      ->take_all()
+      ->expected(1)
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
+  bench_memory_command->add_option("--steps", bench_arguments.steps, "steps of each run")
+      ->capture_default_str()
+      ->check(CLI::PositiveNumber);
+  bench_memory_command->add_option(
+      "--directory", bench_arguments.directory,
+      "folder for what rests on NVMe (default: ./strata-bench-offload, removed afterwards)");
+  bench_memory_command->add_option("--json", bench_arguments.json, "write the figures as JSON");
+  bench_memory_command->add_option("--html", bench_arguments.html, "write a page with timelines of memory and streams");
+  bench_memory_command->callback([&] { action = [&] { return bench_memory_command_main(bench_arguments); }; });
+
   ConfigArguments check_arguments;
   auto* check_command = app.add_subcommand("check", "Check a configuration, its data and its plan without training.");
   add_config(*check_command, check_arguments);

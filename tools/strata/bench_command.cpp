@@ -1,0 +1,204 @@
+// `bench memory`: what strategies save on a given model and what they cost, planned and measured.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <ctime>
+#include <filesystem>
+#include <memory>
+#include <sstream>
+
+#include "engine/planning/page.h"
+#include "engine/runtime/machine_rates.h"
+#include "engine/runtime/measure.h"
+#include "memory/atomic_file.h"
+#include "strata/json.h"
+#include "tools/strata/commands.h"
+
+namespace strata {
+namespace {
+
+struct Strategy {
+  std::string name;
+  std::vector<std::string> sets;
+};
+
+// What every run starts from: the configuration's model, data and optimizer without memory strategies and budgets.
+const std::vector<std::string> kPlain = {"plugins.recompute.enabled=false",
+                                         "plugins.offload.enabled=false",
+                                         "plugins.gist.enabled=false",
+                                         "plugins.reversible.enabled=false",
+                                         "device.memory=0",
+                                         "host.memory=0"};
+
+const std::vector<Strategy> kDefault = {
+    {"plain", {}},
+    {"recompute blocks", {"plugins.recompute.mode=blocks"}},
+    {"recompute selective", {"plugins.recompute.mode=selective"}},
+    {"gist bf16", {"plugins.gist.lossy=bf16"}},
+    {"gist int8", {"plugins.gist.lossy=int8"}},
+    {"reversible", {"plugins.reversible.invert=true"}},
+    {"adafactor", {"plugins.adamw.enabled=false", "plugins.adafactor.enabled=true"}},
+    {"sm3", {"plugins.adamw.enabled=false", "plugins.sm3.enabled=true"}},
+    {"8-bit adamw", {"plugins.adamw.enabled=false", "plugins.adamw8bit.enabled=true"}},
+    {"offload states to host", {"plugins.offload.optimizer=host"}},
+    {"offload all to host",
+     {"plugins.offload.optimizer=host", "plugins.offload.parameters=host", "plugins.offload.gradients=host",
+      "plugins.offload.activations=host"}},
+    {"offload all to nvme",
+     {"plugins.offload.optimizer=nvme", "plugins.offload.parameters=nvme", "plugins.offload.gradients=nvme",
+      "plugins.offload.activations=nvme"}},
+    {"recompute + offload all to nvme",
+     {"plugins.recompute.mode=blocks", "plugins.offload.optimizer=nvme", "plugins.offload.parameters=nvme",
+      "plugins.offload.gradients=nvme", "plugins.offload.activations=nvme"}},
+};
+
+// "NAME: KEY=VALUE KEY=VALUE".
+Strategy parse(const std::string& text) {
+  const size_t colon = text.find(':');
+  if (colon == std::string::npos)
+    throw Error("--run \"" + text + "\": expected NAME: KEY=VALUE …, for example \"mine: plugins.recompute.every=2\".");
+  Strategy strategy{text.substr(0, colon), {}};
+  std::istringstream rest(text.substr(colon + 1));
+  for (std::string set; rest >> set;) strategy.sets.push_back(set);
+  return strategy;
+}
+
+// Removed at the end, with what is in it.
+struct Folder {
+  explicit Folder(std::string given) : path(std::move(given)) {
+    std::error_code problem;
+    made = std::filesystem::create_directories(path, problem);
+    if (problem) throw Error(path + ": cannot make the folder: " + problem.message() + ".");
+  }
+  ~Folder() {
+    std::error_code problem;
+    if (made) std::filesystem::remove_all(path, problem);
+  }
+  std::string path;
+  bool made = false;
+};
+
+struct Row {
+  std::string name;
+  PlannedProgram planned;
+  Measurement measured;
+};
+
+std::string machine_line(int threads, int64_t steps) {
+  char when[32];
+  const std::time_t now = std::time(nullptr);
+  std::strftime(when, sizeof when, "%Y-%m-%d", std::localtime(&now));
+  return fmt::format("Measured over {} steps on {} threads of this machine, {}.", steps, threads, when);
+}
+
+void print_table(const std::vector<Row>& rows, int64_t steps) {
+  fmt::print("{:<32}{:>12}{:>12}{:>12}{:>12}{:>10}{:>8}{:>9}{:>12}\n", "", "device plan", "measured", "host plan",
+             "nvme", "s a step", "ratio", "stalls s", fmt::format("loss @{}", steps));
+  const Row* plain = rows.empty() || !rows[0].measured.error.empty() ? nullptr : &rows[0];
+  for (const Row& row : rows) {
+    const auto tier = [&](Tier t) { return bytes_text(row.planned.memory[t].total_bytes()); };
+    if (!row.measured.error.empty()) {
+      fmt::print("{:<32}{}\n", row.name, row.measured.error.substr(0, row.measured.error.find('\n')));
+      continue;
+    }
+    fmt::print("{:<32}{:>12}{:>12}{:>12}{:>12}{:>10.3f}{:>8}{:>9.3f}{:>+12.2e}\n", row.name, tier(Tier::device),
+               bytes_text(row.measured.device_resident), tier(Tier::host), tier(Tier::nvme), row.measured.seconds,
+               plain ? fmt::format("{:.2f}", row.measured.seconds / plain->measured.seconds) : "",
+               row.measured.stalls.total(), plain ? row.measured.losses.back() - plain->measured.losses.back() : NAN);
+  }
+}
+
+std::string json_text(const std::vector<Row>& rows, int64_t steps) {
+  Json::Array list;
+  for (const Row& row : rows) {
+    Json::Object planned;
+    for (int t = 0; t < kTiers; ++t)
+      planned.emplace_back(std::string(name_of(Tier(t))), row.planned.memory.tiers[t].total_bytes());
+    Json::Object entry{{"name", row.name}, {"planned_bytes", std::move(planned)}};
+    if (!row.measured.error.empty()) {
+      entry.emplace_back("error", row.measured.error);
+    } else {
+      Json::Array losses;
+      for (double loss : row.measured.losses) losses.push_back(loss);
+      entry.emplace_back("device_resident_bytes", row.measured.device_resident);
+      entry.emplace_back("host_resident_bytes", row.measured.host_resident);
+      entry.emplace_back("process_peak_bytes", row.measured.process_peak);
+      entry.emplace_back("seconds", row.measured.seconds);
+      entry.emplace_back("waiting_for_nvme", row.measured.stalls.storage());
+      entry.emplace_back("waiting_for_copies", row.measured.stalls.copies());
+      entry.emplace_back("restoring", row.measured.stalls.restoring);
+      entry.emplace_back("losses", std::move(losses));
+    }
+    list.push_back(std::move(entry));
+  }
+  return Json(Json::Object{{"steps", steps}, {"runs", std::move(list)}}).dump(1) + "\n";
+}
+
+void write_text(const std::string& path, const std::string& text) {
+  AtomicFile file(path);
+  file.write(text);
+  file.commit();
+}
+
+}  // namespace
+
+int bench_memory_command_main(const BenchMemoryArguments& arguments) {
+  std::vector<Strategy> strategies = kDefault;
+  if (!arguments.runs.empty()) {
+    strategies = {kDefault.front()};
+    for (const std::string& text : arguments.runs) strategies.push_back(parse(text));
+  }
+  const Folder folder(arguments.directory.empty() ? "strata-bench-offload" : arguments.directory);
+  std::vector<std::unique_ptr<Session>> sessions;
+  std::vector<Row> rows;
+  for (const Strategy& strategy : strategies) {
+    std::vector<std::string> sets = kPlain;
+    for (const std::string& set : strategy.sets) {
+      const std::string plugin = set.substr(0, set.find('.', 8));
+      if (set.rfind("plugins.", 0) == 0 && set.find(".enabled=") == std::string::npos)
+        sets.push_back(plugin + ".enabled=true");
+      if (plugin == "plugins.offload") sets.push_back("plugins.offload.directory=\"" + folder.path + "\"");
+    }
+    sets.insert(sets.end(), strategy.sets.begin(), strategy.sets.end());
+    sets.insert(sets.end(), arguments.sets.begin(), arguments.sets.end());
+    rows.push_back({.name = strategy.name});
+    Row& row = rows.back();
+    fmt::print(stderr, "{} …\n", strategy.name);
+    try {
+      sessions.push_back(std::make_unique<Session>(arguments.config, sets));
+      row.planned = sessions.back()->plan(Goal::train);
+      row.measured = measure_apart(*sessions.back(), row.planned, arguments.steps);
+    } catch (const Error& error) {
+      if (&row == &rows.front()) throw;
+      row.measured.error = error.what();
+    }
+  }
+  print_table(rows, arguments.steps);
+  if (!arguments.json.empty()) write_text(arguments.json, json_text(rows, arguments.steps));
+  if (!arguments.html.empty()) {
+    std::vector<PageRun> runs;
+    for (const Row& row : rows) {
+      if (!row.measured.error.empty()) continue;
+      const Measurement &m = row.measured, &plain = rows.front().measured;
+      runs.push_back({.name = row.name,
+                      .program = &row.planned.program(),
+                      .memory = &row.planned.memory,
+                      .spans = m.spans,
+                      .measured = true,
+                      .stalls = m.stalls,
+                      .seconds = m.seconds,
+                      .ratio = m.seconds / plain.seconds,
+                      .loss_difference = m.losses.back() - plain.losses.back(),
+                      .device_measured = m.device_resident,
+                      .host_measured = m.host_resident});
+    }
+    write_text(arguments.html,
+               memory_page(arguments.config, machine_line(sessions.front()->threads(), arguments.steps), runs));
+    fmt::print("{}: open it in a browser\n", arguments.html);
+  }
+  return int(ExitCode::done);
+}
+
+}  // namespace strata
