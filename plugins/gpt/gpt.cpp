@@ -32,8 +32,8 @@ class Gpt final : public strata::Plugin {
     o.add("norm", config_.norm, "normalization before each branch").choices({"layer_norm", "rms_norm"});
     o.add("norm_epsilon", config_.norm_epsilon, "added to the variance").positive();
     o.add("activation", config_.activation,
-          "feed-forward nonlinearity: gelu in its tanh form, or swiglu (arXiv 2002.05202)")
-        .choices({"gelu", "swiglu"});
+          "feed-forward nonlinearity: gelu in its tanh form, swiglu (arXiv 2002.05202), relu or squared_relu")
+        .choices({"gelu", "swiglu", "relu", "squared_relu"});
     o.add("bias", config_.bias, "biases on all linear layers");
     o.add("qkv_bias", config_.qkv_bias, "biases on query, key and value alone, when bias is off");
     o.add("tied", config_.tied, "output layer shares the embedding");
@@ -164,7 +164,7 @@ class Gpt final : public strata::Plugin {
     if (config_.activation == "swiglu")
       inner = b.emit("swiglu", {linear(b, normed, "gate", config_.ffn, config_.bias), inner});
     else
-      inner = b.emit("gelu", {inner});
+      inner = b.emit(config_.activation, {inner});
     return back(b, inner, "down");
   }
 

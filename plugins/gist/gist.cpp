@@ -1,0 +1,110 @@
+// Activations kept in encoded form between forward and backward pass (Gist: Jain et al., ISCA 2018). Says for each
+// tensor which encoding it rests in; encoders and decoders are op kinds (codecs.h).
+#include <algorithm>
+
+#include "plugins/gist/codec_kernels.h"
+#include "plugins/gist/codecs.h"
+#include "strata/plugin.h"
+
+namespace {
+
+using strata::Attributes;
+using strata::DType;
+using strata::Op;
+using strata::Program;
+using strata::RestingForm;
+using strata::Stage;
+using strata::Tensor;
+using strata::TensorId;
+
+class Gist final : public strata::Plugin {
+ public:
+  Gist() { strata::gist::register_kinds(); }
+
+  void options(strata::Options& o) override {
+    o.add("lossless", lossless_,
+          "results of relu and squared_relu: one bit an element where the backward pass only asks which were positive, "
+          "else without their zeros");
+    o.add("capacity", capacity_,
+          "share of a sparse tensor's elements there is room for; a step that has more stops the run")
+        .range(0.01, 1);
+    o.add("lossy", lossy_, "format of the other activations: none, bf16, or 8 bits in blocks of 256 with a scale each")
+        .choices({"none", "bf16", "fp8_e4m3", "fp8_e5m2", "int8"});
+    o.add("minimum", minimum_, "smaller tensors stay as they are").non_negative().unit("bytes");
+  }
+
+  strata::Capabilities capabilities() const override { return {.provides = {"lowers activations"}}; }
+
+  void backward(strata::ProgramStage& stage) override {
+    Program& program = stage.program;
+    std::vector<Op> producers(program.tensors.size());
+    std::vector<std::vector<const Op*>> readers(program.tensors.size());
+    const auto reads = [&](const Op& op) {
+      for (TensorId id : op.inputs)
+        if (id) readers[id.value].push_back(&op);
+    };
+    std::vector<TensorId> made;
+    for (const Op& op : program.ops) {
+      if (op.stage == Stage::backward) reads(op);
+      // The first output is the result; others are statistics, which are small and want all their bits.
+      if (op.stage == Stage::forward) made.push_back(op.outputs.front()), producers[made.back().value] = op;
+    }
+    for (const auto& [tensor, forms] : program.forms)
+      for (const RestingForm& form : forms)
+        for (const Op& op : form.restore) reads(op);
+    for (TensorId id : made) {
+      const Tensor& tensor = program[id];
+      if (readers[id.value].empty() || tensor.dtype != DType::f32 || tensor.persistent || tensor.step_output ||
+          tensor.bytes() < minimum_.count)
+        continue;
+      const Op& producer = producers[id.value];
+      const bool rectified = producer.kind->name == "relu" || producer.kind->name == "squared_relu";
+      if (lossless_ && rectified) {
+        const auto asks_for_sign = [](const Op* op) { return op->kind->name == "relu_gradient"; };
+        const auto& list = readers[id.value];
+        if (std::all_of(list.begin(), list.end(), asks_for_sign))
+          add(program, id, producer, "mask", {});
+        else
+          add(program, id, producer, "sparse", {{"capacity", capacity_}});
+      } else if (lossy_ == "bf16") {
+        add(program, id, producer, "bf16", {});
+      } else if (lossy_ != "none") {
+        const std::string format = lossy_.substr(lossy_.find('_') + 1);
+        add(program, id, producer, "8bit", {{"format", format}});
+      }
+    }
+  }
+
+ private:
+  static void add(Program& program, TensorId id, const Op& producer, const std::string& codec,
+                  const Attributes& attributes) {
+    Op encode, decode;
+    encode.kind = &strata::find_kind("gist_" + codec + "_encode");
+    encode.inputs = {id};
+    encode.attributes = attributes;
+    encode.stage = Stage::forward;
+    encode.block = producer.block;
+    int part = 0;
+    for (const strata::TensorSpec& spec : encode.kind->shape(strata::OpView(program, encode))) {
+      Tensor kept{
+          .name = program[id].name + "." + codec + std::to_string(part++), .shape = spec.shape, .dtype = spec.dtype};
+      encode.outputs.push_back(program.add(std::move(kept)));
+    }
+    decode = encode;
+    decode.kind = &strata::find_kind("gist_" + codec + "_decode");
+    decode.inputs = encode.outputs;
+    decode.outputs = {id};
+    decode.attributes = strata::gist::shape_attributes(program[id].shape);
+    for (const auto& [name, value] : attributes.all()) decode.attributes.set(name, value);
+    program.forms[id.value].push_back({.name = codec, .rest = {encode}, .restore = {decode}});
+  }
+
+  bool lossless_ = true;
+  double capacity_ = 0.75;
+  std::string lossy_ = "none";
+  strata::Bytes minimum_{64 << 10};
+};
+
+}  // namespace
+
+STRATA_PLUGIN(Gist, "gist", "1.0.0", "keeps activations for the backward pass in encoded form")
