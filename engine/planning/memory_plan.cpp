@@ -168,8 +168,8 @@ int64_t place_by_size(std::vector<Buffer>& buffers) {
 }
 
 // Liveness of everything, and the peak of each tier.
-MemoryPlan lay_out(const Program& program, const std::string& backend, int threads) {
-  const int64_t alignment = alignment_of(program);
+MemoryPlan lay_out(const Program& program, const std::string& backend, int threads, int64_t alignment) {
+  if (alignment == 0) alignment = alignment_of(program);
   MemoryPlan plan;
   plan.persistent_offset.assign(program.tensors.size(), -1);
   for (size_t i = 0; i < program.tensors.size(); ++i)
@@ -211,12 +211,12 @@ std::vector<Ledger> timeline(const Program& program, const MemoryPlan& plan, Tie
 }
 
 MemoryPlan measure_memory(const Program& program, const std::string& backend, int threads) {
-  return lay_out(program, backend, threads);
+  return lay_out(program, backend, threads, 0);
 }
 
-MemoryPlan plan_memory(const Program& program, const std::string& backend, int threads) {
+MemoryPlan plan_memory(const Program& program, const std::string& backend, int threads, int64_t alignment) {
   constexpr size_t kQuadraticLimit = 6000;
-  MemoryPlan plan = lay_out(program, backend, threads);
+  MemoryPlan plan = lay_out(program, backend, threads, alignment);
   for (int t = 0; t < kTiers; ++t) {
     std::vector<Buffer> buffers;
     std::vector<size_t> index;

@@ -49,7 +49,8 @@ struct MemoryPlan {
 };
 
 // `threads` and `backend` decide the kernels' workspaces. Throws Error when a kind lacks a kernel for the backend.
-MemoryPlan plan_memory(const Program& program, const std::string& backend, int threads);
+// `alignment` is in bytes; 0: what the program needs.
+MemoryPlan plan_memory(const Program& program, const std::string& backend, int threads, int64_t alignment = 0);
 
 // The same without offsets: liveness and peaks alone, for planning passes that try many programs. The arena is then
 // taken to be as large as its live peak.

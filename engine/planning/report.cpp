@@ -31,6 +31,8 @@ std::string plan_text(const PlannedProgram& planned) {
     text += fmt::format("  {:<18}{:>14}\n", "alive", bytes_text(at_peak));
     text += fmt::format("  {:<18}{:>14}   ({:.2f}% lost between tensors)\n", "arena", bytes_text(tier.total_bytes()),
                         100.0 * double(tier.total_bytes() - at_peak) / double(tier.total_bytes()));
+    if (const int64_t more = planned.arena_bytes[t]; more > tier.total_bytes())
+      text += fmt::format("  {:<18}{:>14}\n", "with validation", bytes_text(more));
     if (tier.peak_op >= 0 && tier.live_peak_bytes > 0)
       text += fmt::format("the peak is at op {}: {}\n", tier.peak_op, print(program, program.ops[tier.peak_op]));
     text += "largest there:\n";
@@ -60,7 +62,7 @@ std::string plan_json(const PlannedProgram& planned) {
     for (const Held& one : held_at(program, planned.memory, Tier(t), tier.peak_op))
       held.push_back(
           Json::Object{{"name", one.name}, {"category", std::string(name_of(one.role))}, {"bytes", one.bytes}});
-    tiers.emplace_back(std::string(name_of(Tier(t))), Json::Object{{"arena_bytes", tier.total_bytes()},
+    tiers.emplace_back(std::string(name_of(Tier(t))), Json::Object{{"arena_bytes", planned.arena_bytes[t]},
                                                                    {"persistent_bytes", tier.persistent_bytes},
                                                                    {"transient_bytes", tier.transient_bytes},
                                                                    {"live_peak_bytes", tier.live_peak_bytes},

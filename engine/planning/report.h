@@ -14,6 +14,7 @@ struct PlannedProgram {
   MemoryPlan memory;
   Rates rates;
   std::optional<Prediction> prediction;
+  std::array<int64_t, kTiers> arena_bytes{};  // what a run takes: this program, and the validation beside training
   const Program& program() const { return built.program; }
 };
 

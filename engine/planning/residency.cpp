@@ -44,7 +44,9 @@ class Planner {
 
   MemoryPlan run() {
     const Program original = program_;
-    const MemoryPlan without = plan_memory(original, settings_.backend, settings_.threads);
+    const int64_t alignment = program_.storage_directory.empty() ? kAlignment : kStorageAlignment;
+    const MemoryPlan without = plan_memory(original, settings_.backend, settings_.threads, alignment);
+    bytes_without_ = without.device().total_bytes();
     choose_homes();
     choose_update_tiers();
     decide_at_start();
@@ -69,8 +71,8 @@ class Planner {
       plan = attempt({settings_.device_budget > 0, settings_.host_budget > 0, 0});
       if (over(plan)) refuse(plan, *over(plan));
     }
-    // Restoring needs memory too: never more than without.
-    if (plan.device().total_bytes() > without.device().total_bytes() && !settings_.homes && !over(without)) {
+    // Restoring needs memory too: never more than without. What is to be elsewhere goes there all the same.
+    if (plan.device().total_bytes() > bytes_without_ && !over(without) && !moves_any(original)) {
       program_ = original;
       return without;
     }
@@ -82,11 +84,23 @@ class Planner {
   MemoryPlan attempt(const std::array<int64_t, kTiers>& targets) {
     const Materialized now = fit(targets);
     program_ = now.program;
-    spread_moves(program_, measure_memory(program_, settings_.backend, settings_.threads), settings_.rates, targets);
+    const MemoryPlan before = measure_memory(program_, settings_.backend, settings_.threads);
+    spread_moves(program_, before, settings_.rates, limits_of_spreading(before, targets));
     MemoryPlan plan = plan_memory(program_, settings_.backend, settings_.threads);
-    if (!over(plan)) return plan;
+    if (!over(plan) && plan.device().total_bytes() <= std::max(bytes_without_, targets[int(Tier::device)])) return plan;
     program_ = now.program;
     return plan_memory(program_, settings_.backend, settings_.threads);
+  }
+
+  // Where no budget says how far apart moves may be, the device stays within what it takes without any, and what is
+  // staged on the host within half of what it would hold were it the farthest tier.
+  std::array<int64_t, kTiers> limits_of_spreading(const MemoryPlan& before, std::array<int64_t, kTiers> limits) const {
+    const TierPlan& host = before[Tier::host];
+    if (limits[int(Tier::device)] <= 0) limits[int(Tier::device)] = bytes_without_;
+    if (limits[int(Tier::host)] <= 0)
+      limits[int(Tier::host)] = std::max<int64_t>(
+          1, host.persistent_bytes + std::max(host.live_peak_bytes, before[Tier::nvme].total_bytes() / 2));
+    return limits;
   }
 
   int64_t budget(Tier tier) const {
@@ -104,7 +118,10 @@ class Planner {
   Tier first_tier(const Tensor& tensor) const {
     return tensor.nearest != tensor.farthest && settings_.host_budget > 0 ? tensor.nearest : tensor.farthest;
   }
-  bool movable(const Tensor& tensor) const { return tensor.home != Tier::device || tensor.farthest != Tier::device; }
+  static bool moves_any(const Program& program) {
+    return std::any_of(program.tensors.begin(), program.tensors.end(), movable);
+  }
+  static bool movable(const Tensor& tensor) { return tensor.home != Tier::device || tensor.farthest != Tier::device; }
 
   void choose_homes() {
     for (size_t t = 0; t < program_.tensors.size(); ++t) {
@@ -258,11 +275,27 @@ class Planner {
       if (!best || cost < best->cost) best = Candidate{0, decision, bytes, cost};
     };
     const bool in_forward = waiting.gap.use != kNever && is_forward_gap(waiting.gap);
-    if (waiting.tier == Tier::host) {  // farther away
-      if (tensor.persistent || tensor.farthest != Tier::nvme || !taken || taken->tier != Tier::host) return {};
+    const auto offer_forms = [&](bool only_without_bytes) {
+      const auto forms = program_.forms.find(id.value);
+      if (forms == program_.forms.end()) return;
+      for (int f = 0; f < int(forms->second.size()); ++f) {
+        const RestingForm& form = forms->second[size_t(f)];
+        if (!form.rest.empty() && (only_without_bytes || waiting.gap.use == kNever)) continue;
+        double seconds = 0;
+        for (const auto* list : {&form.rest, &form.restore})
+          for (const Op& op : *list) seconds += seconds_of(OpView(program_, op), settings_.rates);
+        offer({f, Tier::device, in_forward || waiting.gap.use == kNever}, tensor.bytes() - kept_bytes(id.value, f),
+              seconds);
+      }
+    };
+    if (waiting.tier == Tier::host) {  // farther away, or not kept at all
+      if (tensor.persistent || !taken || taken->tier != Tier::host) return {};
       Decision farther = *taken;
       farther.tier = Tier::nvme;
-      offer(farther, tensor.bytes(), double(tensor.bytes()) / settings_.rates.write);
+      if (tensor.farthest == Tier::nvme)
+        offer(farther, tensor.bytes(), double(tensor.bytes()) / settings_.rates.write);
+      else
+        offer_forms(true);
       return best;
     }
     if (taken) {
@@ -279,16 +312,7 @@ class Planner {
       const Tier tier = tensor.persistent ? tensor.home : first_tier(tensor);
       offer({-1, tier, false}, tensor.bytes(), move_seconds(tier, tensor.bytes()));
     }
-    if (const auto forms = program_.forms.find(id.value); forms != program_.forms.end())
-      for (int f = 0; f < int(forms->second.size()); ++f) {
-        const RestingForm& form = forms->second[size_t(f)];
-        if (waiting.gap.use == kNever && !form.rest.empty()) continue;
-        double seconds = 0;
-        for (const auto* list : {&form.rest, &form.restore})
-          for (const Op& op : *list) seconds += seconds_of(OpView(program_, op), settings_.rates);
-        offer({f, Tier::device, in_forward || waiting.gap.use == kNever}, tensor.bytes() - kept_bytes(id.value, f),
-              seconds);
-      }
+    offer_forms(false);
     return best;
   }
 
@@ -330,6 +354,7 @@ class Planner {
   std::vector<int32_t> visit_;              // by op: counts stretches of one block, microbatch and pass
   std::vector<int32_t> producer_;           // by tensor
   Decisions decisions_;
+  int64_t bytes_without_ = 0;  // of the device, were nothing to rest
 };
 
 }  // namespace

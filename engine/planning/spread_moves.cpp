@@ -57,7 +57,7 @@ class Spreader {
   }
 
  private:
-  // For each move: the op that makes its source, and the first one that reads what it brings.
+  // For each move: the op that makes its source, and the first one that reads or replaces what it brings.
   void find_neighbours() {
     source_.assign(size_t(count_), -1);
     reader_.assign(size_t(count_), count_);
@@ -67,10 +67,11 @@ class Spreader {
       for (TensorId id : op.inputs)
         if (id) {
           last_use_[id.value] = i;
-          if (int32_t& by = moved[id.value]; by >= 0) reader_[by] = std::min(reader_[by], i);
+          if (const int32_t by = moved[id.value]; by >= 0) reader_[by] = std::min(reader_[by], i);
         }
       if (is_move(op)) source_[i] = written_[op.inputs[0].value];
       for (TensorId id : op.outputs) {
+        if (const int32_t by = moved[id.value]; by >= 0) reader_[by] = std::min(reader_[by], i);
         last_use_[id.value] = i;
         written_[id.value] = i;
         moved[id.value] = is_move(op) ? i : -1;

@@ -33,9 +33,8 @@ std::string chrome_trace(const Program& program, const MemoryPlan& plan, const s
       if (program.ops[i].stream != Stream::compute) continue;
       int64_t bytes = tier.persistent_bytes;
       for (int64_t role : live[i]) bytes += role;
-      fmt::format_to(
-          out, R"({{"ph": "C", "name": "{} bytes", "pid": 1, "ts": {:.3f}, "args": {{"alive": {}}}}},{})",
-          name_of(Tier(t)), spans[i].start * 1e6, bytes, "\n");
+      fmt::format_to(out, R"({{"ph": "C", "name": "{} bytes", "pid": 1, "ts": {:.3f}, "args": {{"alive": {}}}}},{})",
+                     name_of(Tier(t)), spans[i].start * 1e6, bytes, "\n");
     }
   }
   fmt::format_to(out, R"({{"ph": "M", "name": "process_name", "pid": 1, "args": {{"name": "strata step"}}}})");

@@ -73,6 +73,12 @@ PlannedProgram Session::plan(Goal goal, const PlannedProgram* training) const {
                                             .homes = training ? &homes : nullptr,
                                             .advice = [this](const MemoryPlan& plan) { return advice(plan); }});
   if (resting) planned.prediction = predict(program, planned.memory, planned.rates);
+  for (int t = 0; t < kTiers; ++t) planned.arena_bytes[t] = planned.memory.tiers[t].total_bytes();
+  if (goal == Goal::train && !data.validation.empty()) {  // transient memory of both is the same, at other times
+    const PlannedProgram validation = plan(Goal::evaluate, &planned);
+    for (int t = 0; t < kTiers; ++t)
+      planned.arena_bytes[t] = std::max(planned.arena_bytes[t], validation.memory.tiers[t].total_bytes());
+  }
   return planned;
 }
 

@@ -10,6 +10,7 @@
 #include "engine/planning/report.h"
 #include "engine/planning/residency.h"
 #include "engine/plugin/loader.h"
+#include "memory/nvme_store.h"
 
 namespace strata {
 
@@ -23,6 +24,7 @@ class Session {
   DataSection data;
   DeviceSection device;
   HostSection host;
+  NvmeStore::Faults storage_faults;  // what tests break on purpose
   std::vector<NamedPlugin> plugins;  // in the order their stages run
   Plugin& model() const { return *model_; }
   int threads() const;  // device.threads, or the number of processors

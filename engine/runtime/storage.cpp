@@ -27,7 +27,8 @@ class Storage::Slot final : public StorageSlot {
   int64_t offset_, bytes_;
 };
 
-Storage::Storage(const Program& program, const MemoryPlan& plan, const std::vector<const MemoryPlan*>& also) {
+Storage::Storage(const Program& program, const MemoryPlan& plan, const std::vector<const MemoryPlan*>& also,
+                 NvmeStore::Faults faults) {
   for (int t = 0; t < kTiers; ++t) {
     int64_t transient = plan.tiers[t].transient_bytes;
     for (const MemoryPlan* other : also) transient = std::max(transient, other->tiers[t].transient_bytes);
@@ -38,8 +39,8 @@ Storage::Storage(const Program& program, const MemoryPlan& plan, const std::vect
   if (bytes(Tier::nvme) > 0) {
     if (program.storage_directory.empty())
       throw Error("tensors are to rest on the NVMe tier, but no plugin names a directory for it.");
-    nvme_ = std::make_unique<Nvme>(
-        NvmeStore::Options{.directory = program.storage_directory, .bytes = padded(bytes(Tier::nvme))});
+    nvme_ = std::make_unique<Nvme>(NvmeStore::Options{
+        .directory = program.storage_directory, .bytes = padded(bytes(Tier::nvme)), .faults = std::move(faults)});
   }
   for (size_t i = 0; i < program.tensors.size(); ++i) {
     const Tensor& tensor = program.tensors[i];

@@ -22,7 +22,9 @@ class Storage {
  public:
   // Persistent tensors live where `plan` says; transient regions hold the most of the plan and of `also`, the plans of
   // other programs that will run here. Throws Error when the NVMe tier's directory cannot be used.
-  Storage(const Program& program, const MemoryPlan& plan, const std::vector<const MemoryPlan*>& also = {});
+  // `faults` is for tests.
+  Storage(const Program& program, const MemoryPlan& plan, const std::vector<const MemoryPlan*>& also = {},
+          NvmeStore::Faults faults = {});
 
   // Fills the persistent tensors from their initializers; normal values depend on seed and name only.
   void initialize(uint64_t seed, Threads& threads);

@@ -54,7 +54,7 @@ class Loop final : public StepContext {
       validation_ = session.plan(Goal::evaluate, &training_);
       also.push_back(&validation_->memory);
     }
-    storage_.emplace(training_.program(), training_.memory, also);
+    storage_.emplace(training_.program(), training_.memory, also, session.storage_faults);
     if (!storage_->note().empty()) progress_.message("note: " + storage_->note());
     dataset_.emplace(session.data.train, training_.built.vocabulary);
     sampler_.emplace(*dataset_, session.data.sequence_length, session.data.shuffle, uint64_t(session.run.seed));
@@ -314,10 +314,11 @@ class Loop final : public StepContext {
         if (plan[tier].at_peak[r] > 0)
           fmt::print("{:<18}{:>14}{:>14}\n", name_of(Role(r)), bytes_text(plan[tier].at_peak[r]),
                      resident[r] > 0 ? bytes_text(resident[r]) : "");
-      fmt::print("{:<18}{:>14}{:>14}\n", "all transient", bytes_text(plan[tier].transient_bytes),
+      fmt::print("{:<18}{:>14}{:>14}\n", "all transient",
+                 bytes_text(training_.arena_bytes[int(tier)] - plan[tier].persistent_bytes),
                  bytes_text(resident_bytes(storage_->transient(tier),
                                            storage_->bytes(tier) - storage_->persistent_bytes(tier))));
-      fmt::print("{:<18}{:>14}{:>14}\n", "arena", bytes_text(plan[tier].total_bytes()),
+      fmt::print("{:<18}{:>14}{:>14}\n", "arena", bytes_text(training_.arena_bytes[int(tier)]),
                  bytes_text(resident_bytes(storage_->base(tier), storage_->bytes(tier))));
     }
     if (const int64_t stored = plan[Tier::nvme].total_bytes(); stored > 0)

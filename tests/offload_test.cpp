@@ -1,0 +1,205 @@
+// Training with tensors on NVMe as a user has it: resuming, full budgets in small, and what goes wrong with the disk.
+#include <sys/stat.h>
+
+#include <fstream>
+
+#include "engine/checkpoint/store.h"
+#include "engine/data/token_file.h"
+#include "engine/runtime/trainer.h"
+#include "strata/json.h"
+#include "tests/harness.h"
+
+namespace strata {
+namespace {
+
+class Offload : public testing::Test {
+ protected:
+  void SetUp() override {
+    TokenFileWriter writer(folder_ / "t.bin", false);
+    std::vector<int32_t> tokens(900);
+    for (size_t i = 0; i < tokens.size(); ++i) tokens[i] = int32_t(i * i % 61);
+    writer.append(tokens);
+    writer.commit();
+    mkdir((folder_ / "disk").c_str(), 0755);
+    test::write_file(folder_ / "config.toml",
+                     "[run]\nsteps = 4\ncheckpoint_every = 2\n[model]\nplugin = \"gpt\"\nlayers = 2\nhidden = "
+                     "64\nheads = 2\nvocabulary = 64\ncontext = 16\n[data]\ntrain = [\"" +
+                         (folder_ / "t.bin") + "\"]\nvalidation = [\"" + (folder_ / "t.bin") +
+                         "\"]\nsequence_length = 16\nglobal_batch = 4\nmicro_batch = 2\n[plugins.adamw]\n");
+  }
+  std::vector<std::string> nvme() const {
+    return {"plugins.offload.directory=\"" + (folder_ / "disk") + "\"",
+            "plugins.offload.optimizer=nvme",
+            "plugins.offload.parameters=nvme",
+            "plugins.offload.gradients=nvme",
+            "plugins.offload.activations=nvme",
+            "plugins.offload.minimum=0",
+            "plugins.recompute.every=2"};
+  }
+  Session session(const std::string& run, std::vector<std::string> sets, std::vector<std::string> more = {}) const {
+    sets.push_back("run.directory=\"" + (folder_ / run) + "\"");
+    sets.insert(sets.end(), more.begin(), more.end());
+    return Session(folder_ / "config.toml", sets);
+  }
+  // The loss of every step, and the last validation loss.
+  std::vector<double> log(const std::string& run) const {
+    std::ifstream file(folder_ / (run + "/log.jsonl"));
+    std::vector<double> losses;
+    double validation = 0;
+    for (std::string line; std::getline(file, line);) {
+      const Json entry = Json::parse(line, "log");
+      losses.push_back(entry.find("loss")->number("loss"));
+      if (const Json* loss = entry.find("validation_loss")) validation = loss->number("validation_loss");
+    }
+    losses.push_back(validation);
+    return losses;
+  }
+  std::string error_of(const std::vector<std::string>& sets) const {
+    try {
+      Session one = session("failing", sets);
+      train(one, {});
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ExitCode::usage) << error.what();
+      return error.what();
+    }
+    return "no error";
+  }
+  test::TemporaryFolder folder_;
+};
+
+// What rests where is no part of a checkpoint: saved without offload it resumes with it, and the other way round.
+TEST_F(Offload, CheckpointsFitAnyPlacement) {
+  Session plain = session("plain", {});
+  train(plain, {});
+  for (bool offload_first : {true, false}) {
+    const std::string run = offload_first ? "first" : "second";
+    Session start = session(run, offload_first ? nvme() : std::vector<std::string>{}, {"run.steps=2"});
+    train(start, {});
+    Session rest = session(run, offload_first ? std::vector<std::string>{} : nvme());
+    train(rest, {.resume = true, .trace = ""});
+    EXPECT_EQ(log(run), log("plain"));
+    const Checkpoint a(*CheckpointStore(folder_ / "plain", 2).latest()), b(*CheckpointStore(folder_ / run, 2).latest());
+    ASSERT_EQ(a.tensors().size(), b.tensors().size());
+    for (const auto& [name, entry] : a.tensors()) EXPECT_EQ(entry.checksum, b.tensors().at(name).checksum) << name;
+  }
+  EXPECT_TRUE(std::filesystem::is_empty(folder_ / "disk") ||
+              !std::filesystem::exists(folder_ / "disk/strata-offload.data"));
+}
+
+// The shape of configs/gpt2-xl-24gib.toml in small: states and parameters far beyond both budgets.
+TEST_F(Offload, LargerThanBothBudgets) {
+  std::vector<std::string> sets = {"plugins.offload.directory=\"" + (folder_ / "disk") + "\"",
+                                   "plugins.offload.optimizer=nvme",
+                                   "plugins.offload.parameters=nvme",
+                                   "plugins.offload.gradients=host",
+                                   "plugins.offload.activations=host",
+                                   "plugins.offload.minimum=4KiB",
+                                   "plugins.recompute.mode=budget",
+                                   "model.layers=12",
+                                   "data.micro_batch=4"};
+  Session plain = session("plain", {"model.layers=12", "data.micro_batch=4"});
+  const int64_t all = plain.plan(Goal::train).memory.device().total_bytes();
+  train(plain, {});
+  sets.push_back("device.memory=" + std::to_string(all / 5));
+  sets.push_back("host.memory=" + std::to_string(all * 2 / 5));
+  Session small = session("small", sets);
+  const MemoryPlan plan = small.plan(Goal::train).memory;
+  EXPECT_LE(plan.device().total_bytes(), all / 5);
+  EXPECT_LE(plan[Tier::host].total_bytes(), all * 2 / 5);
+  EXPECT_GT(plan[Tier::host].persistent_bytes, 0);  // the host fills first, the rest goes on
+  EXPECT_GT(plan[Tier::nvme].persistent_bytes, all / 3);
+  train(small, {});
+  EXPECT_EQ(log("small"), log("plain"));
+}
+
+TEST_F(Offload, FixedFractionsSplitThreeWays) {
+  auto sets = nvme();
+  sets.insert(sets.end(), {"plugins.offload.device_fraction=0.3", "plugins.offload.host_fraction=0.5",
+                           "plugins.offload.parameters=device"});
+  const PlannedProgram planned = session("x", sets).plan(Goal::train);
+  std::array<double, kTiers> bytes{};
+  double all = 0;
+  for (TensorId id : planned.program().with_role(Role::optimizer_state)) {
+    bytes[int(planned.program()[id].home)] += double(planned.program()[id].bytes());
+    all += double(planned.program()[id].bytes());
+  }
+  const double largest = 2.0 * 4 * 64 * 256 / all;  // whole tensors only
+  EXPECT_NEAR(bytes[0] / all, 0.3, largest);
+  EXPECT_NEAR(bytes[1] / all, 0.35, largest);
+  EXPECT_NEAR(bytes[2] / all, 0.35, largest);
+}
+
+// Offload to NVMe never takes more host memory than offload to the host.
+TEST_F(Offload, NvmeTakesNoMoreHostMemory) {
+  for (const char* what : {"optimizer", "parameters", "gradients", "activations"}) {
+    const std::string key = std::string("plugins.offload.") + what;
+    const std::vector<std::string> base = {"plugins.offload.directory=\"" + (folder_ / "disk") + "\"",
+                                           "plugins.offload.minimum=4KiB"};
+    auto host = base, nvme = base;
+    host.push_back(key + "=host");
+    nvme.push_back(key + "=nvme");
+    EXPECT_LE(session("x", nvme).plan(Goal::train).memory[Tier::host].total_bytes(),
+              session("x", host).plan(Goal::train).memory[Tier::host].total_bytes())
+        << what;
+  }
+}
+
+TEST_F(Offload, WrongDirectoriesAreRefused) {
+  auto sets = nvme();
+  sets[0] = "plugins.offload.directory=\"" + (folder_ / "nothere") + "\"";
+  EXPECT_NE(error_of(sets).find(folder_ / "nothere"), std::string::npos);
+  sets[0] = "plugins.offload.directory=\"" + (folder_ / "t.bin") + "\"";
+  EXPECT_NE(error_of(sets).find(folder_ / "t.bin"), std::string::npos);
+  EXPECT_NE(error_of({"plugins.offload.activations=nvme"}).find("plugins.offload.directory is not set"),
+            std::string::npos);
+  sets = nvme();
+  sets.push_back("plugins.offload.space=64KiB");
+  EXPECT_NE(error_of(sets).find("nvme memory, but the space for the NVMe tier allows 64.00 KiB"), std::string::npos)
+      << error_of(sets);
+  EXPECT_FALSE(std::filesystem::exists(folder_ / "failing"));  // nothing was written
+}
+
+TEST_F(Offload, TwoRunsDoNotShareADirectory) {
+  const Session first = session("one", nvme());
+  const PlannedProgram planned = first.plan(Goal::train);
+  const Storage storage(planned.program(), planned.memory);
+  EXPECT_NE(error_of(nvme()).find("use"), std::string::npos) << error_of(nvme());
+}
+
+// An I/O error stops the run with the tensor's name; the last checkpoint stays.
+TEST_F(Offload, DiskErrorsStopTheRun) {
+  Session good = session("run", nvme(), {"run.steps=2"});
+  train(good, {});
+  const std::string checkpoint = *CheckpointStore(folder_ / "run", 2).latest();
+  Session bad = session("run", nvme());
+  std::atomic<int> requests{0};
+  bad.storage_faults.request = [&](int64_t) { return ++requests > 150 ? -EIO : 0; };
+  try {
+    train(bad, {.resume = true, .trace = ""});
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ExitCode::failed);
+    EXPECT_NE(std::string(error.what()).find("tensor \""), std::string::npos) << error.what();
+    EXPECT_NE(std::string(error.what()).find("Input/output error"), std::string::npos) << error.what();
+  }
+  EXPECT_EQ(*CheckpointStore(folder_ / "run", 2).latest(), checkpoint);
+  EXPECT_EQ(Checkpoint(checkpoint).info().step, 2);
+}
+
+// Short reads and writes, no io_uring and no direct I/O change nothing but speed.
+TEST_F(Offload, PoorDisksGiveTheSameLosses) {
+  Session plain = session("plain", {});
+  train(plain, {});
+  for (int fault = 0; fault < 3; ++fault) {
+    const std::string run = "run" + std::to_string(fault);
+    Session poor = session(run, nvme());
+    if (fault == 0) poor.storage_faults.request = [](int64_t offset) { return offset % 3 ? 0 : 4096; };
+    if (fault == 1) poor.storage_faults.no_ring = true;
+    if (fault == 2) poor.storage_faults.no_direct = true;
+    train(poor, {});
+    EXPECT_EQ(log(run), log("plain")) << fault;
+  }
+}
+
+}  // namespace
+}  // namespace strata
