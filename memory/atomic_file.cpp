@@ -62,6 +62,12 @@ void AtomicFile::commit() {
   sync_folder(folder.empty() ? "." : folder);
 }
 
+void write_atomically(const std::string& path, const std::string& text) {
+  AtomicFile file(path);
+  file.write(text);
+  file.commit();
+}
+
 void sync_folder(const std::string& path) {
   const int folder = open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (folder < 0 || fsync(folder) != 0) {

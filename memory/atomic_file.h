@@ -24,6 +24,9 @@ class AtomicFile {
   int file_ = -1;
 };
 
+// A whole small file at once.
+void write_atomically(const std::string& path, const std::string& text);
+
 void sync_folder(const std::string& path);
 
 }  // namespace strata

@@ -136,12 +136,6 @@ std::string json_text(const std::vector<Row>& rows, int64_t steps) {
   return Json(Json::Object{{"steps", steps}, {"runs", std::move(list)}}).dump(1) + "\n";
 }
 
-void write_text(const std::string& path, const std::string& text) {
-  AtomicFile file(path);
-  file.write(text);
-  file.commit();
-}
-
 }  // namespace
 
 int bench_memory_command_main(const BenchMemoryArguments& arguments) {
@@ -176,7 +170,7 @@ int bench_memory_command_main(const BenchMemoryArguments& arguments) {
     }
   }
   print_table(rows, arguments.steps);
-  if (!arguments.json.empty()) write_text(arguments.json, json_text(rows, arguments.steps));
+  if (!arguments.json.empty()) write_atomically(arguments.json, json_text(rows, arguments.steps));
   if (!arguments.html.empty()) {
     std::vector<PageRun> runs;
     for (const Row& row : rows) {
@@ -194,8 +188,8 @@ int bench_memory_command_main(const BenchMemoryArguments& arguments) {
                       .device_measured = m.device_resident,
                       .host_measured = m.host_resident});
     }
-    write_text(arguments.html,
-               memory_page(arguments.config, machine_line(sessions.front()->threads(), arguments.steps), runs));
+    write_atomically(arguments.html,
+                     memory_page(arguments.config, machine_line(sessions.front()->threads(), arguments.steps), runs));
     fmt::print("{}: open it in a browser\n", arguments.html);
   }
   return int(ExitCode::done);

@@ -53,6 +53,8 @@ int main(int argc, char** argv) {
   plan_command->add_flag("--json", plan_arguments.json, "print JSON for machines");
   plan_command->add_option("--trace", plan_arguments.trace,
                            "write the predicted step as a trace for ui.perfetto.dev or chrome://tracing");
+  plan_command->add_option("--html", plan_arguments.html,
+                           "write a page with timelines of memory and streams, as planned");
   plan_command->callback([&] { action = [&] { return plan_command_main(plan_arguments); }; });
 
   auto* bench_command = app.add_subcommand("bench", "Measure on this machine.");

@@ -7,6 +7,7 @@
 #include "engine/data/sampler.h"
 #include "engine/data/token_file.h"
 #include "engine/data/tokenizer.h"
+#include "engine/planning/page.h"
 #include "engine/planning/trace.h"
 #include "engine/runtime/machine_rates.h"
 #include "engine/runtime/trainer.h"
@@ -25,13 +26,25 @@ int train_command_main(const TrainArguments& arguments) {
 int plan_command_main(const PlanArguments& arguments) {
   const Session session(arguments.config, arguments.sets);
   const PlannedProgram planned = session.plan(Goal::train);
-  if (!arguments.trace.empty()) {
+  if (!arguments.trace.empty() || !arguments.html.empty()) {
     const Prediction prediction =
         planned.prediction ? *planned.prediction
                            : predict(planned.program(), planned.memory, machine_rates(session.threads(), ""));
-    AtomicFile file(arguments.trace);
-    file.write(chrome_trace(planned.program(), planned.memory, prediction.spans));
-    file.commit();
+    if (!arguments.trace.empty())
+      write_atomically(arguments.trace, chrome_trace(planned.program(), planned.memory, prediction.spans));
+    const PageRun run{.name = "The step as planned",
+                      .program = &planned.program(),
+                      .memory = &planned.memory,
+                      .spans = prediction.spans,
+                      .stalls = prediction.stalls,
+                      .seconds = prediction.seconds};
+    if (!arguments.html.empty())
+      write_atomically(arguments.html,
+                       memory_page(arguments.config,
+                                   fmt::format("As planned for {} threads; nothing ran. Times are predicted from this "
+                                               "machine's measured rates.",
+                                               session.threads()),
+                                   {&run, 1}));
   }
   if (arguments.json)
     fmt::print("{}", plan_json(planned));
