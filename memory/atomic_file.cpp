@@ -16,7 +16,7 @@ namespace strata {
 AtomicFile::AtomicFile(std::string path)
     : path_(std::move(path)), temporary_(path_ + ".tmp-" + std::to_string(getpid())) {
   file_ = open(temporary_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
-  if (file_ < 0) refuse("cannot write it");
+  if (file_ < 0) throw Error(path_ + ": cannot write it: " + std::strerror(errno) + ".");  // a wrong path, most often
 }
 
 AtomicFile::~AtomicFile() {

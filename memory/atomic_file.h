@@ -7,7 +7,8 @@
 namespace strata {
 
 // Bytes go to a temporary name beside the target; commit() syncs and renames. Without commit() nothing remains.
-// All methods throw Error (failed) with the file's name when the system refuses, a full disk for instance.
+// All methods throw Error with the file's name when the system refuses: usage where the file can't be made, else failed
+// (a full disk for instance).
 class AtomicFile {
  public:
   explicit AtomicFile(std::string path);

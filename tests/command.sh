@@ -45,7 +45,7 @@ expect() {
 }
 
 config
-for command in "" train plan check plugins new-plugin "data prepare" generate import export; do
+for command in "" train plan check plugins new-plugin "data prepare" generate import export "bench memory"; do
   $strata $command --help >help || fail "strata $command --help"
   [[ $(wc -l <help) -gt 3 ]] || fail "strata $command --help says little"
 done
@@ -80,6 +80,45 @@ expect 2 'device.memory allows' "$strata" train config.toml --set device.memory=
 expect 2 'adafactor' "$strata" train config.toml --set device.memory=100KiB
 expect 2 '' "$strata" train
 expect 2 '' "$strata" frobnicate
+
+# Memory: plans, pages, traces, and what can be wrong with where tensors rest.
+mkdir disk
+nvme=(--set 'plugins.offload.directory="disk"' --set plugins.offload.minimum=0 --set plugins.offload.optimizer=nvme
+  --set plugins.offload.parameters=nvme --set plugins.recompute.mode=blocks)
+expect 0 '' "$strata" plan config.toml "${nvme[@]}" --trace plan.json --html plan.html
+grep -q 'waiting for NVMe' out || fail "plan says nothing of waiting: $(cat out)"
+grep -q 'optimizer_state' <(sed -n '/^nvme memory/,$p' out) || fail "no states on NVMe: $(cat out)"
+python3 -c 'import json; events = json.load(open("plan.json"))["traceEvents"]; assert any(e["args"].get("purpose") == "restore" for e in events)' || fail "plan --trace"
+grep -q 'NVMe memory over the step' plan.html || fail "plan --html"
+expect 2 'plugins.offload.directory is not set' "$strata" train config.toml --set plugins.offload.activations=nvme
+expect 2 'nodisk' "$strata" train config.toml "${nvme[@]}" --set 'plugins.offload.directory="nodisk"'
+expect 2 'the space for the NVMe tier allows' "$strata" train config.toml "${nvme[@]}" --set plugins.offload.space=8KiB
+expect 2 'must be one of "device", "host", "nvme"' "$strata" train config.toml --set plugins.offload.optimizer=disk
+expect 2 'Did you mean "attention"?' "$strata" train config.toml --set plugins.recompute.mode=selective --set 'plugins.recompute.kinds=["atention"]'
+expect 2 'host.memory allows' "$strata" train config.toml --set plugins.offload.optimizer=host --set plugins.offload.minimum=0 --set host.memory=20KiB
+expect 2 'expected NAME: KEY=VALUE' "$strata" bench memory config.toml --run nonsense
+expect 2 'bench.html' "$strata" train config.toml --trace nodir/bench.html
+if (($(id -u))); then
+  mkdir readonly && chmod a-w readonly
+  expect 2 'readonly' "$strata" train config.toml "${nvme[@]}" --set 'plugins.offload.directory="readonly"'
+fi
+[[ ! -e run ]] || fail "wrong input left a run folder behind"
+expect 0 '' "$strata" bench memory config.toml --steps 2 --json bench.json --html bench.html
+python3 - <<'PY' || fail "bench memory: $(cat out)"
+import json
+runs = json.load(open("bench.json"))["runs"]
+assert [r for r in runs if "error" in r] == [], runs
+exact = [r for r in runs if r["name"].split()[0] in ("recompute", "offload")]
+assert len(exact) >= 5 and all(r["losses"] == runs[0]["losses"] for r in exact), runs
+PY
+[[ -z $(ls -A disk) ]] || fail "left in the offload folder: $(ls -A disk)"
+"$strata" train config.toml "${nvme[@]}" --set run.directory=resting --set run.steps=100000 >/dev/null 2>&1 &
+pid=$!
+for _ in $(seq 100); do [[ -s resting/log.jsonl ]] && break; sleep 0.1; done
+expect 2 'disk' "$strata" train config.toml "${nvme[@]}" --set run.directory=second
+kill -9 $pid
+wait $pid 2>/dev/null || true
+expect 0 '' "$strata" train config.toml "${nvme[@]}" --set run.directory=second  # what was killed left nothing in the way
 
 # Data.
 expect 2 'no file matches' "$strata" train config.toml --set 'data.train=["nothere*.bin"]'

@@ -67,6 +67,10 @@ class Loop final : public StepContext {
       evaluator_.emplace(validation_->program(), validation_->memory, *storage_, session.device.backend, threads_);
       validation_feed_.emplace(*evaluator_, session.batch(Goal::evaluate));
     }
+    if (!trace_.empty()) {
+      trace_file_.emplace(trace_);
+      executor_->trace();
+    }
     // Nothing is written before everything that can be wrong with the input has been looked at.
     std::error_code problem;
     std::filesystem::create_directories(session.run.directory, problem);
@@ -74,9 +78,6 @@ class Loop final : public StepContext {
     store_.emplace(session.run.directory, int(session.run.keep));
     start(options.resume);
     log_.emplace(session.run.directory + "/log.jsonl", step_);
-    if (trace_.empty()) return;
-    trace_file_.emplace(trace_);  // before the first step: a wrong path is an error now
-    executor_->trace();
   }
 
   TrainSummary run() {

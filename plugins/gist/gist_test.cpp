@@ -130,8 +130,9 @@ std::string toml(const std::string& activation, const std::string& gist) {
          gist;
 }
 
-std::vector<double> losses(const std::string& config, int steps, bool poisoned, int64_t* activations = nullptr) {
-  test::Runner runner(config);
+std::vector<double> losses(const std::string& config, int steps, bool poisoned, int64_t* activations = nullptr,
+                           std::vector<NamedPlugin> more = {}) {
+  test::Runner runner(config, std::move(more));
   runner.poisoned = poisoned;
   if (activations) *activations = runner.plan.device().at_peak[int(Role::activation)];
   std::mt19937 random(9);
@@ -152,6 +153,29 @@ TEST(Gist, LosslessFormsAreExactInModels) {
         EXPECT_EQ(losses(toml(activation, "[plugins.gist]\nminimum = 0\n" + extra), 5, poisoned, &gist_bytes), plain);
       EXPECT_LT(gist_bytes, plain_bytes);
     }
+}
+
+// A relu whose result the backward pass reads for its sign alone: what follows is a residual connection.
+class ReluAfterAttention final : public Plugin {
+ public:
+  void model(ModelStage& stage) override {
+    stage.wrap("attention", [](Builder& b, TensorId x, const ModelStage::Module& inner) {
+      return b.emit("relu", {inner(b, x)}, {}, "rectified");
+    });
+  }
+};
+
+TEST(Gist, MasksAreExactInModels) {
+  ReluAfterAttention relu;
+  const std::vector<NamedPlugin> more = {{"relu_after_attention", &relu}};
+  const std::string gist = "[plugins.gist]\nminimum = 0\n";
+  test::Runner runner(toml("gelu", gist), more);
+  int masks = 0;
+  for (const auto& [tensor, forms] : runner.built.program.forms)
+    masks += std::any_of(forms.begin(), forms.end(), [](const RestingForm& form) { return form.name == "mask"; });
+  EXPECT_EQ(masks, 3 * 2);  // blocks and microbatches
+  const auto plain = losses(toml("gelu", ""), 5, false, nullptr, more);
+  for (bool poisoned : {false, true}) EXPECT_EQ(losses(toml("gelu", gist), 5, poisoned, nullptr, more), plain);
 }
 
 // Gradients from rounded activations: the loss falls as it does without, within 2% of its start after 40 steps.

@@ -46,6 +46,12 @@ class Settings {
   const Json& json_;
 };
 
+// Names of GPT-2's activations; the first of equals is written.
+constexpr struct {
+  std::string_view ours, theirs;
+} kGpt2Activations[] = {
+    {"gelu", "gelu_new"}, {"gelu", "gelu_pytorch_tanh"}, {"relu", "relu"}, {"squared_relu", "relu2"}};
+
 GptConfig from_gpt2(const Settings& s) {
   GptConfig c;
   c.layers = s.needed("n_layer");
@@ -57,9 +63,12 @@ GptConfig from_gpt2(const Settings& s) {
   c.norm_epsilon = s.number("layer_norm_epsilon", 1e-5);
   c.tied = s.boolean("tie_word_embeddings", true);
   const std::string activation = s.string("activation_function", "gelu_new");
-  if (activation != "gelu_new" && activation != "gelu_pytorch_tanh")
+  const auto known = std::find_if(std::begin(kGpt2Activations), std::end(kGpt2Activations),
+                                  [&](const auto& names) { return names.theirs == activation; });
+  if (known == std::end(kGpt2Activations))
     throw Error("config.json sets \"activation_function\" to \"" + activation +
-                "\"; the gpt plugin has gelu_new (the tanh form).");
+                "\"; the gpt plugin has gelu_new (gelu_pytorch_tanh, the tanh form), relu and relu2.");
+  c.activation = known->ours;
   s.must_be("scale_attn_weights", true);
   s.must_be("scale_attn_by_inverse_layer_idx", false);
   s.must_be("add_cross_attention", false);
@@ -107,14 +116,14 @@ GptConfig from_llama(const Settings& s, bool qwen) {
 }
 
 Family family_of(const GptConfig& c) {
-  if (c.positions == "learned" && c.norm == "layer_norm" && c.activation == "gelu" && c.bias && c.kv_heads == c.heads &&
-      c.head_size * c.heads == c.hidden)
+  if (c.positions == "learned" && c.norm == "layer_norm" && c.activation != "swiglu" && c.bias &&
+      c.kv_heads == c.heads && c.head_size * c.heads == c.hidden)
     return Family::gpt2;
   if (c.positions == "rotary" && c.norm == "rms_norm" && c.activation == "swiglu" && !c.bias)
     return c.qkv_bias ? Family::qwen2 : Family::llama;
   throw Error(
       "no Hugging Face architecture has this combination of model options; GPT-2 has learned positions, layer_norm, "
-      "gelu and biases, "
+      "gelu, relu or squared_relu and biases, "
       "Llama and Qwen2 have rotary positions, rms_norm, swiglu and no biases (but qkv_bias in Qwen2).");
 }
 
@@ -254,7 +263,9 @@ std::string gpt_to_external(const GptConfig& c) {
          {"n_inner", c.ffn},
          {"n_positions", c.context},
          {"vocab_size", c.vocabulary},
-         {"activation_function", "gelu_new"},
+         {"activation_function", std::string(std::find_if(std::begin(kGpt2Activations), std::end(kGpt2Activations),
+                                                          [&](const auto& n) { return n.ours == c.activation; })
+                                                 ->theirs)},
          {"layer_norm_epsilon", c.norm_epsilon},
          {"resid_pdrop", c.dropout},
          {"embd_pdrop", c.dropout},

@@ -28,6 +28,8 @@ class Recompute final : public strata::Plugin {
 
   void backward(strata::ProgramStage& stage) override {
     Program& program = stage.program;
+    if (mode_ == "selective")
+      for (const std::string& kind : kinds_) strata::find_kind(kind);  // a misspelt kind is an error
     for (const Op& op : program.ops) {
       if (op.stage != Stage::forward || !may_run_again(program, op)) continue;
       for (TensorId id : op.outputs) {
