@@ -130,14 +130,14 @@ class Wire {
   void put(const std::vector<T>& values) {
     const size_t count = values.size();
     std::fwrite(&count, sizeof count, 1, file_);
-    std::fwrite(values.data(), sizeof(T), count, file_);
+    if (count > 0) std::fwrite(values.data(), sizeof(T), count, file_);
   }
   template <class T>
   bool get(std::vector<T>& values) {
     size_t count = 0;
     if (std::fread(&count, sizeof count, 1, file_) != 1) return false;
     values.resize(count);
-    return std::fread(values.data(), sizeof(T), count, file_) == count;
+    return count == 0 || std::fread(values.data(), sizeof(T), count, file_) == count;
   }
   std::FILE* file_;
 };
