@@ -1,0 +1,123 @@
+// Ranks as threads of one process; see world.h.
+#include <condition_variable>
+#include <exception>
+#include <map>
+#include <mutex>
+#include <thread>
+
+#include "comm/windows.h"
+#include "comm/world.h"
+#include "memory/arena.h"
+#include "strata/error.h"
+
+namespace strata {
+namespace {
+
+// What the threads share.
+struct Hall {
+  explicit Hall(int size, double timeout) : size(size), timeout(timeout) {}
+  const int size;
+  const double timeout;
+  AbortFlag abort;
+  std::mutex mutex;
+  std::condition_variable changed;
+  struct Round {
+    std::vector<std::string> texts;
+    int came = 0, left = 0;
+  };
+  std::map<int64_t, Round> rounds;
+  std::map<std::string, std::weak_ptr<Arena>> blocks;
+};
+
+class LocalWorld final : public World {
+ public:
+  LocalWorld(Hall& hall, int rank) : hall_(hall), rank_(rank) {}
+  int rank() const override { return rank_; }
+  int size() const override { return hall_.size; }
+  int local_size() const override { return hall_.size; }
+
+  std::vector<std::string> gather(const std::string& mine) override {
+    std::unique_lock lock(hall_.mutex);
+    const int64_t number = gathers_++;
+    Hall::Round& round = hall_.rounds[number];
+    round.texts.resize(size_t(hall_.size));
+    round.texts[size_t(rank_)] = mine;
+    if (++round.came == hall_.size) hall_.changed.notify_all();
+    hall_.changed.wait(lock, [&] { return round.came == hall_.size || hall_.abort.raised; });
+    if (round.came < hall_.size) throw Error(hall_.abort.text, ExitCode::failed);
+    std::vector<std::string> all = round.texts;
+    if (++round.left == hall_.size) hall_.rounds.erase(number);
+    return all;
+  }
+
+  std::unique_ptr<Communicator> group(const std::string& name, const std::vector<int>& members) override {
+    WindowsOptions options{.name = name, .ranks = members, .timeout_seconds = hall_.timeout};
+    std::string key = name + "#" + std::to_string(made_[name]++);
+    int mine = -1;
+    for (size_t i = 0; i < members.size(); ++i) {
+      key += " " + std::to_string(members[i]);
+      if (members[i] == rank_) mine = int(i);
+    }
+    STRATA_CHECK(mine >= 0);
+    std::lock_guard lock(hall_.mutex);
+    std::shared_ptr<Arena> block = hall_.blocks[key].lock();
+    if (!block) {
+      block = std::make_shared<Arena>(windows_bytes(int(members.size()), options));
+      hall_.blocks[key] = block;
+    }
+    return windows_communicator(block->base(), block, mine, std::move(options), hall_.abort);
+  }
+
+  void abort(const std::string& why) override {
+    hall_.abort.raise(why);
+    std::lock_guard lock(hall_.mutex);
+    hall_.changed.notify_all();
+  }
+
+ private:
+  Hall& hall_;
+  int rank_;
+  int64_t gathers_ = 0;
+  std::map<std::string, int> made_;
+};
+
+}  // namespace
+
+std::unique_ptr<World> single_world() {
+  struct Alone final : World {
+    int rank() const override { return 0; }
+    int size() const override { return 1; }
+    int local_size() const override { return 1; }
+    std::vector<std::string> gather(const std::string& mine) override { return {mine}; }
+    std::unique_ptr<Communicator> group(const std::string&, const std::vector<int>&) override {
+      internal_error("a group of one rank", __FILE__, __LINE__);
+    }
+    void abort(const std::string&) override {}
+  };
+  return std::make_unique<Alone>();
+}
+
+void run_local(int size, const std::function<void(World&)>& body, double timeout_seconds) {
+  Hall hall(size, timeout_seconds);
+  std::exception_ptr first;
+  std::mutex mutex;
+  std::vector<std::thread> threads;
+  const auto one = [&](int rank) {
+    LocalWorld world(hall, rank);
+    try {
+      body(world);
+    } catch (const std::exception& error) {
+      {
+        std::lock_guard lock(mutex);
+        if (!first) first = std::current_exception();
+      }
+      world.abort("rank " + std::to_string(rank) + " failed: " + error.what());
+    }
+  };
+  for (int rank = 1; rank < size; ++rank) threads.emplace_back(one, rank);
+  one(0);
+  for (std::thread& thread : threads) thread.join();
+  if (first) std::rethrow_exception(first);
+}
+
+}  // namespace strata

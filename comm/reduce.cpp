@@ -1,0 +1,126 @@
+// Reduction kernels; see reduce.h. Blocks that fit the first-level cache go through the whole tree at once.
+#include "comm/reduce.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <vector>
+
+#include "strata/simd.h"
+#include "strata/error.h"
+
+namespace strata {
+namespace {
+
+constexpr int64_t kBlock = 1024;  // elements that go through the tree together
+
+template <class T>
+STRATA_INLINE T combine(T a, T b, Reduction reduction) {
+  return reduction == Reduction::sum ? a + b : std::max(a, b);
+}
+
+STRATA_SIMD void add_f32(const float* a, const float* b, float* out, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) out[i] = a[i] + b[i];
+}
+STRATA_SIMD void add4_f32(const float* a, const float* b, const float* c, const float* d, float* out, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) out[i] = (a[i] + b[i]) + (c[i] + d[i]);
+}
+
+template <class T>
+void apply(const T* a, const T* b, T* out, int64_t n, Reduction reduction) {
+  if constexpr (std::is_same_v<T, float>)
+    if (reduction == Reduction::sum) return add_f32(a, b, out, n);
+  for (int64_t i = 0; i < n; ++i) out[i] = combine(a[i], b[i], reduction);
+}
+
+template <class T>
+const T* tree(const T* const* in, int count, int64_t n, std::vector<T>* levels, int level, Reduction reduction) {
+  if (count == 1) return in[0];
+  const int split = tree_split(count);
+  const T* a = tree(in, split, n, levels, level + 1, reduction);
+  // The left result stays in its level's first half while the right one is made.
+  T* room = levels[level].data();
+  if (a != in[0] || split > 1) {
+    std::memcpy(room, a, size_t(n) * sizeof(T));
+    a = room;
+  }
+  const T* b = tree(in + split, count - split, n, levels, level + 1, reduction);
+  apply(a, b, room, n, reduction);
+  return room;
+}
+
+template <class T>
+void reduce(std::span<const std::byte* const> in, std::byte* out, int64_t count, Reduction reduction) {
+  T* result = reinterpret_cast<T*>(out);
+  const auto at = [&](size_t i) { return reinterpret_cast<const T*>(in[i]); };
+  if (in.size() == 2) return apply(at(0), at(1), result, count, reduction);
+  if constexpr (std::is_same_v<T, float>)
+    if (in.size() == 4 && reduction == Reduction::sum) return add4_f32(at(0), at(1), at(2), at(3), result, count);
+  thread_local std::vector<T> levels[11];
+  for (auto& level : levels) level.resize(kBlock);
+  thread_local std::vector<const T*> block;
+  block.resize(in.size());
+  for (int64_t i = 0; i < count; i += kBlock) {
+    for (size_t r = 0; r < in.size(); ++r) block[r] = at(r) + i;
+    const int64_t n = std::min(kBlock, count - i);
+    std::memmove(result + i, tree(block.data(), int(block.size()), n, levels, 0, reduction), size_t(n) * sizeof(T));
+  }
+}
+
+void reduce_bf16(std::span<const std::byte* const> in, std::byte* out, int64_t count, Reduction reduction) {
+  std::vector<std::vector<float>> wide(in.size(), std::vector<float>(kBlock));
+  std::vector<const std::byte*> pointers;
+  for (const auto& block : wide) pointers.push_back(reinterpret_cast<const std::byte*>(block.data()));
+  std::vector<float> sum(kBlock);
+  for (int64_t i = 0; i < count; i += kBlock) {
+    const int64_t n = std::min(kBlock, count - i);
+    for (size_t r = 0; r < in.size(); ++r)
+      for (int64_t j = 0; j < n; ++j) {
+        uint16_t bits;
+        std::memcpy(&bits, in[r] + (i + j) * 2, 2);
+        wide[r][size_t(j)] = std::bit_cast<float>(uint32_t(bits) << 16);
+      }
+    reduce<float>(pointers, reinterpret_cast<std::byte*>(sum.data()), n, reduction);
+    for (int64_t j = 0; j < n; ++j) {
+      const uint32_t bits = std::bit_cast<uint32_t>(sum[size_t(j)]);
+      const bool nan = (bits & 0x7fffffff) > 0x7f800000;
+      const uint16_t rounded = nan ? uint16_t(bits >> 16 | 0x40) : uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+      std::memcpy(out + (i + j) * 2, &rounded, 2);
+    }
+  }
+}
+
+}  // namespace
+
+int tree_split(int count) { return int(std::bit_floor(unsigned(count - 1))); }
+
+void reduce_tree(std::span<const std::byte* const> in, std::byte* out, int64_t bytes, DType dtype,
+                 Reduction reduction) {
+  if (bytes == 0) return;
+  if (in.size() == 1) {
+    if (in[0] != out) std::memmove(out, in[0], size_t(bytes));
+    return;
+  }
+  const int64_t count = bytes / size_of(dtype);
+  switch (dtype) {
+    case DType::f32:
+      return reduce<float>(in, out, count, reduction);
+    case DType::f64:
+      return reduce<double>(in, out, count, reduction);
+    case DType::i32:
+      return reduce<int32_t>(in, out, count, reduction);
+    case DType::bf16:
+      return reduce_bf16(in, out, count, reduction);
+    default:
+      throw Error("a reduction over ranks takes f32, f64, bf16 or i32, not " + std::string(name_of(dtype)) + ".",
+                  ExitCode::failed);
+  }
+}
+
+Range share_of(int64_t count, int rank, int size) {
+  const int64_t each = count / size, more = count % size;
+  const int64_t begin = rank * each + std::min<int64_t>(rank, more);
+  return {begin, begin + each + (rank < more)};
+}
+
+}  // namespace strata

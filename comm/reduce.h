@@ -1,0 +1,17 @@
+// Elementwise reduction of several arrays in a balanced tree.
+#pragma once
+#include <cstdint>
+#include <span>
+
+#include "comm/communicator.h"
+
+namespace strata {
+
+// out = in[0] ∘ in[1] ∘ … over `bytes` bytes, paired ((0 1)(2 3))…; the tree splits at the largest power of two below
+// the number of inputs. `out` may be one of the inputs. At most 1024 inputs.
+void reduce_tree(std::span<const std::byte* const> in, std::byte* out, int64_t bytes, DType dtype, Reduction reduction);
+
+// Where the tree splits `count` leaves: the largest power of two below it.
+int tree_split(int count);
+
+}  // namespace strata

@@ -1,0 +1,33 @@
+// All ranks of a run, before there is a mesh: who this is, small texts between all, and groups made of any of them.
+#pragma once
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/communicator.h"
+
+namespace strata {
+
+class World {
+ public:
+  virtual ~World() = default;
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+  virtual int local_size() const = 0;  // ranks on this host, which share its processors
+  // Everybody's text, by rank. All ranks call it, in the same order as everything else here.
+  virtual std::vector<std::string> gather(const std::string& mine) = 0;
+  // A group of these ranks, ascending; called by its members alone. `name` is for messages.
+  virtual std::unique_ptr<Communicator> group(const std::string& name, const std::vector<int>& members) = 0;
+  // Ends what others are waiting for, with this text. From any thread.
+  virtual void abort(const std::string& why) = 0;
+};
+
+// One rank alone.
+std::unique_ptr<World> single_world();
+
+// Runs `body` once a rank, each on a thread of its own, over groups in shared memory. Rethrows the error of the rank
+// that failed first.
+void run_local(int size, const std::function<void(World&)>& body, double timeout_seconds = 600);
+
+}  // namespace strata
