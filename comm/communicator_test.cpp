@@ -1,6 +1,6 @@
 // Every collective over threads, against plain loops: sizes, uneven parts, many pieces, types, orders; and what happens
 // when ranks disagree or are missing.
-#include "comm/communicator.h"
+#include "strata/communicator.h"
 
 #include <gtest/gtest.h>
 

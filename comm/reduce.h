@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <span>
 
-#include "comm/communicator.h"
+#include "strata/communicator.h"
 
 namespace strata {
 

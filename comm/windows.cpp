@@ -55,10 +55,10 @@ enum class Kind : uint8_t { all_reduce = 1, reduce_scatter, all_gather, broadcas
 constexpr const char* kNames[] = {"",          "all_reduce", "reduce_scatter", "all_gather",
                                   "broadcast", "all_to_all", "barrier"};
 
-struct Layout {
+struct BlockLayout {
   int size;
   int64_t chunk, window, desks, pairs, windows, mail, bytes;
-  Layout(int n, const WindowsOptions& options) : size(n) {
+  BlockLayout(int n, const WindowsOptions& options) : size(n) {
     chunk = options.chunk_bytes > 0 ? options.chunk_bytes : std::clamp<int64_t>((512 << 10) / n, 16 << 10, 128 << 10);
     window = 2 * (n + 1) * chunk;  // two slots: a chunk to each rank, and the result
     desks = 0;
@@ -370,7 +370,7 @@ class Windows final : public Communicator {
   int rank_;
   WindowsOptions options_;
   const AbortFlag& abort_;
-  Layout layout_;
+  BlockLayout layout_;
   uint32_t round_ = 0;
   int64_t count_ = 0;
   uint64_t signature_ = 0;
@@ -392,7 +392,7 @@ void AbortFlag::raise(std::string_view what) {
   writing.clear();
 }
 
-int64_t windows_bytes(int size, const WindowsOptions& options) { return Layout(size, options).bytes; }
+int64_t windows_bytes(int size, const WindowsOptions& options) { return BlockLayout(size, options).bytes; }
 
 std::unique_ptr<Communicator> windows_communicator(std::byte* block, std::shared_ptr<void> owner, int rank,
                                                    WindowsOptions options, const AbortFlag& abort) {

@@ -5,7 +5,7 @@
 #include <functional>
 #include <memory>
 
-#include "comm/communicator.h"
+#include "strata/communicator.h"
 
 namespace strata {
 

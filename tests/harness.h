@@ -8,7 +8,9 @@
 #include <memory>
 
 #include "engine/planning/residency.h"
+#include "engine/planning/localize.h"
 #include "engine/runtime/executor.h"
+#include "engine/runtime/ranks.h"
 #include "engine/runtime/session.h"
 
 namespace strata::test {
@@ -48,11 +50,12 @@ class KeepGradients final : public Plugin {
 // One training program with its storage.
 class Runner final : public StepContext {
  public:
-  Runner(const std::string& toml, std::vector<NamedPlugin> more = {}, Goal goal = Goal::train, Rates rates = {})
-      : session_(write_file(folder_ / "config.toml", toml), {}), threads_(session_.threads()) {
+  Runner(const std::string& toml, std::vector<NamedPlugin> more = {}, Goal goal = Goal::train, Rates rates = {},
+                  World* world = nullptr)
+      : session_(write_file(folder_ / "config.toml", toml), {}, world), threads_(session_.threads()) {
     plugins = session_.plugins;
     plugins.insert(plugins.end(), more.begin(), more.end());
-    built = build_program(plugins, session_.batch(goal), goal);
+    built = build_program(plugins, session_.batch(goal), goal, session_.mesh.first());
     plan = plan_residency(built.program, {.backend = session_.device.backend,
                                           .threads = threads_.count(),
                                           .host_stream = session_.host.threads > 0,
@@ -60,9 +63,14 @@ class Runner final : public StepContext {
                                           .host_budget = session_.host.memory.count,
                                           .rates = rates});
     verify(built.program, "residency");
+    if (world) {
+      groups = make_groups(*world, session_.mesh);
+      localize(built.program, session_.mesh, session_.batch(goal).microbatches);
+      built.program.storage_directory = rank_directory(built.program.storage_directory, *world);
+    }
     storage = std::make_unique<Storage>(built.program, plan);
     executor = std::make_unique<Executor>(built.program, plan, *storage, session_.device.backend, threads_,
-                                          int(session_.host.threads));
+                                          int(session_.host.threads), &groups);
     storage->initialize(uint64_t(session_.run.seed), threads_);
   }
 
@@ -76,18 +84,20 @@ class Runner final : public StepContext {
     const BatchShape batch = session_.batch(Goal::train);
     const size_t count = size_t(batch.micro_batch * batch.sequence_length);
     for (int64_t m = 0; program.find("tokens@" + std::to_string(m)); ++m) {
-      std::copy_n(tokens + size_t(m) * count, count,
+      const size_t global = size_t(m + batch.microbatches * session_.mesh["data"].coordinate);
+      std::copy_n(tokens + global * count, count,
                   static_cast<int32_t*>(executor->pointer(program.find("tokens@" + std::to_string(m)))));
       if (const TensorId id = program.find("targets@" + std::to_string(m)))
-        std::copy_n(targets + size_t(m) * count, count, static_cast<int32_t*>(executor->pointer(id)));
+        std::copy_n(targets + global * count, count, static_cast<int32_t*>(executor->pointer(id)));
     }
     for (const NamedPlugin& named : plugins) named.plugin->step_start(*this);
     if (poisoned)
       executor->run_poisoned();
     else
       executor->run();
-    double loss = 0;
-    for (TensorId id : program.losses) loss += *static_cast<const float*>(executor->pointer(id));
+    std::vector<double> losses;
+    for (TensorId id : program.losses) losses.push_back(*static_cast<const float*>(executor->pointer(id)));
+    const double loss = sum_over_ranks(groups, std::move(losses));
     for (const NamedPlugin& named : plugins) named.plugin->step_end(*this);
     return loss;
   }
@@ -120,6 +130,7 @@ class Runner final : public StepContext {
   BuiltProgram built;
   MemoryPlan plan;
   std::unique_ptr<Storage> storage;
+  Groups groups;
   std::unique_ptr<Executor> executor;
 
  private:

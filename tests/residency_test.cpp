@@ -143,7 +143,8 @@ struct RandomProgram {
       for (TensorId id : op.outputs) {
         if (program[id].persistent) continue;
         if (op.stage == Stage::forward && random() % 2)
-          program.forms[id.value].push_back({.name = "recompute", .restore = {op}, .always = random() % 2 == 0});
+          program.forms[id.value].push_back(
+              {.name = "recompute", .restore = {op}, .when = RestingForm::When(random() % 4)});
       }
     for (Tensor& tensor : program.tensors) {
       if (tensor.role == Role::data || random() % 2) continue;

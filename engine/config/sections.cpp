@@ -25,6 +25,10 @@ void declare(Options& options, RunSection& run) {
   options.add("log_every", run.log_every, "steps between progress lines").positive().unit("steps");
   options.add("initialize", run.initialize,
               "checkpoint, run or imported folder whose parameters to start from; empty: random");
+  options.add(
+      "reproducible", run.reproducible,
+      "sum gradients in a balanced tree over all microbatches of a step, so that any number of ranks gives the same "
+      "bits");
   options.add("plugin_path", run.plugin_path, "more folders to look for plugins in");
 }
 
@@ -63,12 +67,19 @@ void declare(Options& options, HostSection& host) {
       .range(0, 4096);
 }
 
+void declare(Options& options, MeshSection& mesh) {
+  options.add("data", mesh.data, "ranks that see different sequences of a batch").range(1, 65536);
+  options
+      .add("replicate", mesh.replicate, "groups of ranks among the data ranks that each hold everything; divides data")
+      .range(1, 65536);
+}
+
 Sections read_sections(const Config& config) {
-  const std::vector<std::string> known = {"run", "model", "data", "device", "host", "plugins"};
+  const std::vector<std::string> known = {"run", "model", "data", "device", "host", "mesh", "plugins"};
   for (const auto& entry : config.root().entries()) {
     if (std::find(known.begin(), known.end(), entry.key) == known.end())
       throw Error(entry.place, "no table or key is named \"" + entry.key +
-                                   "\"; expected [run], [model], [data], [device], [host] or [plugins.NAME]." +
+                                   "\"; expected [run], [model], [data], [device], [host], [mesh] or [plugins.NAME]." +
                                    did_you_mean(entry.key, known));
     config.root().table(entry.key);
   }
@@ -86,11 +97,27 @@ Sections read_sections(const Config& config) {
   read(sections.data, "data");
   read(sections.device, "device");
   read(sections.host, "host");
+  read(sections.mesh, "mesh");
   const DataSection& data = sections.data;
   if (data.global_batch % data.micro_batch != 0)
     throw Error(config.root().table("data")->place,
                 "data.global_batch = " + std::to_string(data.global_batch) +
                     " is not a multiple of data.micro_batch = " + std::to_string(data.micro_batch) + ".");
+  const MeshSection& mesh = sections.mesh;
+  if (mesh.data % mesh.replicate != 0)
+    throw Error(config.root().table("mesh")->place,
+                "mesh.data = " + std::to_string(mesh.data) +
+                    " is not a multiple of mesh.replicate = " + std::to_string(mesh.replicate) + ".");
+  if (data.global_batch % (data.micro_batch * mesh.data) != 0)
+    throw Error(config.root().table("data")->place,
+                "data.global_batch = " + std::to_string(data.global_batch) +
+                    " is not a multiple of data.micro_batch = " + std::to_string(data.micro_batch) +
+                    " times mesh.data = " + std::to_string(mesh.data) + " ranks.");
+  const int64_t microbatches = data.global_batch / (data.micro_batch * mesh.data);
+  if (sections.run.reproducible && mesh.data > 1 && (microbatches & (microbatches - 1)) != 0)
+    throw Error(config.root().table("data")->place,
+                "run.reproducible on several ranks needs a power of two of microbatches a rank, but there are " +
+                    std::to_string(microbatches) + "; change data.global_batch or data.micro_batch.");
   if (data.train.empty()) throw Error(config.root().table("data")->find("train")->place, "data.train names no file.");
   return sections;
 }

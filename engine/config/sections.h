@@ -1,5 +1,5 @@
-// The engine's own tables of a configuration: [run], [data], [device], [host]. [model] and [plugins.*] belong to
-// plugins.
+// The engine's own tables of a configuration: [run], [data], [device], [host], [mesh]. [model] and [plugins.*] belong
+// to plugins.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -21,6 +21,7 @@ struct RunSection {
   int64_t log_every = 1;
   std::string initialize;
   std::vector<std::string> plugin_path;
+  bool reproducible = false;
 };
 
 struct DataSection {
@@ -42,17 +43,25 @@ struct HostSection {
   int64_t threads = 0;
 };
 
+// Ranks by axis (strata/mesh.h).
+struct MeshSection {
+  int64_t data = 1;
+  int64_t replicate = 1;
+};
+
 struct Sections {
   RunSection run;
   DataSection data;
   DeviceSection device;
   HostSection host;
+  MeshSection mesh;
 };
 
 void declare(Options& options, RunSection& section);
 void declare(Options& options, DataSection& section);
 void declare(Options& options, DeviceSection& section);
 void declare(Options& options, HostSection& section);
+void declare(Options& options, MeshSection& section);
 
 // Reads the engine's tables and refuses tables that nobody knows.
 Sections read_sections(const Config& config);

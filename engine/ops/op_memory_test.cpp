@@ -10,6 +10,7 @@
 #include <random>
 #include <set>
 
+#include "strata/exact_sum.h"
 #include "strata/builder.h"
 
 namespace strata {
@@ -194,7 +195,7 @@ std::vector<Case> cases(std::mt19937& random) {
   const Shape x{batch, time, columns}, w{columns}, long_vector{pick({1, 4095, 4097, 70001})};
   const Shape qkv{batch, time, groups * (per_group + 2) * size};
   const int64_t rows = batch * time;
-  const Input scalar{{1}, 0, DType::f64};
+  const Input scalar{{1}, 0, DType::f64}, exact_sum{{kExactSum}, 0, DType::f64};
   const Attributes epsilon{{"epsilon", 1e-5}};
   Attributes rotary{{"heads", groups * per_group}, {"kv_heads", groups}, {"base", 1e4}, {"inverse", int64_t{0}}};
   return {
@@ -217,7 +218,7 @@ std::vector<Case> cases(std::mt19937& random) {
       {"dropout", {{long_vector}, scalar, scalar}, {{"probability", 0.4}, {"stream", int64_t{-5}}}},
       {"sum_rows", {{x}}, {}},
       {"sum_of_squares", {{long_vector}}, {}},
-      {"sum_scalars", {scalar, scalar, scalar}, {}},
+      {"add_sums", {exact_sum, exact_sum}, {}},
   };
 }
 

@@ -1,8 +1,9 @@
-// Reductions: sum over rows (bias gradients), sum of squares and sums of scalars (norms).
+// Reductions: sum over rows (bias gradients), exact sums of squares (norms).
 #include <cstring>
 
 #include "engine/ops/registration.h"
 #include "engine/ops/vector.h"
+#include "strata/exact_sum.h"
 
 namespace strata {
 namespace {
@@ -37,7 +38,29 @@ STRATA_SIMD float sum_of_squares(const float* x, int64_t n) {
   return simd::sum(total);
 }
 
-int64_t chunks(const OpView& v) { return (elements(v.input(0).shape) + kChunk - 1) / kChunk; }
+// A long row chunk by chunk, in order.
+double row_squares(const float* x, int64_t n) {
+  double total = 0;
+  for (int64_t i = 0; i < n; i += kChunk) total += double(sum_of_squares(x + i, std::min(kChunk, n - i)));
+  return total;
+}
+
+// Rows of the first dimension, which is what ranks split; a vector is one row.
+struct Rows {
+  explicit Rows(const OpView& v) : Rows(v.input(0).shape) {}
+  explicit Rows(const Shape& shape)
+      : count(shape.size() > 1 ? shape[0] : 1), length(elements(shape) / std::max<int64_t>(count, 1)) {}
+  int64_t count, length;
+};
+
+void sum_exactly(const double* values, int64_t count, double* sum) {
+  std::fill_n(sum, kExactSum, 0.0);
+  for (int64_t i = 0; i < count; ++i) {
+    add_exactly(sum, values[i]);
+    if (i % (1 << 20) == (1 << 20) - 1) carry(sum);
+  }
+  carry(sum);
+}
 
 const AtLoad registered([] {
   register_kind({.name = "sum_rows",
@@ -59,51 +82,53 @@ const AtLoad registered([] {
                                 for (int64_t i = 0; i < elements(b.input(0).shape); ++i)
                                   b.out<T>(0)[i % b.columns(0)] += b.in<T>(0)[i];
                               })}}});
+  // Row by row in double, then exactly: the same whichever rank holds which rows.
   register_kind({.name = "sum_of_squares",
-                 .summary = "x (…) -> f64 (1)",
+                 .summary = "x (rows, …) -> exact sum (strata/exact_sum.h)",
                  .shape = [](const OpView& v) -> std::vector<TensorSpec> {
                    require(v.inputs() == 1 && v.has_input(0) && is_float(v.input(0)), v, "one floating-point tensor");
-                   return {{{1}, DType::f64}};
+                   return {{{kExactSum}, DType::f64}};
                  },
-                 // Chunks are summed in order whatever the number of threads.
                  .kernels = {{"cpu", cpu_kernel(
                                          [](const Binding& b) {
-                                           const int64_t n = elements(b.input(0).shape);
-                                           float* parts = b.workspace<float>();
-                                           b.threads().split(chunks(b), 4, [&](int64_t i, int64_t e) {
-                                             for (; i < e; ++i)
-                                               parts[i] = sum_of_squares(b.in<float>(0) + i * kChunk,
-                                                                         std::min(kChunk, n - i * kChunk));
-                                           });
-                                           double total = 0;
-                                           for (int64_t i = 0; i < chunks(b); ++i) total += parts[i];
-                                           *b.out<double>(0) = total;
+                                           const Rows rows(b);
+                                           double* parts = b.workspace<double>();
+                                           b.threads().split(rows.count, std::max<int64_t>(1, kChunk / rows.length),
+                                                             [&](int64_t i, int64_t e) {
+                                                               for (; i < e; ++i)
+                                                                 parts[i] = row_squares(
+                                                                     b.in<float>(0) + i * rows.length, rows.length);
+                                                             });
+                                           sum_exactly(parts, rows.count, b.out<double>(0));
                                          },
-                                         [](const OpView& v, int) { return chunks(v) * 4; })},
+                                         [](const OpView& v, int) { return Rows(v).count * 8; })},
                              {"reference", reference_kernel([](const Binding& b, auto zero) {
                                 using T = decltype(zero);
-                                double total = 0;
+                                std::vector<double> squares;
                                 for (int64_t i = 0; i < elements(b.input(0).shape); ++i)
-                                  total += double(b.in<T>(0)[i]) * double(b.in<T>(0)[i]);
-                                *b.out<double>(0) = total;
+                                  squares.push_back(double(b.in<T>(0)[i]) * double(b.in<T>(0)[i]));
+                                sum_exactly(squares.data(), int64_t(squares.size()), b.out<double>(0));
                               })}}});
-  const Kernel sum{[](const Binding& b) -> Launch {
-                     return [b] {
-                       double total = 0;
-                       for (int i = 0; i < b.inputs(); ++i) total += *b.in<double>(i);
-                       *b.out<double>(0) = total;
-                     };
-                   },
-                   {}};
-  register_kind({.name = "sum_scalars",
-                 .summary = "any number of f64 (1) -> f64 (1)",
+  const Kernel sums{[](const Binding& b) -> Launch {
+                      return [b] {
+                        double* out = b.out<double>(0);
+                        std::fill_n(out, kExactSum, 0.0);
+                        for (int i = 0; i < b.inputs(); ++i)
+                          for (int k = 0; k < kExactSum; ++k) out[k] += b.in<double>(i)[k];
+                        carry(out);
+                      };
+                    },
+                    {}};
+  register_kind({.name = "add_sums",
+                 .summary = "any number of exact sums -> their sum",
                  .shape = [](const OpView& v) -> std::vector<TensorSpec> {
                    bool right = v.inputs() > 0;
-                   for (int i = 0; i < v.inputs(); ++i) right = right && v.has_input(i) && is_scalar(v.input(i));
-                   require(right, v, "f64 scalars");
-                   return {{{1}, DType::f64}};
+                   for (int i = 0; i < v.inputs(); ++i)
+                     right = right && v.has_input(i) && v.input(i).shape == Shape{kExactSum};
+                   require(right, v, "exact sums");
+                   return {{{kExactSum}, DType::f64}};
                  },
-                 .kernels = {{"cpu", sum}, {"reference", sum}}});
+                 .kernels = {{"cpu", sums}, {"reference", sums}}});
 });
 
 }  // namespace

@@ -16,9 +16,8 @@ STRATA_SIMD void relu(const float* x, float* y, int64_t n) {
   simd::map(n, [&](int64_t i, int64_t c) STRATA_INLINE_LAMBDA { put(y + i, simd::max(get(x + i, c), F{}), c); });
 }
 STRATA_SIMD void relu_gradient(const float* dy, const float* y, float* dx, int64_t n) {
-  simd::map(n, [&](int64_t i, int64_t c) STRATA_INLINE_LAMBDA {
-    put(dx + i, get(y + i, c) > 0.0f ? get(dy + i, c) : F{}, c);
-  });
+  simd::map(n, [&](int64_t i, int64_t c)
+                   STRATA_INLINE_LAMBDA { put(dx + i, get(y + i, c) > 0.0f ? get(dy + i, c) : F{}, c); });
 }
 STRATA_SIMD void squared_relu(const float* x, float* y, int64_t n) {
   simd::map(n, [&](int64_t i, int64_t c) STRATA_INLINE_LAMBDA {
@@ -76,20 +75,16 @@ const AtLoad registered([] {
   add_pair("relu", "x (…) -> max(x, 0)",
            kernels([](const Binding& b, int64_t i, int64_t n) { relu(b.in<float>(0) + i, b.out<float>(0) + i, n); },
                    [](auto x, auto) { return x < 0 ? decltype(x)(0) : x; }),
-           kernels(
-               [](const Binding& b, int64_t i, int64_t n) {
-                 relu_gradient(b.in<float>(0) + i, b.in<float>(1) + i, b.out<float>(0) + i, n);
-               },
-               [](auto dy, auto y) { return y > 0 ? dy : decltype(dy)(0); }));
-  add_pair("squared_relu", "x (…) -> max(x, 0)²",
-           kernels(
-               [](const Binding& b, int64_t i, int64_t n) { squared_relu(b.in<float>(0) + i, b.out<float>(0) + i, n); },
-               [](auto x, auto) { return x < 0 ? decltype(x)(0) : x * x; }),
-           kernels(
-               [](const Binding& b, int64_t i, int64_t n) {
-                 squared_relu_gradient(b.in<float>(0) + i, b.in<float>(1) + i, b.out<float>(0) + i, n);
-               },
-               [](auto dy, auto y) { return dy * 2 * std::sqrt(y); }));
+           kernels([](const Binding& b, int64_t i,
+                      int64_t n) { relu_gradient(b.in<float>(0) + i, b.in<float>(1) + i, b.out<float>(0) + i, n); },
+                   [](auto dy, auto y) { return y > 0 ? dy : decltype(dy)(0); }));
+  add_pair(
+      "squared_relu", "x (…) -> max(x, 0)²",
+      kernels([](const Binding& b, int64_t i, int64_t n) { squared_relu(b.in<float>(0) + i, b.out<float>(0) + i, n); },
+              [](auto x, auto) { return x < 0 ? decltype(x)(0) : x * x; }),
+      kernels([](const Binding& b, int64_t i,
+                 int64_t n) { squared_relu_gradient(b.in<float>(0) + i, b.in<float>(1) + i, b.out<float>(0) + i, n); },
+              [](auto dy, auto y) { return dy * 2 * std::sqrt(y); }));
 });
 
 }  // namespace

@@ -1,6 +1,8 @@
 // The stages of planning in order; see build.h.
 #include "engine/planning/build.h"
 
+#include <algorithm>
+
 #include "engine/planning/unroll.h"
 #include "engine/program/autodiff.h"
 
@@ -30,6 +32,19 @@ void rewrite(std::span<const NamedPlugin> plugins, std::string_view stage, Progr
   }
 }
 
+// What a gradient of one microbatch has yet to be summed over: the axes that split the batch.
+std::vector<std::string> partial_over(const Mesh& mesh) {
+  return mesh.size("data") > 1 ? std::vector<std::string>{"data"} : std::vector<std::string>{};
+}
+
+void require_summed(const std::vector<Gradient>& list) {
+  for (const Gradient& gradient : list)
+    if (!gradient.partial.empty())
+      throw Error("mesh." + gradient.partial.front() +
+                  " asks for several ranks, but no enabled plugin sums gradients over them; enable data_parallel or "
+                  "zero, or set it to 1.");
+}
+
 double flops(const Program& program) {
   double sum = 0;
   for (const Op& op : program.ops) sum += cost_of(OpView(program, op)).flops;
@@ -38,7 +53,7 @@ double flops(const Program& program) {
 
 }  // namespace
 
-BuiltProgram build_program(std::span<const NamedPlugin> plugins, const BatchShape& batch, Goal goal) {
+BuiltProgram build_program(std::span<const NamedPlugin> plugins, const BatchShape& batch, Goal goal, const Mesh& mesh) {
   BuiltProgram built;
   Program single;
 
@@ -53,7 +68,7 @@ BuiltProgram build_program(std::span<const NamedPlugin> plugins, const BatchShap
     single.losses = {result};
   verify(single, "model");
 
-  ProgramStage forward{single, batch};
+  ProgramStage forward{.program = single, .batch = batch, .goal = goal, .mesh = mesh};
   rewrite(plugins, "forward", single, [&](Plugin& plugin) { plugin.forward(forward); });
 
   const std::vector<TensorId> parameters = single.with_role(Role::parameter);
@@ -64,39 +79,53 @@ BuiltProgram build_program(std::span<const NamedPlugin> plugins, const BatchShap
     if (goal == Goal::train) schedule.order.push_back({Stage::backward, m});
   }
 
+  std::vector<Gradient> list;
   if (goal == Goal::train) {
     std::vector<Root> roots;
     for (TensorId loss : single.losses) roots.push_back({loss, {}});
     gradients = differentiate(single, roots, parameters);
     verify(single, "differentiation");
-    ProgramStage backward{single, batch};
+    for (size_t i = 0; i < parameters.size(); ++i)
+      if (gradients[i])
+        list.push_back(
+            {.parameter = parameters[i], .tensor = gradients[i], .scale = {}, .partial = partial_over(mesh)});
+    const size_t first = single.ops.size();
+    ProgramStage backward{.program = single, .batch = batch, .goal = goal, .mesh = mesh, .gradients = &list};
     rewrite(plugins, "backward", single, [&](Plugin& plugin) { plugin.backward(backward); });
+    hoist(single, std::min(first, single.ops.size()));
+    std::fill(gradients.begin(), gradients.end(), TensorId{});
+    for (const Gradient& gradient : list)
+      gradients[size_t(std::find(parameters.begin(), parameters.end(), gradient.parameter) - parameters.begin())] =
+          gradient.tensor;
     for (const NamedPlugin& named : plugins)
       guarded(named, "schedule", [&](Plugin& plugin) { plugin.schedule(schedule); });
   }
 
-  built.program = unroll(single, parameters, gradients, schedule);
+  built.program = unroll(single, parameters, gradients, schedule, batch.reproducible);
   Program& step = built.program;
   verify(step, "unrolling");
-  built.model_flops = flops(step);
-  built.tokens_per_step = batch.micro_batch * batch.microbatches * batch.sequence_length;
+  built.model_flops = flops(step) * double(batch.ranks);
+  built.tokens_per_step = batch.sequences() * batch.sequence_length;
   if (goal == Goal::logits) built.logits = step.find(single[result].name + "@0");
 
   if (goal == Goal::train) {
-    std::vector<Gradient> list;
-    for (size_t i = 0; i < parameters.size(); ++i)
-      if (gradients[i]) list.push_back({step.find(single[parameters[i]].name), gradients[i], {}});
+    for (Gradient& gradient : list) {
+      const size_t i = size_t(std::find(parameters.begin(), parameters.end(), gradient.parameter) - parameters.begin());
+      gradient.tensor = gradients[i];
+      gradient.parameter = step.find(single[parameters[i]].name);
+    }
     const size_t first = step.ops.size();
     Builder reduce(step);
     reduce.stage = Stage::reduce;
-    GradientStage gradient_stage(reduce, list);
+    GradientStage gradient_stage(reduce, list, mesh);
     rewrite(plugins, "gradients", step, [&](Plugin& plugin) {
       reduce.role = Role::gradient;
       plugin.gradients(gradient_stage);
     });
+    require_summed(list);
     Builder update(step);
     update.stage = Stage::update;
-    UpdateStage update_stage(update, list);
+    UpdateStage update_stage(update, list, mesh);
     rewrite(plugins, "update", step, [&](Plugin& plugin) {
       update.role = Role::workspace;
       plugin.update(update_stage);
@@ -105,7 +134,7 @@ BuiltProgram build_program(std::span<const NamedPlugin> plugins, const BatchShap
     verify(step, "placing updates early");
   }
 
-  ProgramStage placement{step, batch};
+  ProgramStage placement{.program = step, .batch = batch, .goal = goal, .mesh = mesh};
   rewrite(plugins, "placement", step, [&](Plugin& plugin) { plugin.placement(placement); });
   return built;
 }

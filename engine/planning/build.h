@@ -19,6 +19,7 @@ struct BuiltProgram {
 };
 
 // Throws Error, with the plugin's name in front when a plugin's pass threw.
-BuiltProgram build_program(std::span<const NamedPlugin> plugins, const BatchShape& batch, Goal goal);
+BuiltProgram build_program(std::span<const NamedPlugin> plugins, const BatchShape& batch, Goal goal,
+                           const Mesh& mesh = {});
 
 }  // namespace strata

@@ -90,8 +90,13 @@ std::vector<Access> accesses_of(const Program& program, const MemoryPlan& plan, 
   };
   const auto tensor = [&](TensorId id, bool write) {
     const int64_t bytes = program[id].bytes();
-    if (!program[id].persistent) return buffer(plan.buffers[plan.buffer_of[id.value]], bytes, write);
-    const int64_t begin = place(program[id].home, plan.persistent_offset[id.value]);
+    if (!program[id].persistent) {
+      Access access = buffer(plan.buffers[plan.buffer_of[id.value]], bytes, write);
+      access.begin += program[id].part_offset;
+      access.end += program[id].part_offset;
+      return access;
+    }
+    const int64_t begin = place(program[id].home, plan.persistent_offset[id.value] + program[id].part_offset);
     return Access{begin, begin + bytes, write};
   };
   const Op& op = program.ops[index];

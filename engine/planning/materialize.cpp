@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <map>
 #include <utility>
 
 namespace strata {
@@ -24,7 +25,8 @@ class Materializer {
     for (int32_t i = 0; i < int32_t(program.ops.size()); ++i)
       for (const auto* list : {&program.ops[i].inputs, &program.ops[i].outputs})
         for (TensorId id : *list)
-          if (id && (uses_[id.value].empty() || uses_[id.value].back() != i)) uses_[id.value].push_back(i);
+          if (auto* uses = id ? &uses_[program.whole(id).value] : nullptr; uses && (uses->empty() || uses->back() != i))
+            uses->push_back(i);
     readers_.resize(count);
     for (const auto& [tensor, forms] : program.forms)
       for (const RestingForm& form : forms)
@@ -32,7 +34,7 @@ class Materializer {
           for (TensorId id : op.inputs)
             if (id) readers_[id.value].push_back({tensor});
     for (size_t t = 0; t < count; ++t)
-      if (program.tensors[t].persistent || program.tensors[t].role == Role::data)
+      if ((program.tensors[t].persistent && !program.tensors[t].part_of) || program.tensors[t].role == Role::data)
         copies_[t].at[int(program.tensors[t].home)] = {int32_t(t)};
   }
 
@@ -62,14 +64,16 @@ class Materializer {
     Op op = original;
     touched_.clear();
     for (TensorId id : original.outputs)
-      if (in_[id].persistent) before_write(id, original);
+      if (in_[id].persistent) before_write(in_.whole(id), original);
     for (TensorId& id : op.inputs)
-      if (id) id = acquire(id, op.tier, original);
+      if (id) id = as_used(id, acquire(in_.whole(id), op.tier, original));
     std::vector<TensorId> home_again;  // persistent tensors written away from home
     for (TensorId& id : op.outputs) {
-      const TensorId logical = id;
-      const bool in_place = std::find(original.inputs.begin(), original.inputs.end(), id) != original.inputs.end();
-      Copies& c = copies(id);
+      const TensorId used = id, logical = in_.whole(id);
+      const bool in_place = std::any_of(original.inputs.begin(), original.inputs.end(),
+                                        [&](TensorId input) { return in_.whole(input) == logical; });
+      STRATA_CHECK(in_place || used == logical);
+      Copies& c = copies(logical);
       if (in_place)
         id = c.at[int(op.tier)];
       else if (in_[id].persistent && in_[id].home != op.tier)
@@ -80,6 +84,7 @@ class Materializer {
       now.at = {};
       now.form = -1;
       now.at[int(op.tier)] = id;
+      id = as_used(used, id);
       touch(logical, op.tier);
       if (in_[logical].persistent && in_[logical].home != op.tier) home_again.push_back(logical);
     }
@@ -91,6 +96,18 @@ class Materializer {
       copies(id).at[int(home)] = id;
     }
     for (const auto& [id, tier] : touched_) give_up(id, original);
+  }
+
+  // What stands for `id` where `copy` stands for the tensor it is (a part of).
+  TensorId as_used(TensorId id, TensorId copy) {
+    if (!in_[id].part_of) return copy;
+    if (copy == in_[id].part_of) return id;
+    TensorId& part = parts_[{id.value, copy.value}];
+    if (!part) {
+      part = result_.program.add_part(copy, in_[id].name, in_[id].shape, in_[id].part_offset);
+      result_.program[part].layout = in_[id].layout;
+    }
+    return part;
   }
 
   // A persistent tensor changes: what restores from its old value does so now, and is given up no more.
@@ -273,12 +290,13 @@ class Materializer {
   const Program& in_;
   const Decisions& decisions_;
   Materialized result_;
-  std::vector<Copies> copies_;                      // by tensor of the original program
-  std::vector<std::vector<int32_t>> uses_;          // by tensor: ops of the original program, ascending
-  std::vector<TensorId> owner_;                     // by tensor a form keeps: the tensor it was made from
-  std::vector<std::pair<TensorId, Tier>> touched_;  // by the op being placed
-  std::vector<std::vector<TensorId>> readers_;      // by tensor: those whose forms restore from it
-  std::vector<TensorId> restoring_;                 // whose restoring ops are being placed
+  std::vector<Copies> copies_;                             // by tensor of the original program
+  std::vector<std::vector<int32_t>> uses_;                 // by tensor: ops of the original program, ascending
+  std::vector<TensorId> owner_;                            // by tensor a form keeps: the tensor it was made from
+  std::vector<std::pair<TensorId, Tier>> touched_;         // by the op being placed
+  std::vector<std::vector<TensorId>> readers_;             // by tensor: those whose forms restore from it
+  std::vector<TensorId> restoring_;                        // whose restoring ops are being placed
+  std::map<std::pair<int32_t, int32_t>, TensorId> parts_;  // by part and copy of its whole
   int32_t position_ = 0;
 };
 

@@ -24,8 +24,8 @@ void make_buffers(const Program& program, int64_t alignment, MemoryPlan& plan) {
   std::vector<int32_t> last(count, -1);
   for (size_t i = 0; i < program.ops.size(); ++i) {
     for (TensorId id : program.ops[i].inputs)
-      if (id) last[id.value] = int32_t(i);
-    for (TensorId id : program.ops[i].outputs) last[id.value] = int32_t(i);
+      if (id) last[program.whole(id).value] = int32_t(i);
+    for (TensorId id : program.ops[i].outputs) last[program.whole(id).value] = int32_t(i);
   }
   const int32_t end = int32_t(program.ops.size()) - 1;
   plan.buffer_of.assign(count, -1);
@@ -45,9 +45,11 @@ void make_buffers(const Program& program, int64_t alignment, MemoryPlan& plan) {
     std::set<int32_t> taken;  // buffers given to an output of this op
     for (int o = 0; o < view.outputs(); ++o) {
       const TensorId out = op.outputs[o];
-      if (program[out].persistent || plan.buffer_of[out.value] >= 0) continue;
+      if (program[out].persistent || program[out].part_of || plan.buffer_of[out.value] >= 0) continue;
       const auto dies = [&](TensorId in) {
-        if (!in || program[in].persistent || program[in].role == Role::data || program[in].step_output) return false;
+        if (!in || program[in].persistent || program[in].part_of || program[in].role == Role::data ||
+            program[in].step_output)
+          return false;
         // Dead after this op, not merely this tensor: buffers hold one live tensor at a time, so last[] is enough.
         const int32_t buffer = plan.buffer_of[in.value];
         return last[in.value] == i && !taken.contains(buffer) && program[in].bytes() == program[out].bytes() &&
@@ -68,6 +70,9 @@ void make_buffers(const Program& program, int64_t alignment, MemoryPlan& plan) {
       plan.buffers[buffer].last = program[out].step_output ? end : std::max(i, last[out.value]);
     }
   }
+  for (size_t t = 0; t < count; ++t)
+    if (const Tensor& part = program.tensors[t]; part.part_of && !part.persistent)
+      plan.buffer_of[t] = plan.buffer_of[part.part_of.value];
 }
 
 void add_workspaces(const Program& program, const std::string& backend, int threads, int64_t alignment,
@@ -173,12 +178,15 @@ MemoryPlan lay_out(const Program& program, const std::string& backend, int threa
   MemoryPlan plan;
   plan.persistent_offset.assign(program.tensors.size(), -1);
   for (size_t i = 0; i < program.tensors.size(); ++i)
-    if (const Tensor& tensor = program.tensors[i]; tensor.persistent) {
+    if (const Tensor& tensor = program.tensors[i]; tensor.persistent && !tensor.part_of) {
       TierPlan& tier = plan[tensor.home];
       plan.persistent_offset[i] = tier.persistent_bytes;
       tier.persistent_bytes += aligned(tensor.bytes(), alignment);
       tier.at_peak[int(tensor.role)] += aligned(tensor.bytes(), alignment);
     }
+  for (size_t i = 0; i < program.tensors.size(); ++i)
+    if (const Tensor& part = program.tensors[i]; part.persistent && part.part_of)
+      plan.persistent_offset[i] = plan.persistent_offset[part.part_of.value];
   make_buffers(program, alignment, plan);
   add_workspaces(program, backend, threads, alignment, plan);
   for (int t = 0; t < kTiers; ++t) {
@@ -239,7 +247,8 @@ MemoryPlan plan_memory(const Program& program, const std::string& backend, int t
 std::vector<Held> held_at(const Program& program, const MemoryPlan& plan, Tier tier, int32_t at) {
   std::vector<Held> held;
   for (const Tensor& tensor : program.tensors)
-    if (tensor.persistent && tensor.home == tier) held.push_back({tensor.bytes(), tensor.name, tensor.role});
+    if (tensor.persistent && !tensor.part_of && tensor.home == tier)
+      held.push_back({tensor.bytes(), tensor.name, tensor.role});
   for (const Buffer& buffer : plan.buffers)
     if (buffer.tier == tier && buffer.first <= at && at <= buffer.last)
       held.push_back({buffer.bytes, buffer.name, buffer.role});

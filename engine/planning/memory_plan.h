@@ -39,7 +39,8 @@ struct TierPlan {
 
 struct MemoryPlan {
   std::array<TierPlan, kTiers> tiers;
-  std::vector<int64_t> persistent_offset;  // by tensor, in its home tier's arena; -1 for transient tensors
+  std::vector<int64_t> persistent_offset;  // by tensor, in its home tier's arena; -1 for transient tensors;
+                                           // of a part: its whole's
   std::vector<int32_t> buffer_of;          // by tensor; -1 for persistent tensors and those no op touches
   std::vector<int32_t> workspace_of;       // by op: its workspace's buffer or -1
   std::vector<Buffer> buffers;

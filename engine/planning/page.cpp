@@ -221,7 +221,7 @@ class Page {
     const TierPlan& plan = (*run.memory)[tier];
     Ledger resting{};
     for (const Tensor& tensor : run.program->tensors)
-      if (tensor.persistent && tensor.home == tier) resting[int(tensor.role)] += tensor.bytes();
+      if (tensor.persistent && !tensor.part_of && tensor.home == tier) resting[int(tensor.role)] += tensor.bytes();
     const std::vector<Ledger> live = timeline(*run.program, *run.memory, tier);
     const auto sum = [](const Ledger& ledger) {
       int64_t bytes = 0;

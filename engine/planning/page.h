@@ -15,12 +15,12 @@ struct PageRun {
   std::string name;  // "plain", "recompute + offload"
   const Program* program = nullptr;
   const MemoryPlan* memory = nullptr;
-  std::vector<Span> spans;     // by op: predicted or measured
-  bool measured = false;       // what `spans` and `stalls` are
+  std::vector<Span> spans;  // by op: predicted or measured
+  bool measured = false;    // what `spans` and `stalls` are
   Stalls stalls;
-  double seconds = 0;          // of the step
-  std::optional<double> ratio;            // step time over the plain run's, measured
-  std::optional<double> loss_difference;  // from the plain run's after the same number of steps
+  double seconds = 0;                                     // of the step
+  std::optional<double> ratio;                            // step time over the plain run's, measured
+  std::optional<double> loss_difference;                  // from the plain run's after the same number of steps
   std::optional<int64_t> device_measured, host_measured;  // bytes of the arenas that were resident
 };
 

@@ -36,7 +36,8 @@ class Planner {
       visit_[i] = visit;
       for (const auto* list : {&op.inputs, &op.outputs})
         for (TensorId id : *list)
-          if (id && (uses_[id.value].empty() || uses_[id.value].back() != i)) uses_[id.value].push_back(i);
+          if (auto* uses = id ? &uses_[program.whole(id).value] : nullptr; uses && (uses->empty() || uses->back() != i))
+            uses->push_back(i);
       for (TensorId id : op.outputs)
         if (producer_[id.value] < 0) producer_[id.value] = i;
     }
@@ -126,7 +127,7 @@ class Planner {
   void choose_homes() {
     for (size_t t = 0; t < program_.tensors.size(); ++t) {
       Tensor& tensor = program_.tensors[t];
-      if (!tensor.persistent) continue;
+      if (!tensor.persistent || tensor.part_of) continue;
       if (settings_.homes) {
         const auto found = settings_.homes->find(tensor.name);
         if (found != settings_.homes->end()) tensor.home = found->second;
@@ -146,9 +147,9 @@ class Planner {
       std::set<TensorId> seen;
       for (TensorId id : op.inputs) {
         if (!id || !seen.insert(id).second) continue;
-        const Tensor& tensor = program_[id];
+        const Tensor &tensor = program_[id], &whole = program_[program_.whole(id)];
         const bool written = std::find(op.outputs.begin(), op.outputs.end(), id) != op.outputs.end();
-        const bool away = tensor.persistent ? tensor.home != Tier::device : tensor.farthest != Tier::device;
+        const bool away = tensor.persistent ? whole.home != Tier::device : tensor.farthest != Tier::device;
         (away ? to_device : to_host) += tensor.bytes() * (written ? 2 : 1);
       }
       if (to_host >= to_device) continue;
@@ -163,18 +164,26 @@ class Planner {
       const Tensor& tensor = program_.tensors[t];
       const auto& uses = uses_[t];
       const auto forms = program_.forms.find(t);
-      int always = -1;
+      int always = -1, between = -1;
       if (forms != program_.forms.end())
-        for (int f = 0; f < int(forms->second.size()); ++f)
-          if (forms->second[f].always && (always < 0 || kept_bytes(t, f) < kept_bytes(t, always))) always = f;
+        for (int f = 0; f < int(forms->second.size()); ++f) {
+          using When = RestingForm::When;
+          const When when = forms->second[size_t(f)].when;
+          if (when == When::after_forward && (always < 0 || kept_bytes(t, f) < kept_bytes(t, always))) always = f;
+          if (when == When::between_blocks || (when == When::unless_budget && settings_.device_budget <= 0))
+            between = f;
+        }
       const bool moves = movable(tensor) && !tensor.step_output;
-      if (always < 0 && !moves) continue;
+      if (always < 0 && between < 0 && !moves) continue;
       const Tier tier = tensor.persistent ? tensor.home : first_tier(tensor);
       for (size_t u = 0; u < uses.size(); ++u) {
         const bool last = u + 1 == uses.size();
         const bool leaves_forward = program_.ops[uses[u]].stage == Stage::forward &&
                                     (last || program_.ops[uses[u + 1]].stage != Stage::forward);
-        if (always >= 0) {
+        if (between >= 0) {
+          if (!last && visit_[uses[u + 1]] - visit_[uses[u]] > 1)
+            decisions_[{t, uses[u + 1]}] = {between, Tier::device, false};
+        } else if (always >= 0) {
           const bool nothing_kept = forms->second[always].rest.empty();
           if (leaves_forward && (!last || nothing_kept))
             decisions_[{t, last ? kNever : uses[u + 1]}] = {
@@ -196,6 +205,8 @@ class Planner {
   // Adds decisions until the live bytes of every tier are within `targets`, or nothing is left to give up.
   Materialized fit(const std::array<int64_t, kTiers>& targets) {
     for (int round = 0;; ++round) {
+      for (Tensor& part : program_.tensors)
+        if (part.part_of && part.persistent) part.home = program_[part.part_of].home;
       Materialized now = materialize(program_, decisions_);
       bool within = true, changed = false;
       const MemoryPlan plan = measure_memory(now.program, settings_.backend, settings_.threads);

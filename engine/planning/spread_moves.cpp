@@ -11,8 +11,9 @@ constexpr double kMargin = 1.25;  // predictions are not exact: start this much 
 
 bool is_move(const Op& op) {
   return op.stream == Stream::to_device || op.stream == Stream::to_host || op.stream == Stream::read ||
-         op.stream == Stream::write;
+         op.stream == Stream::write || (op.stream == Stream::exchange && op.purpose == Purpose::restore);
 }
+bool is_copy(const Op& op) { return is_move(op) && op.stream != Stream::exchange; }
 
 class Spreader {
  public:
@@ -24,7 +25,8 @@ class Spreader {
     seconds_.resize(size_t(count_));
     for (int32_t i = 0; i < count_; ++i) {
       seconds_[i] = seconds_of(OpView(program, program.ops[i]), rates);
-      start_[i + 1] = start_[i] + (is_move(program.ops[i]) ? 0 : seconds_[i]);
+      start_[i + 1] =
+          start_[i] + (is_move(program.ops[i]) || program.ops[i].stream == Stream::exchange ? 0 : seconds_[i]);
     }
     for (int t = 0; t < kTiers; ++t) {
       live_[t].assign(size_t(count_), plan.tiers[t].persistent_bytes);
@@ -40,7 +42,7 @@ class Spreader {
   std::vector<int32_t> run() {
     find_neighbours();
     for (int32_t i = 0; i < count_; ++i)
-      if (is_move(program_.ops[i]) && program_.ops[i].purpose == Purpose::rest) delay(i);
+      if (is_copy(program_.ops[i]) && program_.ops[i].purpose == Purpose::rest) delay(i);
     for (int32_t i = count_; i-- > 0;)
       if (is_move(program_.ops[i]) && program_.ops[i].purpose == Purpose::restore) advance(i);
     std::vector<int32_t> order(size_t(count_), 0);
@@ -66,11 +68,13 @@ class Spreader {
       const Op& op = program_.ops[i];
       for (TensorId id : op.inputs)
         if (id) {
-          last_use_[id.value] = i;
-          if (const int32_t by = moved[id.value]; by >= 0) reader_[by] = std::min(reader_[by], i);
+          last_use_[program_.whole(id).value] = i;
+          if (const int32_t by = moved[program_.whole(id).value]; by >= 0) reader_[by] = std::min(reader_[by], i);
         }
-      if (is_move(op)) source_[i] = written_[op.inputs[0].value];
-      for (TensorId id : op.outputs) {
+      if (is_move(op))
+        for (TensorId id : op.inputs) source_[i] = std::max(source_[i], written_[program_.whole(id).value]);
+      for (TensorId out : op.outputs) {
+        const TensorId id = program_.whole(out);
         if (const int32_t by = moved[id.value]; by >= 0) reader_[by] = std::min(reader_[by], i);
         last_use_[id.value] = i;
         written_[id.value] = i;
@@ -101,14 +105,15 @@ class Spreader {
   // What comes: early enough to be there in time, where memory allows.
   void advance(int32_t i) {
     const Op& op = program_.ops[i];
-    const Tensor& to = program_[op.outputs[0]];
+    const Tier tier = program_[op.outputs[0]].home;
+    int64_t bytes = 0;
+    for (TensorId id : op.outputs) bytes += program_[id].bytes();
     double& next = due_[int(op.stream)];
     const double in_time = std::min(reader_[i] < count_ ? start_[reader_[i]] : start_[count_], next);
     next = in_time - seconds_[i] * kMargin;
     const int32_t after = source_[i] < 0 ? 0 : place_[source_[i]] + 1;
     int32_t place = i;
-    while (place > after && start_[place] > next && room(to.home, place - 1, to.bytes()))
-      live_[int(to.home)][--place] += to.bytes();
+    while (place > after && start_[place] > next && room(tier, place - 1, bytes)) live_[int(tier)][--place] += bytes;
     place_[i] = place;
   }
 

@@ -2,8 +2,16 @@
 #include "strata/stages.h"
 
 #include <algorithm>
+#include <numeric>
 
 namespace strata {
+namespace {
+
+void keep_layout(Program& program, TensorId from, TensorId to) {
+  if (program[to].shape == program[from].shape) program[to].layout = program[from].layout;
+}
+
+}  // namespace
 
 void ModelStage::define(std::string name, Module module) {
   const auto [at, inserted] = defined_.emplace(name, std::move(module));
@@ -41,7 +49,9 @@ void GradientStage::append(std::string_view kind, std::initializer_list<std::ref
   for (Gradient& gradient : gradients) {
     materialize(gradient);
     build_.role = Role::gradient;
-    gradient.tensor = build_.emit(kind, {gradient.tensor}, attributes, build_[gradient.tensor].name);
+    const TensorId before = gradient.tensor;
+    gradient.tensor = build_.emit(kind, {before}, attributes, build_[before].name);
+    keep_layout(build_.program(), before, gradient.tensor);
   }
 }
 
@@ -53,12 +63,62 @@ void GradientStage::scale(Gradient& gradient, TensorId factor) {
 void GradientStage::materialize(Gradient& gradient) {
   if (!gradient.scale) return;
   build_.role = Role::gradient;
-  gradient.tensor = build_.emit("scale", {gradient.tensor, gradient.scale}, {}, build_[gradient.tensor].name);
+  const TensorId before = gradient.tensor;
+  gradient.tensor = build_.emit("scale", {before, gradient.scale}, {}, build_[before].name);
+  keep_layout(build_.program(), before, gradient.tensor);
   gradient.scale = {};
 }
 
-TensorId UpdateStage::state(const Gradient& gradient, std::string_view name, const Shape& shape, DType dtype) {
-  return build_.state(build_[gradient.parameter].name + "." + std::string(name), shape, dtype);
+TensorId GradientStage::sum_over(TensorId partial, const Layout& layout) {
+  for (const Split& split : layout) {
+    if (mesh_.size(split.axis) == 1) continue;
+    build_.stream = Stream::exchange;
+    partial = build_.emit("all_reduce", {partial}, {{"axis", split.axis}, {"reduction", "sum"}});
+    build_.stream = Stream::compute;
+  }
+  return partial;
+}
+
+TensorId UpdateStage::over_parts(const Gradient& gradient, TensorId partial, const std::string& reduction) {
+  const Layout layout = build_[gradient.parameter].layout;
+  for (const Split& split : layout) {
+    if (mesh_.size(split.axis) == 1) continue;
+    build_.stream = Stream::exchange;
+    partial = build_.emit("all_reduce", {partial}, {{"axis", split.axis}, {"reduction", reduction}});
+    build_.stream = Stream::compute;
+  }
+  return partial;
+}
+
+std::vector<std::vector<size_t>> buckets_of(const Program& program, const std::vector<Gradient>& gradients,
+                                            int64_t bytes) {
+  std::vector<int64_t> final_at(gradients.size(), -1);
+  for (size_t i = 0; i < program.ops.size(); ++i)
+    for (TensorId id : program.ops[i].outputs)
+      for (size_t g = 0; g < gradients.size(); ++g)
+        if (gradients[g].tensor == id) final_at[g] = int64_t(i);
+  std::vector<size_t> order(gradients.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return final_at[a] < final_at[b]; });
+  std::vector<std::vector<size_t>> buckets;
+  int64_t room = 0;
+  for (size_t g : order) {
+    if (room <= 0) buckets.emplace_back(), room = bytes;
+    buckets.back().push_back(g);
+    room -= program[gradients[g].tensor].bytes();
+  }
+  return buckets;
+}
+
+TensorId UpdateStage::state(const Gradient& gradient, std::string_view name, const Shape& shape, DType dtype,
+                            bool whole) {
+  const Program& program = build_.program();
+  const TensorId id =
+      build_.state(program[program.whole(gradient.parameter)].name + "." + std::string(name), shape, dtype);
+  const Tensor& parameter = program[gradient.parameter];
+  if (!whole && !parameter.layout.empty() && shape[0] == parameter.shape[0])
+    build_.program()[id].layout = parameter.layout;
+  return id;
 }
 
 }  // namespace strata

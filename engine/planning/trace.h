@@ -1,5 +1,5 @@
-// A step as a trace for Chrome's about:tracing and ui.perfetto.dev ("Trace Event Format"): one row a stream, one slice an
-// op, counters for the bytes alive on each tier.
+// A step as a trace for Chrome's about:tracing and ui.perfetto.dev ("Trace Event Format"): one row a stream, one slice
+// an op, counters for the bytes alive on each tier.
 #pragma once
 #include <string>
 #include <vector>

@@ -29,8 +29,9 @@ void check_order(const ScheduleStage& schedule, bool has_backward) {
 
 class Unroller {
  public:
-  Unroller(const Program& single, const std::vector<TensorId>& parameters, std::vector<TensorId>& gradients)
-      : single_(single), parameters_(parameters), gradients_(gradients) {
+  Unroller(const Program& single, const std::vector<TensorId>& parameters, std::vector<TensorId>& gradients,
+           bool balanced)
+      : single_(single), parameters_(parameters), gradients_(gradients), balanced_(balanced) {
     uses_.assign(single.tensors.size(), 0);
     for (const Op& op : single.ops)
       for (TensorId id : op.inputs)
@@ -41,6 +42,7 @@ class Unroller {
     for (size_t i = 0; i < single.tensors.size(); ++i)
       shared_.push_back(single.tensors[i].persistent ? result_.add(single.tensors[i]) : TensorId{});
     sums_.resize(gradients.size());
+    tree_.resize(gradients.size());
   }
 
   Program run(const ScheduleStage& schedule) {
@@ -49,8 +51,9 @@ class Unroller {
     for (const Pass& pass : schedule.order) {
       for (size_t i = 0; i < single_.ops.size(); ++i)
         if ((single_.ops[i].stage == Stage::forward) == (pass.stage == Stage::forward)) place(i, pass.microbatch);
-      if (pass.stage == Stage::backward) accumulate(pass.microbatch);
+      if (pass.stage == Stage::backward) balanced_ ? grow(pass.microbatch) : accumulate(pass.microbatch);
     }
+    if (balanced_) close_trees(schedule.microbatches - 1);
     for (int m = 0; m < schedule.microbatches; ++m)
       for (TensorId loss : single_.losses) {
         result_.losses.push_back(mapped(loss, m));
@@ -104,15 +107,48 @@ class Unroller {
       const TensorId now = mapped(gradients_[g], m);
       result_[now].role = Role::gradient;
       if (sums_[g] && !fold(gradients_[g], sums_[g], m)) {
-        Builder build(result_);
-        build.stage = Stage::backward;
-        build.microbatch = m;
-        build.role = Role::gradient;
-        sums_[g] = build.emit("add", {sums_[g], now}, {}, result_[parameters_[g]].name + ".gradient");
+        sums_[g] = add(g, sums_[g], now, m);
       } else {
         sums_[g] = now;
       }
     }
+  }
+
+  // Balanced sums: partial sums of 1, 2, 4, … microbatches wait, and two of a size are added.
+  struct Partial {
+    TensorId sum;
+    int count;
+  };
+  TensorId add(size_t g, TensorId a, TensorId b, int m) {
+    Builder build(result_);
+    build.stage = Stage::backward;
+    build.microbatch = m;
+    build.role = Role::gradient;
+    const TensorId sum = build.emit("add", {a, b}, {}, result_[parameters_[g]].name + ".gradient");
+    result_[sum].layout = result_[a].layout;
+    return sum;
+  }
+  void grow(int m) {
+    for (size_t g = 0; g < gradients_.size(); ++g) {
+      if (!gradients_[g]) continue;
+      const TensorId now = mapped(gradients_[g], m);
+      result_[now].role = Role::gradient;
+      auto& tree = tree_[g];
+      tree.push_back({now, 1});
+      while (tree.size() > 1 && tree[tree.size() - 2].count == tree.back().count) join(g, m);
+    }
+  }
+  void close_trees(int m) {
+    for (size_t g = 0; g < gradients_.size(); ++g) {
+      while (tree_[g].size() > 1) join(g, m);
+      if (!tree_[g].empty()) sums_[g] = tree_[g].front().sum;
+    }
+  }
+  void join(size_t g, int m) {
+    auto& tree = tree_[g];
+    const Partial b = tree.back();
+    tree.pop_back();
+    tree.back() = {add(g, tree.back().sum, b.sum, m), tree.back().count + b.count};
   }
 
   bool fold(TensorId contribution, TensorId sum, int m) {
@@ -142,6 +178,8 @@ class Unroller {
   const Program& single_;
   const std::vector<TensorId>& parameters_;
   std::vector<TensorId>& gradients_;
+  bool balanced_;
+  std::vector<std::vector<Partial>> tree_;  // by gradient, the largest first
   Program result_;
   std::vector<int> uses_;
   std::vector<int32_t> producer_;
@@ -153,11 +191,11 @@ class Unroller {
 }  // namespace
 
 Program unroll(const Program& single, const std::vector<TensorId>& parameters, std::vector<TensorId>& gradients,
-               const ScheduleStage& schedule) {
+               const ScheduleStage& schedule, bool balanced) {
   const bool has_backward =
       std::any_of(single.ops.begin(), single.ops.end(), [](const Op& op) { return op.stage == Stage::backward; });
   check_order(schedule, has_backward);
-  return Unroller(single, parameters, gradients).run(schedule);
+  return Unroller(single, parameters, gradients, balanced).run(schedule);
 }
 
 void hoist(Program& program, size_t first) {
@@ -167,14 +205,15 @@ void hoist(Program& program, size_t first) {
   for (size_t i = 0; i < program.ops.size(); ++i) {
     const Op& op = program.ops[i];
     int64_t after = -1;
+    const auto whole = [&](TensorId id) { return size_t(program.whole(id).value); };
     for (TensorId id : op.inputs)
-      if (id) after = std::max(after, last_write[id.value]);
-    for (TensorId id : op.outputs) after = std::max(after, last_access[id.value]);
+      if (id) after = std::max(after, last_write[whole(id)]);
+    for (TensorId id : op.outputs) after = std::max(after, last_access[whole(id)]);
     ready[i] = i < first ? int64_t(i) : after;
     for (TensorId id : op.inputs)
-      if (id) last_access[id.value] = std::max(last_access[id.value], ready[i]);
+      if (id) last_access[whole(id)] = std::max(last_access[whole(id)], ready[i]);
     for (TensorId id : op.outputs)
-      last_write[id.value] = last_access[id.value] = std::max(last_access[id.value], ready[i]);
+      last_write[whole(id)] = last_access[whole(id)] = std::max(last_access[whole(id)], ready[i]);
   }
   std::vector<size_t> order(program.ops.size());
   std::iota(order.begin(), order.end(), 0);

@@ -36,8 +36,8 @@ std::vector<NamedPlugin> in_order(const std::vector<NamedPlugin>& plugins) {
   std::vector<char> done(count, false);
   while (ordered.size() < count) {
     size_t next = count;
-    for (size_t i = 0; i < count && next == count; ++i) {
-      if (done[i]) continue;
+    for (size_t i = 0; i < count; ++i) {
+      if (done[i] || (next < count && (capabilities[next].early || !capabilities[i].early))) continue;
       bool ready = true;
       for (size_t j = 0; j < count; ++j) ready &= done[j] || !before(j, i);
       if (ready) next = i;

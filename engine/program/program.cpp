@@ -56,6 +56,15 @@ TensorId Program::add(Tensor tensor) {
   return {id};
 }
 
+TensorId Program::add_part(TensorId whole, std::string name, Shape shape, int64_t offset) {
+  Tensor part = tensors.at(size_t(whole.value));
+  part.name = std::move(name);
+  part.shape = std::move(shape);
+  part.part_of = whole;
+  part.part_offset = offset;
+  return add(std::move(part));
+}
+
 TensorId Program::find(std::string_view name) const {
   const auto found = names_.find(std::string(name));
   return found == names_.end() ? TensorId{} : TensorId{found->second};
@@ -64,7 +73,7 @@ TensorId Program::find(std::string_view name) const {
 std::vector<TensorId> Program::with_role(Role role) const {
   std::vector<TensorId> result;
   for (int32_t i = 0; i < int32_t(tensors.size()); ++i)
-    if (tensors[i].persistent && tensors[i].role == role) result.push_back({i});
+    if (tensors[i].persistent && tensors[i].role == role && !tensors[i].part_of) result.push_back({i});
   return result;
 }
 

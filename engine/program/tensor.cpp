@@ -29,6 +29,12 @@ std::string_view name_of(DType type) {
   return names[int(type)];
 }
 
+Shape Tensor::full_shape() const {
+  Shape full = shape;
+  for (const Split& split : layout) full[size_t(split.dimension)] = split.full;
+  return full;
+}
+
 std::string_view name_of(Role role) {
   constexpr std::string_view names[] = {"parameters", "gradients", "optimizer_state", "activations",
                                         "data",       "scalars",   "workspace"};

@@ -39,7 +39,7 @@ void verify(const Program& program, std::string_view after) {
       if (!known(id))
         throw Error("the program is not well formed after \"" + std::string(after) + "\": op " + std::to_string(i) +
                     " (" + op.kind->name + ") reads a tensor that does not exist.");
-      if (!written[id.value])
+      if (!written[program.whole(id).value])
         refuse(program, i, after, "reads " + program[id].name + " before anything has written it.");
     }
     if (op.accumulate & ~op.kind->accumulates)

@@ -72,7 +72,7 @@ struct Executor::Streams {
 };
 
 Executor::Executor(const Program& program, const MemoryPlan& plan, const Storage& storage, const std::string& backend,
-                   Threads& compute, int host_threads)
+                   Threads& compute, int host_threads, const Groups* groups)
     : program_(program),
       plan_(plan),
       storage_(storage),
@@ -84,14 +84,14 @@ Executor::Executor(const Program& program, const MemoryPlan& plan, const Storage
   for (size_t t = 0; t < program.tensors.size(); ++t) {
     if (program.tensors[t].persistent) {
       pointers_[t] = storage.persistent(program.tensors[t].name);
-      STRATA_CHECK(pointers_[t]);
+      STRATA_CHECK(pointers_[t] || program.tensors[t].part_of);
     } else if (plan.buffer_of[t] >= 0) {
       const Buffer& buffer = plan.buffers[plan.buffer_of[t]];
       if (buffer.tier == Tier::nvme) {
         slots_.push_back(storage.transient_slot(program.tensors[t], buffer.offset));
         pointers_[t] = slots_.back().get();
       } else {
-        pointers_[t] = storage.transient(buffer.tier) + buffer.offset;
+        pointers_[t] = storage.transient(buffer.tier) + buffer.offset + program.tensors[t].part_offset;
       }
     }
   }
@@ -120,7 +120,12 @@ Executor::Executor(const Program& program, const MemoryPlan& plan, const Storage
                        : op.stream == Stream::host  ? *streams_->host
                                                     : streams_->alone;
     Step& step = steps_[i];
-    step.launch = kernel->second.bind(Binding(view, inputs, outputs, workspace(i), threads));
+    Communicator* group = nullptr;
+    if (op.stream == Stream::exchange && op.attributes.has("axis")) {
+      STRATA_CHECK(groups && groups->contains(op.attributes.string("axis")));
+      group = groups->find(op.attributes.string("axis"))->second.get();
+    }
+    step.launch = kernel->second.bind(Binding(view, inputs, outputs, workspace(i), threads, group));
     if (!copies.empty())
       step.launch = [copies, &threads, launch = std::move(step.launch)] {
         for (const auto& [to, from, bytes] : copies)
@@ -261,6 +266,7 @@ std::string Executor::first_non_finite() {
       return program_.tensors[t].name;
   for (int32_t i = 0; i < int32_t(steps_.size()); ++i) {
     if (program_.ops[i].stage == Stage::update) continue;
+    if (program_.ops[i].stream == Stream::exchange) return "";  // other ranks do not come along
     steps_[i].launch();
     for (TensorId id : program_.ops[i].outputs)
       if (program_[id].home != Tier::nvme && !finite(program_[id], pointer(id))) return program_[id].name;

@@ -3,6 +3,7 @@
 #pragma once
 #include <array>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -10,6 +11,7 @@
 #include "engine/planning/memory_plan.h"
 #include "engine/planning/predict.h"
 #include "engine/runtime/storage.h"
+#include "strata/communicator.h"
 #include "strata/op_kind.h"
 #include "strata/threads.h"
 
@@ -20,14 +22,17 @@ struct NonFinite : Error {
   explicit NonFinite(const std::string& tensor) : Error(tensor + " is not finite.", ExitCode::failed) {}
 };
 
+// The groups of ranks that a program's exchanges name: by mesh axis.
+using Groups = std::map<std::string, std::unique_ptr<Communicator>, std::less<>>;
+
 class Executor {
  public:
   using StageHook = std::function<void(Stage, bool start)>;
 
   // `program`, `plan`, `storage` and `threads` must outlive the executor. Binds every op to its kernel for `backend`.
-  // `host_threads` serve the host stream.
+  // `host_threads` serve the host stream; `groups` the exchanges, where the program has any.
   Executor(const Program& program, const MemoryPlan& plan, const Storage& storage, const std::string& backend,
-           Threads& threads, int host_threads = 1);
+           Threads& threads, int host_threads = 1, const Groups* groups = nullptr);
   ~Executor();
 
   // Runs one step and returns when every op is done. The hook is called on this thread before the first and after the

@@ -9,13 +9,18 @@
 
 namespace strata {
 
-Session::Session(const std::string& config_path, const std::vector<std::string>& sets)
-    : config(Config::load(config_path, sets)) {
+Session::Session(const std::string& config_path, const std::vector<std::string>& sets, World* world)
+    : config(Config::load(config_path, sets)), world(world) {
   const Sections sections = read_sections(config);
   run = sections.run;
   data = sections.data;
   device = sections.device;
   host = sections.host;
+  mesh_section = sections.mesh;
+  if (world && world->size() != mesh_section.data)
+    throw Error("[mesh] asks for " + std::to_string(mesh_section.data) + " ranks, but " +
+                std::to_string(world->size()) + " were started; set mesh.data to that, or start as many.");
+  mesh = Mesh(world ? world->rank() : 0, int(mesh_section.data), int(mesh_section.replicate));
   loaded_ = load_plugins(config, run.plugin_path);
   for (const LoadedPlugin& plugin : loaded_) plugins.push_back({plugin.name(), &*plugin});
   plugins = in_order(plugins);
@@ -48,21 +53,36 @@ std::string Session::advice(const MemoryPlan& plan) const {
 }
 
 int Session::threads() const {
-  return device.threads > 0 ? int(device.threads) : int(std::max(1u, std::thread::hardware_concurrency()));
+  return device.threads > 0 ? int(device.threads)
+                            : std::max(1, int(std::thread::hardware_concurrency()) / (world ? world->local_size() : 1));
 }
 
 BatchShape Session::batch(Goal goal) const {
   return {.micro_batch = goal == Goal::logits ? 1 : data.micro_batch,
-          .microbatches = goal == Goal::train ? data.global_batch / data.micro_batch : 1,
-          .sequence_length = data.sequence_length};
+          .microbatches = goal == Goal::train ? data.global_batch / (data.micro_batch * mesh_section.data) : 1,
+          .sequence_length = data.sequence_length,
+          .reproducible = run.reproducible,
+          .ranks = goal == Goal::train ? mesh_section.data : 1};
+}
+
+// Rank 0's, so that all plan the same.
+Rates Session::shared_rates(const std::string& directory) const {
+  Rates rates;
+  const bool first = !world || world->rank() == 0;
+  if (first) rates = machine_rates(threads(), directory);
+  if (!world || world->size() == 1) return rates;
+  const auto bytes = reinterpret_cast<char*>(&rates);
+  const std::vector<std::string> all = world->gather(std::string(bytes, sizeof rates));
+  std::copy_n(all[0].data(), sizeof rates, bytes);
+  return rates;
 }
 
 PlannedProgram Session::plan(Goal goal, const PlannedProgram* training) const {
   PlannedProgram planned;
-  planned.built = build_program(plugins, batch(goal), goal);
+  planned.built = build_program(plugins, batch(goal), goal, goal == Goal::logits ? Mesh() : mesh.first());
   Program& program = planned.built.program;
   const bool resting = rests(program);
-  planned.rates = training ? training->rates : resting ? machine_rates(threads(), program.storage_directory) : Rates();
+  planned.rates = training ? training->rates : resting ? shared_rates(program.storage_directory) : Rates();
   const auto homes = training ? homes_of(training->program()) : std::map<std::string, Tier>();
   planned.memory = plan_residency(program, {.backend = device.backend,
                                             .threads = threads(),

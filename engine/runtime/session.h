@@ -8,6 +8,7 @@
 #include "engine/config/config.h"
 #include "engine/config/sections.h"
 #include "engine/planning/report.h"
+#include "comm/world.h"
 #include "engine/planning/residency.h"
 #include "engine/plugin/loader.h"
 #include "memory/nvme_store.h"
@@ -17,24 +18,29 @@ namespace strata {
 class Session {
  public:
   // Throws Error for anything wrong in the file, the overrides ("key=value") or the plugins.
-  Session(const std::string& config_path, const std::vector<std::string>& sets);
+  // `world`: the ranks this one runs with, at least as long as the session; none: planning, or one rank.
+  Session(const std::string& config_path, const std::vector<std::string>& sets, World* world = nullptr);
 
   Config config;
   RunSection run;
   DataSection data;
   DeviceSection device;
   HostSection host;
+  MeshSection mesh_section;
+  Mesh mesh;  // as this rank sees it
+  World* world = nullptr;
   NvmeStore::Faults storage_faults;  // what tests break on purpose
   std::vector<NamedPlugin> plugins;  // in the order their stages run
   Plugin& model() const { return *model_; }
   int threads() const;  // device.threads, or the number of processors
 
   BatchShape batch(Goal goal) const;
-  // Builds and plans under the memory budgets. `training` is the plan that decided where persistent tensors rest, for
-  // programs that share them.
+  // Builds and plans under the memory budgets, as rank 0 of the mesh (localize.h); a program for logits is for one
+  // rank. `training` is the plan that decided where persistent tensors rest, for programs that share them.
   PlannedProgram plan(Goal goal, const PlannedProgram* training = nullptr) const;
 
  private:
+  Rates shared_rates(const std::string& directory) const;
   std::string advice(const MemoryPlan& plan) const;
   std::vector<LoadedPlugin> loaded_;
   Plugin* model_ = nullptr;

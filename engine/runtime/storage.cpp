@@ -12,6 +12,16 @@ namespace {
 
 int64_t padded(int64_t bytes) { return (bytes + kStorageAlignment - 1) / kStorageAlignment * kStorageAlignment; }
 
+// Index in the full tensor of the first element this rank holds: layouts split rows.
+int64_t first_element(const Tensor& tensor) {
+  int64_t first = 0;
+  for (const Split& split : tensor.layout) {
+    STRATA_CHECK(split.dimension == 0);
+    first += split.first * (elements(tensor.shape) / std::max<int64_t>(tensor.shape[0], 1));
+  }
+  return first;
+}
+
 }  // namespace
 
 class Storage::Slot final : public StorageSlot {
@@ -45,6 +55,11 @@ Storage::Storage(const Program& program, const MemoryPlan& plan, const std::vect
   for (size_t i = 0; i < program.tensors.size(); ++i) {
     const Tensor& tensor = program.tensors[i];
     if (!tensor.persistent) continue;
+    if (tensor.part_of) {  // never used on NVMe
+      places_[tensor.name] =
+          tensor.home == Tier::nvme ? nullptr : base(tensor.home) + plan.persistent_offset[i] + tensor.part_offset;
+      continue;
+    }
     tensors_.push_back(tensor);
     if (tensor.home != Tier::nvme) {
       places_[tensor.name] = base(tensor.home) + plan.persistent_offset[i];
@@ -100,8 +115,8 @@ void Storage::initialize(uint64_t seed, Threads& threads) {
         case Initializer::Kind::normal:
           STRATA_CHECK(tensor.dtype == DType::f32);
           threads.split(count, 4096, [&](int64_t begin, int64_t end) {
-            fill_normal(static_cast<float*>(data) + begin, begin, end - begin, tensor.initializer.standard_deviation,
-                        seed, stream_of(tensor.name));
+            fill_normal(static_cast<float*>(data) + begin, first_element(tensor) + begin, end - begin,
+                        tensor.initializer.standard_deviation, seed, stream_of(tensor.name));
           });
           break;
       }

@@ -2,7 +2,9 @@
 // gradients are read once for the norm and never rewritten.
 #include <algorithm>
 #include <cmath>
+#include <map>
 
+#include "strata/exact_sum.h"
 #include "strata/plugin.h"
 
 namespace {
@@ -12,7 +14,7 @@ strata::Kernel factor_kernel() {
   return {[](const strata::Binding& b) -> strata::Launch {
             const double limit = b.attributes().real("max_norm");
             return [b, limit] {
-              const double norm = std::sqrt(*b.in<double>(0));
+              const double norm = std::sqrt(strata::value_of_sum(b.in<double>(0)));
               *b.out<double>(0) = std::min(1.0, limit / (norm + 1e-6));
               *b.out<double>(1) = norm;
             };
@@ -25,10 +27,10 @@ class Clip final : public strata::Plugin {
   Clip() {
     static const bool once = [] {
       strata::register_kind({.name = "clip_factor",
-                             .summary = "sum of squares f64 (1) -> factor f64 (1), norm f64 (1)",
+                             .summary = "exact sum of squares -> factor f64 (1), norm f64 (1)",
                              .shape = [](const strata::OpView& v) -> std::vector<strata::TensorSpec> {
-                               strata::require(v.inputs() == 1 && v.input(0).dtype == strata::DType::f64, v,
-                                               "a f64 scalar");
+                               strata::require(v.inputs() == 1 && v.input(0).shape == strata::Shape{strata::kExactSum},
+                                               v, "an exact sum");
                                return {{{1}, strata::DType::f64}, {{1}, strata::DType::f64}};
                              },
                              .kernels = {{"cpu", factor_kernel()}, {"reference", factor_kernel()}}});
@@ -42,15 +44,23 @@ class Clip final : public strata::Plugin {
   void gradients(strata::GradientStage& stage) override {
     auto& build = stage.build();
     build.role = strata::Role::workspace;
-    std::vector<strata::TensorId> squares;
+    // By what the gradients are split over: each rank has the sum of its parts.
+    std::map<std::string, std::pair<strata::Layout, std::vector<strata::TensorId>>> squares;
     for (auto& gradient : stage.gradients()) {
       stage.materialize(gradient);
       build.role = strata::Role::workspace;
-      squares.push_back(build.emit("sum_of_squares", {gradient.tensor}));
+      const strata::Layout layout = build[gradient.tensor].layout;
+      std::string axes;
+      for (const strata::Split& split : layout) axes += split.axis + " ";
+      squares[axes].first = layout;
+      squares[axes].second.push_back(build.emit("sum_of_squares", {gradient.tensor}));
     }
     if (squares.empty()) return;
-    const auto out =
-        build.emit_all("clip_factor", {build.emit("sum_scalars", squares)}, {{"max_norm", max_norm_}}, {}, "clip");
+    std::vector<strata::TensorId> sums;
+    for (const auto& [axes, parts] : squares)
+      sums.push_back(stage.sum_over(build.emit("add_sums", parts.second), parts.first));
+    const auto out = build.emit_all("clip_factor", {sums.size() == 1 ? sums[0] : build.emit("add_sums", sums)},
+                                    {{"max_norm", max_norm_}}, {}, "clip");
     norm_ = build[out[1]].name;
     build.program()[out[1]].step_output = true;
     for (auto& gradient : stage.gradients()) stage.scale(gradient, out[0]);

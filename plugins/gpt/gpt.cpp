@@ -175,7 +175,7 @@ class Gpt final : public strata::Plugin {
                                         {config_.vocabulary, config_.hidden}, normal(kStandardDeviation));
     if (stage.goal() == strata::Goal::logits) return b.emit("linear", {normed, weight, {}}, {}, "logits");
     const TensorId targets = b.data("targets", {batch.micro_batch, batch.sequence_length}, strata::DType::i32);
-    const double tokens = double(batch.micro_batch * batch.sequence_length * batch.microbatches);
+    const double tokens = double(batch.sequences() * batch.sequence_length);
     return b.emit("lm_head_loss", {normed, weight, targets}, {{"scale", 1 / tokens}}, "loss");
   }
 

@@ -53,7 +53,7 @@ class Offload final : public strata::Plugin {
       if (tensor.persistent || tensor.step_output || tensor.bytes() < minimum_.count) continue;
       if (is_gradient[t])
         rest(tensor, gradients_);
-      else if (crosses[t])
+      else if (crosses[t] && tensor.role == Role::activation)
         rest(tensor, activations_);
     }
   }

@@ -35,7 +35,10 @@ class Recompute final : public strata::Plugin {
       for (TensorId id : op.outputs) {
         if (!chosen(program, op, id)) continue;
         program.forms[id.value].push_back(
-            {.name = "recompute", .rest = {}, .restore = {op}, .always = mode_ != "budget"});
+            {.name = "recompute",
+             .rest = {},
+             .restore = {op},
+             .when = mode_ == "budget" ? RestingForm::When::asked : RestingForm::When::after_forward});
       }
     }
   }

@@ -16,6 +16,7 @@
 namespace strata {
 
 class Builder;
+class Communicator;
 
 // One op with its program: what every rule looks at.
 class OpView {
@@ -58,12 +59,14 @@ class StorageSlot {
 // An op bound to storage: pointers stay valid for the life of the executor.
 class Binding : public OpView {
  public:
-  Binding(const OpView& view, std::vector<void*> inputs, std::vector<void*> outputs, void* workspace, Threads& threads)
+  Binding(const OpView& view, std::vector<void*> inputs, std::vector<void*> outputs, void* workspace, Threads& threads,
+          Communicator* group = nullptr)
       : OpView(view),
         inputs_(std::move(inputs)),
         outputs_(std::move(outputs)),
         workspace_(workspace),
-        threads_(&threads) {}
+        threads_(&threads),
+        group_(group) {}
   // Null for an optional input left out.
   template <class T>
   const T* in(int i) const {
@@ -79,11 +82,13 @@ class Binding : public OpView {
     return static_cast<T*>(workspace_);
   }  // 64-byte aligned
   Threads& threads() const { return *threads_; }
+  Communicator& group() const { return *group_; }  // of the mesh axis that attribute "axis" names
 
  private:
   std::vector<void*> inputs_, outputs_;
   void* workspace_;
   Threads* threads_;
+  Communicator* group_;
 };
 
 // Runs the op once, on the stream that called it; returns when done (CPU). Must not allocate.

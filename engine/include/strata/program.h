@@ -74,10 +74,13 @@ struct OpId {
 // movement between tiers (Tensor::nearest, farthest), which the planner adds by itself. Plain data: ops over tensors of
 // the program, not in its list yet.
 struct RestingForm {
+  // Without being asked for by a budget: between forward and backward pass, or wherever ops of another block come
+  // between two uses; `unless_budget`: that, but with a budget only as it asks.
+  enum class When : uint8_t { asked, after_forward, between_blocks, unless_budget };
   std::string name;           // "recompute", "sparse": for reports
   std::vector<Op> rest{};     // make what is kept from the tensor when it is given up; empty: nothing is kept
   std::vector<Op> restore{};  // write the tensor again, from what `rest` made and from tensors of the program
-  bool always = true;         // between forward and backward pass always; otherwise only where a budget asks for it
+  When when = When::after_forward;
 };
 
 struct Program {
@@ -91,9 +94,15 @@ struct Program {
 
   const Tensor& operator[](TensorId id) const { return tensors.at(id.value); }
   Tensor& operator[](TensorId id) { return tensors.at(id.value); }
-  TensorId add(Tensor tensor);                 // names are made unique
+  TensorId add(Tensor tensor);  // names are made unique
+  // A part of `whole`: `shape` from `offset` bytes on.
+  TensorId add_part(TensorId whole, std::string name, Shape shape, int64_t offset);
   TensorId find(std::string_view name) const;  // invalid when there is none
-  // Persistent tensors of a role, in the order they were declared.
+  // The tensor whose memory this one lies in: itself, unless it is a part.
+  TensorId whole(TensorId id) const {
+    return id && tensors[size_t(id.value)].part_of ? tensors[size_t(id.value)].part_of : id;
+  }
+  // Persistent tensors of a role, parts left out, in the order they were declared.
   std::vector<TensorId> with_role(Role role) const;
 
  private:

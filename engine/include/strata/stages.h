@@ -9,14 +9,18 @@
 #include <vector>
 
 #include "strata/builder.h"
+#include "strata/mesh.h"
 
 namespace strata {
 
 // Sizes of the batch, known from [data] before the model is built.
 struct BatchShape {
   int64_t micro_batch = 1;      // sequences in one microbatch (B)
-  int64_t microbatches = 1;     // microbatches in one optimizer step
+  int64_t microbatches = 1;     // microbatches in one optimizer step of this rank
   int64_t sequence_length = 1;  // tokens in one sequence (T)
+  bool reproducible = false;    // sums do not depend on the layout
+  int64_t ranks = 1;            // that see other sequences of the same step
+  int64_t sequences() const { return micro_batch * microbatches * ranks; }  // of one step, all ranks
 };
 
 // What the program is for: a loss to train on, a loss to report (no dropout), or next-token logits.
@@ -51,12 +55,28 @@ class ModelStage {
   std::map<std::string, std::vector<std::function<TensorId(Builder&, TensorId, const Module&)>>, std::less<>> wraps_;
 };
 
+// A parameter's gradient, complete over all microbatches. `scale` is a pending factor (f64 {1}) that update kernels
+// multiply in as they read, so that scaling costs no pass over memory; invalid means 1.
+struct Gradient {
+  TensorId parameter;
+  TensorId tensor;
+  TensorId scale;
+  std::vector<std::string> partial;  // mesh axes over which it is still to be summed
+};
+
+// Gradients in the order in which they become final, cut into groups of at least `bytes` (but for the last).
+std::vector<std::vector<size_t>> buckets_of(const Program& program, const std::vector<Gradient>& gradients,
+                                            int64_t bytes);
+
 // stage `forward`: the forward program of one microbatch, before differentiation.
 // stage `backward`: the same with its backward pass; ops tell which by Op::stage.
 // stage `placement`: the whole step. All three may rewrite the program freely; the verifier runs after each plugin.
 struct ProgramStage {
   Program& program;
   BatchShape batch;
+  Goal goal = Goal::train;
+  Mesh mesh{};                                 // as rank 0 sees it: every rank plans the same
+  std::vector<Gradient>* gradients = nullptr;  // backward: of one microbatch; a plugin may reduce them there
 };
 
 // stage `schedule`: in which order the passes of microbatches run; the engine unrolls.
@@ -69,18 +89,12 @@ struct ScheduleStage {
   std::vector<Pass> order;  // by default forward 0, backward 0, forward 1, backward 1, …
 };
 
-// A parameter's gradient, complete over all microbatches. `scale` is a pending factor (f64 {1}) that update kernels
-// multiply in as they read, so that scaling costs no pass over memory; invalid means 1.
-struct Gradient {
-  TensorId parameter;
-  TensorId tensor;
-  TensorId scale;
-};
-
 // stage `gradients`: reduce, compress, unscale, clip. Ops emitted here run as soon as their inputs are final.
 class GradientStage {
  public:
-  GradientStage(Builder& builder, std::vector<Gradient>& gradients) : build_(builder), gradients_(gradients) {}
+  GradientStage(Builder& builder, std::vector<Gradient>& gradients, const Mesh& mesh)
+      : build_(builder), gradients_(gradients), mesh_(mesh) {}
+  const Mesh& mesh() const { return mesh_; }
   std::vector<Gradient>& gradients() { return gradients_; }
   Builder& build() { return build_; }
   // Emits a kind whose first input is the gradient and whose first output becomes the gradient from then on.
@@ -90,24 +104,36 @@ class GradientStage {
   void scale(Gradient& gradient, TensorId factor);
   // Multiplies the pending scale in, for ops that need the final values.
   void materialize(Gradient& gradient);
+  // Sums `partial`, which each rank made of its part of a tensor with that layout, over the ranks that hold the others.
+  TensorId sum_over(TensorId partial, const Layout& layout);
 
  private:
   Builder& build_;
   std::vector<Gradient>& gradients_;
+  const Mesh& mesh_;
 };
 
 // stage `update`: the ops that update one parameter from its gradient and states.
 class UpdateStage {
  public:
-  UpdateStage(Builder& builder, const std::vector<Gradient>& gradients) : build_(builder), gradients_(gradients) {}
+  UpdateStage(Builder& builder, const std::vector<Gradient>& gradients, const Mesh& mesh)
+      : build_(builder), gradients_(gradients), mesh_(mesh) {}
+  const Mesh& mesh() const { return mesh_; }
   const std::vector<Gradient>& gradients() const { return gradients_; }
   Builder& build() { return build_; }
-  // A state of the gradient's parameter, named "<parameter>.<name>", zero at the start.
-  TensorId state(const Gradient& gradient, std::string_view name, const Shape& shape, DType dtype = DType::f32);
+  // A state of the gradient's parameter, named "<parameter>.<name>", zero at the start. Its first dimension is split
+  // as the parameter's where they are of one size, unless `whole`.
+  TensorId state(const Gradient& gradient, std::string_view name, const Shape& shape, DType dtype = DType::f32,
+                 bool whole = false);
+  // Combines over the ranks that hold other parts of the gradient's parameter; nothing where it is not split.
+  TensorId sum_over_parts(const Gradient& gradient, TensorId partial) { return over_parts(gradient, partial, "sum"); }
+  TensorId max_over_parts(const Gradient& gradient, TensorId partial) { return over_parts(gradient, partial, "max"); }
 
  private:
+  TensorId over_parts(const Gradient& gradient, TensorId partial, const std::string& reduction);
   Builder& build_;
   const std::vector<Gradient>& gradients_;
+  const Mesh& mesh_;
 };
 
 // Scalars every program has, written by the step loop before each step.

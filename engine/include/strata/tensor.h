@@ -42,6 +42,20 @@ struct Initializer {
   double standard_deviation = 0;
 };
 
+// A dimension that is split over a mesh axis: of its `full` size each rank holds the share that comm's share_of gives
+// its coordinate. Shapes are those of coordinate 0, which are the largest, while planning; so every rank plans the
+// same.
+struct Split {
+  int dimension = 0;
+  std::string axis;
+  int64_t full = 0;
+  int64_t first = 0;  // index in the full dimension of what this rank holds; set once planning is over
+  bool operator==(const Split&) const = default;
+};
+
+// Which part of a tensor a rank holds. No splits: all of it, the same on every rank.
+using Layout = std::vector<Split>;
+
 struct Tensor {
   std::string name;
   Shape shape;
@@ -56,6 +70,12 @@ struct Tensor {
   // Readable on the host after the step: stays allocated to the step's end.
   bool step_output = false;
   Initializer initializer{};
+  Layout layout{};
+  // A part of another tensor's memory, this many bytes after its start: an op that writes a part updates the whole in
+  // place. Parts of parts are not used.
+  TensorId part_of{};
+  int64_t part_offset = 0;
+  Shape full_shape() const;
   int64_t bytes() const { return elements(shape) * size_of(dtype); }
 };
 

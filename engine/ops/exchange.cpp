@@ -1,0 +1,124 @@
+// Exchanges between the ranks of a mesh axis, grouped: any number of tensors in one operation. They run on the exchange
+// stream and take a group from the executor (strata/communicator.h).
+#include <cstring>
+
+#include "engine/ops/registration.h"
+#include "strata/communicator.h"
+
+namespace strata {
+namespace {
+
+// Rows [begin, end) of each rank of a whole tensor at `data`.
+void add_rows(std::vector<Pieces>& parts, std::byte* data, int64_t rows, int64_t bytes) {
+  const int size = int(parts.size());
+  for (int r = 0; r < size; ++r) {
+    const Range share = share_of(rows, r, size);
+    parts[size_t(r)].add({data + share.begin * (bytes / rows), share.count() * (bytes / rows)});
+  }
+}
+
+std::vector<TensorSpec> same(const OpView& v) {
+  require(v.inputs() == v.outputs() || v.outputs() == 0, v, "as many outputs as inputs");
+  std::vector<TensorSpec> specs;
+  for (int i = 0; i < v.inputs(); ++i) specs.push_back({v.input(i).shape, v.input(i).dtype});
+  return specs;
+}
+
+Cost moved(const OpView& v) {
+  double bytes = 0;
+  for (int i = 0; i < v.inputs(); ++i) bytes += 3 * double(v.input(i).bytes());
+  for (int i = 0; i < v.outputs(); ++i) bytes += 3 * double(v.output(i).bytes());
+  return {.flops = 0, .bytes = bytes};
+}
+
+void add(std::string name, std::string summary, std::function<std::vector<TensorSpec>(const OpView&)> shape,
+         bool in_place, Kernel kernel) {
+  OpKind kind{.name = std::move(name), .summary = std::move(summary), .shape = std::move(shape), .cost = moved};
+  if (in_place)
+    for (int i = 0; i < 256; ++i) kind.in_place.push_back({i, i});
+  kind.kernels = {{"cpu", kernel}, {"reference", kernel}};
+  register_kind(std::move(kind));
+}
+
+const AtLoad registered([] {
+  add("all_reduce", "x (…), … -> the sum or largest over an axis, the same shapes", same, true,
+      {[](const Binding& b) -> Launch {
+         const Reduction reduction = b.attributes().string("reduction") == "max" ? Reduction::max : Reduction::sum;
+         Pieces data;
+         std::vector<std::pair<const std::byte*, Piece>> copies;
+         for (int i = 0; i < b.outputs(); ++i) {
+           const Piece out{b.out<std::byte>(i), b.output(i).bytes()};
+           data.add(out);
+           if (b.in<std::byte>(i) != out.data) copies.push_back({b.in<std::byte>(i), out});
+         }
+         return [data, copies, reduction, &group = b.group(), dtype = b.input(0).dtype] {
+           for (const auto& [from, to] : copies) std::memcpy(to.data, from, size_t(to.bytes));
+           group.all_reduce(data, dtype, reduction);
+         };
+       },
+       {}});
+  // The shape is the first rank's: it holds the most rows.
+  add("reduce_scatter", "x (rows, …), … -> sums over an axis, this rank's share of the rows",
+      [](const OpView& v) -> std::vector<TensorSpec> {
+        std::vector<TensorSpec> specs;
+        const int size = int(v.attributes().integer("size"));
+        for (int i = 0; i < v.inputs(); ++i) {
+          require(v.has_input(i) && v.input(i).shape[0] >= size, v, "tensors of at least a row a rank");
+          Shape shape = v.input(i).shape;
+          shape[0] = share_of(shape[0], 0, size).count();
+          specs.push_back({shape, v.input(i).dtype});
+        }
+        return specs;
+      },
+      false,
+      {[](const Binding& b) -> Launch {
+         std::vector<Pieces> parts(size_t(b.group().size()));
+         Pieces result;
+         for (int i = 0; i < b.outputs(); ++i) {
+           add_rows(parts, const_cast<std::byte*>(b.in<std::byte>(i)), b.input(i).shape[0], b.input(i).bytes());
+           result.add({b.out<std::byte>(i), b.output(i).bytes()});
+         }
+         return [parts, result, &group = b.group(), dtype = b.input(0).dtype] {
+           group.reduce_scatter(parts, result, dtype);
+         };
+       },
+       {}});
+  add("all_gather", "x (share of rows, …), … -> all rows (rows, …), …",
+      [](const OpView& v) -> std::vector<TensorSpec> {
+        std::vector<TensorSpec> specs;
+        for (int i = 0; i < v.inputs(); ++i) {
+          require(v.has_input(i) && v.input(i).layout.size() == 1 && v.input(i).layout[0].dimension == 0, v,
+                  "tensors split along their rows");
+          specs.push_back({v.input(i).full_shape(), v.input(i).dtype});
+        }
+        return specs;
+      },
+      false,
+      {[](const Binding& b) -> Launch {
+         std::vector<Pieces> parts(size_t(b.group().size()));
+         std::vector<std::tuple<std::byte*, const std::byte*, size_t>> own;
+         for (int i = 0; i < b.outputs(); ++i) {
+           const int64_t rows = b.output(i).shape[0];
+           add_rows(parts, b.out<std::byte>(i), rows, b.output(i).bytes());
+           const Range share = share_of(rows, b.group().rank(), b.group().size());
+           own.push_back({b.out<std::byte>(i) + share.begin * (b.output(i).bytes() / rows), b.in<std::byte>(i),
+                          size_t(b.input(i).bytes())});
+         }
+         return [parts, own, &group = b.group()] {
+           for (const auto& [to, from, bytes] : own) std::memcpy(to, from, bytes);
+           group.all_gather(parts);
+         };
+       },
+       {}});
+  add("gather_rows", "x (rows, …) of which this rank's share is right, … -> all rows, in place", same, false,
+      {[](const Binding& b) -> Launch {
+         std::vector<Pieces> parts(size_t(b.group().size()));
+         for (int i = 0; i < b.outputs(); ++i)
+           add_rows(parts, b.out<std::byte>(i), b.output(i).shape[0], b.output(i).bytes());
+         return [parts, &group = b.group()] { group.all_gather(parts); };
+       },
+       {}});
+});
+
+}  // namespace
+}  // namespace strata

@@ -1,0 +1,51 @@
+// Groups and small exchanges of the step loop; see ranks.h.
+#include "engine/runtime/ranks.h"
+
+#include <filesystem>
+#include <numeric>
+
+#include "strata/error.h"
+
+namespace strata {
+
+Groups make_groups(World& world, const Mesh& mesh) {
+  Groups groups;
+  if (world.size() == 1) return groups;
+  for (const Axis& axis : mesh.axes())
+    if (axis.size > 1) groups[axis.name] = world.group(axis.name, axis.members);
+  std::vector<int> all(static_cast<size_t>(world.size()));
+  std::iota(all.begin(), all.end(), 0);
+  groups["loop"] = world.group("loop", all);
+  return groups;
+}
+
+std::string rank_directory(const std::string& directory, const World& world) {
+  if (directory.empty() || world.size() == 1) return directory;
+  if (!std::filesystem::is_directory(directory)) return directory;  // the store says what is wrong with it
+  const std::string own = directory + "/rank-" + std::to_string(world.rank());
+  std::error_code problem;
+  std::filesystem::create_directory(own, problem);
+  if (problem) throw Error(own + ": cannot make the folder: " + problem.message() + ".");
+  return own;
+}
+
+std::vector<double> values_of_ranks(const Groups& groups, std::vector<double> values) {
+  const auto loop = groups.find("loop");
+  if (loop == groups.end()) return values;
+  Communicator& group = *loop->second;
+  const size_t count = values.size();
+  std::vector<double> all(count * size_t(group.size()));
+  std::copy(values.begin(), values.end(), all.begin() + int64_t(count) * group.rank());
+  std::vector<Pieces> parts;
+  for (int r = 0; r < group.size(); ++r)
+    parts.push_back({{reinterpret_cast<std::byte*>(all.data() + count * size_t(r)), int64_t(count * sizeof(double))}});
+  group.all_gather(parts);
+  return all;
+}
+
+double sum_over_ranks(const Groups& groups, std::vector<double> values) {
+  const std::vector<double> all = values_of_ranks(groups, std::move(values));
+  return std::accumulate(all.begin(), all.end(), 0.0);
+}
+
+}  // namespace strata

@@ -1,0 +1,24 @@
+// What a run on several ranks needs around the step: groups of the mesh, folders, values that the loop shares.
+#pragma once
+#include <string>
+#include <vector>
+
+#include "comm/world.h"
+#include "engine/runtime/executor.h"
+#include "strata/mesh.h"
+
+namespace strata {
+
+// One group for each axis with several ranks, for the exchange stream, and "loop" over all ranks for the step loop's own
+// thread. None for a world of one.
+Groups make_groups(World& world, const Mesh& mesh);
+
+// Where this rank's files of the NVMe tier go: a folder of its own, made here, when there are several ranks.
+std::string rank_directory(const std::string& directory, const World& world);
+
+// Everybody's values one after the other by rank, summed in that order: the loss of all microbatches of a step.
+double sum_over_ranks(const Groups& groups, std::vector<double> values);
+// The same values, by rank and place. All ranks give as many.
+std::vector<double> values_of_ranks(const Groups& groups, std::vector<double> values);
+
+}  // namespace strata

@@ -1,0 +1,239 @@
+// ZeRO (Rajbhandari et al., arXiv 1910.02054): optimizer states, gradients and parameters split over the ranks of a
+// group, by rows. Stage 1 sums gradients onto the rank that updates them once a step, stage 2 once a microbatch; both
+// gather updated parameters. Stage 3 keeps parameters split and gathers them before use: a resting form whose
+// restoring op is a gather, so that when to gather again is the residency planner's decision.
+#include <algorithm>
+#include <map>
+
+#include "strata/communicator.h"
+#include "strata/plugin.h"
+
+namespace {
+
+using strata::Builder;
+using strata::Gradient;
+using strata::Op;
+using strata::Program;
+using strata::RestingForm;
+using strata::Role;
+using strata::Shape;
+using strata::Stage;
+using strata::Stream;
+using strata::Tensor;
+using strata::TensorId;
+
+constexpr const char* kAxis = "shard";  // ranks that share what is split
+constexpr const char* kCopies = "replicate";
+
+class Zero final : public strata::Plugin {
+ public:
+  void options(strata::Options& o) override {
+    o.add("stage", stage_, "1: optimizer states; 2: and gradients; 3: and parameters").range(1, 3);
+    o.add("bucket", bucket_, "tensors that are exchanged together").positive().unit("bytes");
+    o.add("reshard", reshard_,
+          "stage 3, gathered parameters: auto: released between uses, with device.memory set only as the budget asks; "
+          "always: released whatever fits")
+        .choices({"auto", "always"});
+  }
+
+  strata::Capabilities capabilities() const override {
+    strata::Capabilities c{.provides = {"summed_gradients", "sharded_gradients", "lowers optimizer_state"},
+                           .requires_ = {},
+                           .conflicts = {},
+                           .early = true};
+    if (stage_ >= 2) c.provides.push_back("lowers gradients");
+    if (stage_ >= 3) c.provides.push_back("lowers parameters");
+    return c;
+  }
+
+  // Stage 2 and 3: gradients of each microbatch go to their rank at once, and only shares accumulate.
+  void backward(strata::ProgramStage& stage) override {
+    ranks_ = stage.mesh.size(kAxis);
+    if (stage.mesh.size("data") == 1 || stage_ < 2 || stage.batch.reproducible) return;
+    Builder build(stage.program);
+    build.stage = Stage::backward;
+    reduce(build, stage.mesh, *stage.gradients);
+  }
+
+  void gradients(strata::GradientStage& stage) override {
+    ranks_ = stage.mesh().size(kAxis);
+    if (stage.mesh().size("data") == 1) return;
+    for (Gradient& gradient : stage.gradients()) stage.materialize(gradient);
+    reduce(stage.build(), stage.mesh(), stage.gradients());
+    Program& program = stage.build().program();
+    for (Gradient& gradient : stage.gradients()) {  // from here on the parameter is this rank's part
+      const Tensor parameter = program[gradient.parameter];
+      if (ranks_ == 1 || !splits(parameter)) continue;
+      Shape shape = parameter.shape;
+      shape[0] = strata::share_of(shape[0], 0, ranks_).count();
+      gradient.parameter = program.add_part(gradient.parameter, parameter.name + ".part", shape, 0);
+      program[gradient.parameter].layout = {{.dimension = 0, .axis = kAxis, .full = parameter.shape[0]}};
+    }
+  }
+
+  void placement(strata::ProgramStage& stage) override {
+    ranks_ = stage.mesh.size(kAxis);
+    if (ranks_ == 1) return;
+    if (stage_ == 3)
+      split_parameters(stage.program);
+    else if (stage.goal == strata::Goal::train)
+      gather_updated(stage.program);
+  }
+
+ private:
+  // Matrices with a row for each rank. What is left whole is small.
+  bool splits(const Tensor& parameter) const { return parameter.shape.size() >= 2 && parameter.shape[0] >= ranks_; }
+
+  // Sums what is partial: shares of rows to their rank, and what is not split to all.
+  void reduce(Builder& build, const strata::Mesh& mesh, std::vector<Gradient>& gradients) {
+    const auto exchange = [&](const char* kind, const std::vector<size_t>& list, strata::Attributes attributes) {
+      std::vector<TensorId> tensors;
+      for (size_t g : list) tensors.push_back(gradients[g].tensor);
+      build.role = Role::gradient;
+      build.stream = Stream::exchange;
+      const std::vector<TensorId> sums = build.emit_all(kind, tensors, std::move(attributes));
+      build.stream = Stream::compute;
+      for (size_t i = 0; i < list.size(); ++i) gradients[list[i]].tensor = sums[i];
+    };
+    for (const std::vector<size_t>& bucket : buckets_of(build.program(), gradients, bucket_.count)) {
+      std::vector<size_t> split, whole;
+      for (size_t g : bucket) {
+        if (gradients[g].partial.empty()) continue;
+        (ranks_ > 1 && splits(build[gradients[g].parameter]) ? split : whole).push_back(g);
+        gradients[g].partial.clear();
+      }
+      if (!split.empty()) {
+        exchange("reduce_scatter", split, {{"axis", kAxis}, {"size", int64_t(ranks_)}});
+        for (size_t g : split)
+          build.program()[gradients[g].tensor].layout = {
+              {.dimension = 0, .axis = kAxis, .full = build[gradients[g].parameter].shape[0]}};
+        if (mesh.size(kCopies) > 1) exchange("all_reduce", split, {{"axis", kCopies}, {"reduction", "sum"}});
+        for (size_t g : split)
+          build.program()[gradients[g].tensor].layout = {
+              {.dimension = 0, .axis = kAxis, .full = build[gradients[g].parameter].shape[0]}};
+      }
+      if (!whole.empty()) exchange("all_reduce", whole, {{"axis", "data"}, {"reduction", "sum"}});
+    }
+  }
+
+  // Stages 1 and 2: after the last op that writes a part, its parameter is gathered, in buckets.
+  void gather_updated(Program& program) {
+    std::map<size_t, std::vector<TensorId>> after;  // by op: what is gathered then
+    std::vector<TensorId> bucket;
+    int64_t bytes = 0;
+    std::map<int32_t, size_t> written;  // by part: where last
+    for (size_t i = 0; i < program.ops.size(); ++i)
+      for (TensorId id : program.ops[i].outputs)
+        if (program[id].part_of) written[id.value] = i;
+    std::vector<std::pair<size_t, TensorId>> order;
+    for (const auto& [part, at] : written) order.push_back({at, program.whole({part})});
+    std::sort(order.begin(), order.end());
+    for (size_t n = 0; n < order.size(); ++n) {
+      bucket.push_back(order[n].second);
+      bytes += program[order[n].second].bytes();
+      if (bytes < bucket_.count && n + 1 < order.size()) continue;
+      after[order[n].first] = std::move(bucket);
+      bucket.clear();
+      bytes = 0;
+    }
+    std::vector<Op> ops;
+    for (size_t i = 0; i < program.ops.size(); ++i) {
+      ops.push_back(std::move(program.ops[i]));
+      const auto found = after.find(i);
+      if (found == after.end()) continue;
+      Op gather;
+      gather.kind = &strata::find_kind("gather_rows");
+      gather.inputs = gather.outputs = found->second;
+      gather.attributes = {{"axis", kAxis}};
+      gather.stream = Stream::exchange;
+      gather.stage = Stage::update;
+      ops.push_back(std::move(gather));
+    }
+    program.ops = std::move(ops);
+  }
+
+  // Stage 3: parameters become their parts, and what reads them reads gathered ones.
+  void split_parameters(Program& program) {
+    std::map<int32_t, TensorId> gathered;  // by parameter
+    for (TensorId id : program.with_role(Role::parameter)) {
+      if (!splits(program[id])) continue;
+      Tensor full = program[id];
+      full.name += ".gathered";
+      full.persistent = false;
+      full.initializer = {};
+      full.nearest = full.farthest = strata::Tier::device;
+      gathered[id.value] = program.add(std::move(full));
+      Tensor& parameter = program[id];
+      parameter.layout = {{.dimension = 0, .axis = kAxis, .full = parameter.shape[0]}};
+      parameter.shape[0] = strata::share_of(parameter.shape[0], 0, ranks_).count();
+    }
+    for (auto& [tensor, forms] : program.forms)
+      for (RestingForm& form : forms)
+        for (auto* list : {&form.rest, &form.restore})
+          for (Op& op : *list) redirect(program, gathered, op);
+    // Gathered together: parameters first read in one block, up to a bucket.
+    struct Group {
+      std::vector<TensorId> parameters;
+      int64_t bytes = 0;
+    };
+    std::map<size_t, Group> before;  // by op
+    std::map<int32_t, bool> seen;
+    int block = -2;
+    size_t at = 0;
+    for (size_t i = 0; i < program.ops.size(); ++i)
+      for (TensorId id : program.ops[i].inputs) {
+        if (!id || !gathered.contains(id.value) || seen[id.value]) continue;
+        seen[id.value] = true;
+        if (program.ops[i].block != block || program.ops[i].block < 0 || before[at].bytes >= bucket_.count)
+          block = program.ops[i].block, at = i;
+        before[at].parameters.push_back(id);
+        before[at].bytes += program[gathered[id.value]].bytes();
+      }
+    std::vector<Op> ops;
+    for (size_t i = 0; i < program.ops.size(); ++i) {
+      if (const auto found = before.find(i); found != before.end() && !found->second.parameters.empty()) {
+        Op gather;
+        gather.kind = &strata::find_kind("all_gather");
+        gather.inputs = found->second.parameters;
+        for (TensorId id : gather.inputs) gather.outputs.push_back(gathered[id.value]);
+        gather.attributes = {{"axis", kAxis}};
+        gather.stream = Stream::exchange;
+        gather.stage = program.ops[i].stage;
+        gather.block = program.ops[i].block;
+        gather.purpose = strata::Purpose::restore;
+        for (TensorId id : gather.outputs)
+          program.forms[id.value].push_back(
+              {.name = "gather",
+               .rest = {},
+               .restore = {gather},
+               .when = reshard_ == "always" ? RestingForm::When::between_blocks : RestingForm::When::unless_budget});
+        ops.push_back(std::move(gather));
+      }
+      Op op = program.ops[i];
+      redirect(program, gathered, op);
+      ops.push_back(std::move(op));
+    }
+    program.ops = std::move(ops);
+  }
+
+  // Reads of a parameter become reads of what is gathered; uses of its part become uses of the parameter.
+  static void redirect(const Program& program, const std::map<int32_t, TensorId>& gathered, Op& op) {
+    for (auto* list : {&op.inputs, &op.outputs})
+      for (TensorId& id : *list) {
+        if (!id) continue;
+        if (program[id].part_of && gathered.contains(program[id].part_of.value))
+          id = program[id].part_of;
+        else if (const auto found = gathered.find(id.value); found != gathered.end())
+          id = found->second;
+      }
+  }
+
+  int64_t stage_ = 2;
+  strata::Bytes bucket_{25 << 20};
+  std::string reshard_ = "auto";
+  int ranks_ = 1;
+};
+
+}  // namespace
+
+STRATA_PLUGIN(Zero, "zero", "1.0.0", "splits optimizer states, gradients and parameters over ranks")
