@@ -216,7 +216,11 @@ class Materializer {
         output = incarnation(logical, Tier::device);
         if (!copies(logical).at[0]) {
           copies(logical).at[0] = output;
-          touch(logical, Tier::device);
+          // What comes along stays for its own next use.
+          if (logical == id)
+            touch(logical, Tier::device);
+          else
+            copies(logical).touched[0] = int32_t(result_.program.ops.size());
         }
       }
       op.purpose = Purpose::restore;

@@ -73,9 +73,17 @@ class Planner {
       if (over(plan)) refuse(plan, *over(plan));
     }
     // Restoring needs memory too: never more than without. What is to be elsewhere goes there all the same.
-    if (plan.device().total_bytes() > bytes_without_ && !over(without) && !moves_any(original)) {
-      program_ = original;
-      return without;
+    if (plan.device().total_bytes() > bytes_without_ && !over(without)) {
+      if (!moves_any(original)) {
+        program_ = original;
+        return without;
+      }
+      Program larger = std::move(program_);
+      again();
+      std::erase_if(decisions_, [](const auto& decision) { return decision.second.form >= 0; });
+      MemoryPlan moved = attempt(targets);
+      if (!over(moved) && moved.device().total_bytes() < plan.device().total_bytes()) return moved;
+      program_ = std::move(larger);
     }
     return plan;
   }

@@ -84,7 +84,9 @@ TensorId UpdateStage::over_parts(const Gradient& gradient, TensorId partial, con
   for (const Split& split : layout) {
     if (mesh_.size(split.axis) == 1) continue;
     build_.stream = Stream::exchange;
-    partial = build_.emit("all_reduce", {partial}, {{"axis", split.axis}, {"reduction", reduction}});
+    std::vector<TensorId> outputs;
+    if (build_[partial].persistent) outputs = {partial};
+    partial = build_.emit_all("all_reduce", {partial}, {{"axis", split.axis}, {"reduction", reduction}}, outputs)[0];
     build_.stream = Stream::compute;
   }
   return partial;

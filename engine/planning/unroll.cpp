@@ -75,6 +75,9 @@ class Unroller {
     result_.storage_directory = single_.storage_directory;
     result_.storage_limit = single_.storage_limit;
     gradients_ = sums_;
+    std::vector<char> movable(result_.ops.size(), false);
+    for (size_t i : additions_) movable[i] = true;
+    hoist(result_, movable);
     return std::move(result_);
   }
 
@@ -124,6 +127,7 @@ class Unroller {
     build.stage = Stage::backward;
     build.microbatch = m;
     build.role = Role::gradient;
+    additions_.push_back(result_.ops.size());
     const TensorId sum = build.emit("add", {a, b}, {}, result_[parameters_[g]].name + ".gradient");
     result_[sum].layout = result_[a].layout;
     return sum;
@@ -181,6 +185,7 @@ class Unroller {
   bool balanced_;
   std::vector<std::vector<Partial>> tree_;  // by gradient, the largest first
   Program result_;
+  std::vector<size_t> additions_;  // ops that add up gradients
   std::vector<int> uses_;
   std::vector<int32_t> producer_;
   std::vector<TensorId> shared_, sums_;
@@ -199,6 +204,12 @@ Program unroll(const Program& single, const std::vector<TensorId>& parameters, s
 }
 
 void hoist(Program& program, size_t first) {
+  std::vector<char> movable(program.ops.size(), false);
+  std::fill(movable.begin() + int64_t(std::min(first, movable.size())), movable.end(), true);
+  hoist(program, movable);
+}
+
+void hoist(Program& program, const std::vector<char>& movable) {
   // Position after which each op may run: the last op before it that touches its tensors in a conflicting way.
   const auto count = program.tensors.size();
   std::vector<int64_t> last_write(count, -1), last_access(count, -1), ready(program.ops.size());
@@ -209,7 +220,7 @@ void hoist(Program& program, size_t first) {
     for (TensorId id : op.inputs)
       if (id) after = std::max(after, last_write[whole(id)]);
     for (TensorId id : op.outputs) after = std::max(after, last_access[whole(id)]);
-    ready[i] = i < first ? int64_t(i) : after;
+    ready[i] = movable[i] ? after : int64_t(i);
     for (TensorId id : op.inputs)
       if (id) last_access[whole(id)] = std::max(last_access[whole(id)], ready[i]);
     for (TensorId id : op.outputs)

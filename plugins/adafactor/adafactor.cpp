@@ -1,6 +1,7 @@
 // The Adafactor optimizer as a plugin: its options, its op kind and the op for each parameter.
 // The mathematics is in adafactor_kernel.h.
 #include "plugins/adafactor/adafactor_kernel.h"
+#include "plugins/adafactor/adafactor_part.h"
 #include "plugins/adafactor/adafactor_reference.h"
 #include "strata/plugin.h"
 
@@ -144,6 +145,7 @@ void register_once() {
                                },
                                {}};
   register_kind(std::move(kind));
+  strata::adafactor::register_part_kinds();
 }
 
 class Adafactor final : public strata::Plugin {
@@ -172,27 +174,29 @@ class Adafactor final : public strata::Plugin {
       const Shape shape = build[gradient.parameter].shape;  // a copy: adding states moves the list
       std::vector<TensorId> inputs{gradient.parameter, gradient.tensor, step, factor, gradient.scale, {}};
       std::vector<TensorId> outputs{gradient.parameter};
-      const auto state = [&](std::string_view name, const Shape& state_shape) {
-        outputs.push_back(stage.state(gradient, name, state_shape));
+      const auto state = [&](std::string_view name, const Shape& state_shape, bool whole = false) {
+        outputs.push_back(stage.state(gradient, name, state_shape, DType::f32, whole));
         return outputs.back();
       };
       if (settings_.beta1 > 0) inputs[kMoment] = state("adafactor.m", shape);
       if (shape.size() >= 2) {
         inputs.push_back(state("adafactor.row", row_shape(shape)));
-        inputs.push_back(state("adafactor.column", column_shape(shape)));
+        inputs.push_back(state("adafactor.column", column_shape(shape), true));
       } else {
         inputs.push_back(state("adafactor.v", shape));
       }
-      build.emit_all("adafactor", inputs,
-                     {{"learning_rate", settings_.learning_rate},
-                      {"scale_parameter", int64_t{settings_.scale_parameter}},
-                      {"clip_threshold", settings_.clip_threshold},
-                      {"decay", settings_.decay},
-                      {"epsilon1", settings_.epsilon1},
-                      {"epsilon2", settings_.epsilon2},
-                      {"beta1", settings_.beta1},
-                      {"weight_decay", shape.size() >= 2 ? settings_.weight_decay : 0.0}},
-                     outputs);
+      strata::Attributes attributes{{"learning_rate", settings_.learning_rate},
+                                    {"scale_parameter", int64_t{settings_.scale_parameter}},
+                                    {"clip_threshold", settings_.clip_threshold},
+                                    {"decay", settings_.decay},
+                                    {"epsilon1", settings_.epsilon1},
+                                    {"epsilon2", settings_.epsilon2},
+                                    {"beta1", settings_.beta1},
+                                    {"weight_decay", shape.size() >= 2 ? settings_.weight_decay : 0.0}};
+      if (build[gradient.parameter].layout.empty())
+        build.emit_all("adafactor", inputs, attributes, outputs);
+      else
+        strata::adafactor::update_part(stage, gradient, inputs, std::move(attributes));
     }
   }
 

@@ -11,6 +11,13 @@ using strata::Shape;
 using strata::TensorId;
 using strata::TensorSpec;
 
+// Blocks lie within rows; a vector is one row.
+int64_t rows_of(const Shape& shape) { return shape.size() > 1 ? shape[0] : 1; }
+Shape scales_of(const Shape& shape) {
+  const int64_t of_row = strata::adamw8bit::blocks(strata::elements(shape) / rows_of(shape));
+  return shape.size() > 1 ? Shape{shape[0], of_row} : Shape{of_row};
+}
+
 // Inputs: parameter, gradient, m, m_scale, v, v_scale, step, learning_rate_factor, [gradient scale].
 // Outputs: parameter, m, m_scale, v, v_scale, in place.
 std::vector<TensorSpec> shape(const OpView& v) {
@@ -19,8 +26,7 @@ std::vector<TensorSpec> shape(const OpView& v) {
   right = right && v.input(0).dtype == DType::f32 && v.input(1).dtype == DType::f32 && v.input(2).dtype == DType::u8 &&
           v.input(4).dtype == DType::u8;
   for (int i : {1, 2, 4}) right = right && v.input(i).shape == v.input(0).shape;
-  for (int i : {3, 5})
-    right = right && v.input(i).shape == Shape{strata::adamw8bit::blocks(strata::elements(v.input(0).shape))};
+  for (int i : {3, 5}) right = right && v.input(i).shape == scales_of(v.input(0).shape);
   strata::require(right, v,
                   "parameter, gradient (f32), m, m_scale, v, v_scale (u8 with f32 a block), step, factor, [scale]");
   std::vector<TensorSpec> specs;
@@ -38,7 +44,8 @@ strata::Launch bind(const Binding& b) {
                                                .weight_decay = a.real("weight_decay"),
                                                .gradient_scale = b.has_input(8) ? *b.in<double>(8) : 1.0};
     strata::adamw8bit::update(b.threads(), b.out<float>(0), b.in<float>(1), b.out<uint8_t>(1), b.out<float>(2),
-                              b.out<uint8_t>(3), b.out<float>(4), strata::elements(b.input(0).shape), settings,
+                              b.out<uint8_t>(3), b.out<float>(4), rows_of(b.input(0).shape),
+                              strata::elements(b.input(0).shape) / rows_of(b.input(0).shape), settings,
                               *b.in<double>(6));
   };
 }
@@ -80,7 +87,7 @@ class AdamW8Bit final : public strata::Plugin {
     const TensorId step = build.scalar(strata::kStepScalar), factor = build.scalar(strata::kLearningRateFactor);
     for (const strata::Gradient& gradient : stage.gradients()) {
       const Shape shape = build[gradient.parameter].shape;  // a copy: adding states moves the list
-      const Shape scales{strata::adamw8bit::blocks(strata::elements(shape))};
+      const Shape scales = scales_of(shape);
       std::vector<TensorId> states;
       for (const char* moment : {"m", "v"}) {
         states.push_back(stage.state(gradient, std::string("adamw8bit.") + moment, shape, DType::u8));

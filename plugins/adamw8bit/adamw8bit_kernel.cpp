@@ -123,7 +123,7 @@ uint8_t encode_signed(float x) { return signed_code(x); }
 uint8_t encode_unsigned(float x, bool nonzero) { return unsigned_code(x, nonzero); }
 
 void update(Threads& threads, float* parameter, const float* gradient, uint8_t* m, float* m_scale, uint8_t* v,
-            float* v_scale, int64_t count, const Settings& s, double step) {
+            float* v_scale, int64_t rows, int64_t columns, const Settings& s, double step) {
   const double correction1 = 1 - std::pow(s.beta1, step), correction2 = 1 - std::pow(s.beta2, step);
   const Factors factors{float(s.gradient_scale),
                         float(1 - s.beta1),
@@ -134,11 +134,12 @@ void update(Threads& threads, float* parameter, const float* gradient, uint8_t* 
                         float(1 / std::sqrt(correction2)),
                         float(s.epsilon)};
   const float *signed_values = signed_map().data(), *unsigned_values = unsigned_map().data();
-  threads.split(blocks(count), 16, [&](int64_t begin, int64_t end) {
+  const int64_t of_row = blocks(columns);
+  threads.split(rows * of_row, 16, [&](int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; ++b) {
-      const int64_t i = b * kBlock;
-      update_block(parameter + i, gradient + i, m + i, m_scale + b, v + i, v_scale + b, std::min(kBlock, count - i),
-                   factors, signed_values, unsigned_values);
+      const int64_t in_row = b % of_row * kBlock, i = b / of_row * columns + in_row;
+      update_block(parameter + i, gradient + i, m + i, m_scale + b, v + i, v_scale + b,
+                   std::min(kBlock, columns - in_row), factors, signed_values, unsigned_values);
     }
   });
 }

@@ -32,8 +32,9 @@ struct Settings {
   double gradient_scale = 1;
 };
 
-// Updates `count` parameters and their moments; `step` counts from 1. Scales: one a block.
+// Updates rows × columns parameters and their moments; `step` counts from 1. Scales: (rows, blocks(columns)), so that
+// ranks that hold some of the rows have whole blocks.
 void update(Threads& threads, float* parameter, const float* gradient, uint8_t* m, float* m_scale, uint8_t* v,
-            float* v_scale, int64_t count, const Settings& settings, double step);
+            float* v_scale, int64_t rows, int64_t columns, const Settings& settings, double step);
 
 }  // namespace strata::adamw8bit

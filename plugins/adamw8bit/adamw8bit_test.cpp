@@ -75,7 +75,7 @@ TEST(AdamW8Bit, FirstStepIsAdamW) {
       Threads team(count);
       std::vector<float> q = p, m_scale(size_t(blocks(n))), v_scale(m_scale.size());
       std::vector<uint8_t> m(p.size()), v(p.size());
-      update(team, q.data(), g.data(), m.data(), m_scale.data(), v.data(), v_scale.data(), n, {}, 1);
+      update(team, q.data(), g.data(), m.data(), m_scale.data(), v.data(), v_scale.data(), 1, n, {}, 1);
       for (int64_t i = 0; i < n; ++i) {
         const double first = 0.1 * g[size_t(i)], second = 0.05 * double(g[size_t(i)]) * g[size_t(i)];
         const double want =

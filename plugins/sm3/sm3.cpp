@@ -112,7 +112,7 @@ class Sm3 final : public strata::Plugin {
       const bool matrix = shape.size() >= 2;
       const int64_t columns = matrix ? shape.back() : 1;
       const TensorId row = stage.state(gradient, "sm3.row", {strata::elements(shape) / columns});
-      const TensorId column = matrix ? stage.state(gradient, "sm3.column", {columns}) : TensorId{};
+      const TensorId column = matrix ? stage.state(gradient, "sm3.column", {columns}, DType::f32, true) : TensorId{};
       const TensorId momentum = settings_.momentum > 0 ? stage.state(gradient, "sm3.momentum", shape) : TensorId{};
       std::vector<TensorId> outputs{gradient.parameter, row};
       if (column) outputs.push_back(column);
@@ -123,6 +123,7 @@ class Sm3 final : public strata::Plugin {
                       {"epsilon", settings_.epsilon},
                       {"weight_decay", matrix ? settings_.weight_decay : 0.0}},
                      outputs);
+      if (column) stage.max_over_parts(gradient, column);
     }
   }
 

@@ -10,7 +10,7 @@
 namespace strata::sm3 {
 
 struct Settings {
-  double learning_rate = 0.01; // of this step, with the schedule's factor in it
+  double learning_rate = 0.01;  // of this step, with the schedule's factor in it
   double momentum = 0.9;
   double epsilon = 1e-8;
   double weight_decay = 0;

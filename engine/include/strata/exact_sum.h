@@ -1,5 +1,5 @@
-// Sums of non-negative numbers that do not depend on the order in which they are taken: fixed-point digits that are added
-// exactly (after Kulisch). What ranks, chunks and threads each summed adds up to the same bits in every layout.
+// Sums of non-negative numbers that do not depend on the order in which they are taken: fixed-point digits that are
+// added exactly (after Kulisch). What ranks, chunks and threads each summed adds up to the same bits in every layout.
 #pragma once
 #include <cstdint>
 

@@ -125,7 +125,8 @@ class UpdateStage {
   // as the parameter's where they are of one size, unless `whole`.
   TensorId state(const Gradient& gradient, std::string_view name, const Shape& shape, DType dtype = DType::f32,
                  bool whole = false);
-  // Combines over the ranks that hold other parts of the gradient's parameter; nothing where it is not split.
+  // Combines over the ranks that hold other parts of the gradient's parameter, states in place; nothing where it is not
+  // split.
   TensorId sum_over_parts(const Gradient& gradient, TensorId partial) { return over_parts(gradient, partial, "sum"); }
   TensorId max_over_parts(const Gradient& gradient, TensorId partial) { return over_parts(gradient, partial, "max"); }
 
