@@ -1,0 +1,147 @@
+// Groups of processes; see process_world.h. Shared memory has no name: a memfd that the others open through /proc of
+// the process that made it, so nothing is left behind however a run ends.
+#include "comm/process_world.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <map>
+
+#include "comm/fabric.h"
+#include "comm/windows.h"
+#include "strata/error.h"
+
+namespace strata {
+namespace {
+
+// A place where processes can open each other's memory: one boot, one process namespace, one network namespace.
+std::string host_identity() {
+  std::string identity;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> identity;
+  for (const char* space : {"pid", "net", "user"}) {
+    char link[64] = {};
+    (void)!readlink((std::string("/proc/self/ns/") + space).c_str(), link, sizeof link - 1);
+    identity += " " + std::string(link);
+  }
+  return identity + " " + std::to_string(getuid());
+}
+
+// Pages shared by file descriptor; unmapped and closed at the end.
+class SharedBlock {
+ public:
+  SharedBlock(int file, int64_t bytes) : file_(file), bytes_(bytes) {
+    void* const place = mmap(nullptr, size_t(bytes), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    if (place == MAP_FAILED) {
+      const std::string why = std::strerror(errno);
+      close(file);
+      throw Error("cannot map " + std::to_string(bytes) + " bytes of shared memory: " + why + ".", ExitCode::failed);
+    }
+    base_ = static_cast<std::byte*>(place);
+  }
+  ~SharedBlock() {
+    munmap(base_, size_t(bytes_));
+    close(file_);
+  }
+  std::byte* base() const { return base_; }
+
+ private:
+  std::byte* base_;
+  int file_;
+  int64_t bytes_;
+};
+
+class ProcessWorld final : public World {
+ public:
+  ProcessWorld(RendezvousOptions rendezvous, NetworkOptions network, int local_size)
+      : rank_(rendezvous.rank),
+        size_(rendezvous.size),
+        network_(std::move(network)),
+        meeting_(rendezvous, [this](const std::string& why) { abort_.raise(why); }) {
+    hosts_ = gather(host_identity());
+    local_size_ = local_size > 0 ? local_size : int(std::count(hosts_.begin(), hosts_.end(), hosts_[size_t(rank_)]));
+  }
+
+  int rank() const override { return rank_; }
+  int size() const override { return size_; }
+  int local_size() const override { return local_size_; }
+
+  std::vector<std::string> gather(const std::string& mine) override {
+    const std::string key = "gather " + std::to_string(gathers_++) + " ";
+    meeting_.put(key + std::to_string(rank_), mine);
+    std::vector<std::string> all;
+    for (int r = 0; r < size_; ++r) all.push_back(meeting_.get(key + std::to_string(r)));
+    return all;
+  }
+
+  std::unique_ptr<Communicator> group(const std::string& name, const std::vector<int>& members) override {
+    std::string key = "group " + name + " " + std::to_string(made_[name]++);
+    int mine = -1;
+    bool one_host = true;
+    for (size_t i = 0; i < members.size(); ++i) {
+      key += " " + std::to_string(members[i]);
+      if (members[i] == rank_) mine = int(i);
+      one_host &= hosts_[size_t(members[i])] == hosts_[size_t(rank_)];
+    }
+    STRATA_CHECK(mine >= 0);
+    if (network_.provider != "auto" || !one_host)
+      return fabric_communicator({.name = name,
+                                  .ranks = members,
+                                  .timeout_seconds = network_.timeout_seconds,
+                                  .provider = network_.provider == "auto" ? "tcp" : network_.provider,
+                                  .address = network_.address},
+                                 mine, meeting_, key, abort_);
+    WindowsOptions options{.name = name, .ranks = members, .timeout_seconds = network_.timeout_seconds};
+    const int64_t bytes = windows_bytes(int(members.size()), options);
+    auto block = mine == 0 ? make(key, bytes) : open(key, bytes);
+    std::byte* const base = block->base();
+    return windows_communicator(base, std::move(block), mine, std::move(options), abort_);
+  }
+
+  void abort(const std::string& why) override {
+    abort_.raise(why);
+    meeting_.fail(why);
+  }
+
+ private:
+  std::shared_ptr<SharedBlock> make(const std::string& key, int64_t bytes) {
+    const int file = memfd_create("strata", MFD_CLOEXEC);
+    if (file < 0 || ftruncate(file, bytes) != 0)
+      throw Error("cannot make shared memory of " + std::to_string(bytes) + " bytes: " + std::strerror(errno) + ".",
+                  ExitCode::failed);
+    auto block = std::make_shared<SharedBlock>(file, bytes);
+    meeting_.put(key, "/proc/" + std::to_string(getpid()) + "/fd/" + std::to_string(file));
+    return block;
+  }
+  std::shared_ptr<SharedBlock> open(const std::string& key, int64_t bytes) {
+    const std::string path = meeting_.get(key);
+    const int file = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+    if (file < 0)
+      throw Error("cannot open the shared memory of another rank (" + path + "): " + std::strerror(errno) +
+                      ". Set network.provider = \"tcp\" where processes may not see each other.",
+                  ExitCode::failed);
+    return std::make_shared<SharedBlock>(file, bytes);
+  }
+
+  int rank_, size_, local_size_ = 1;
+  NetworkOptions network_;
+  AbortFlag abort_;
+  Rendezvous meeting_;
+  std::vector<std::string> hosts_;
+  int64_t gathers_ = 0;
+  std::map<std::string, int> made_;
+};
+
+}  // namespace
+
+std::unique_ptr<World> process_world(RendezvousOptions rendezvous, NetworkOptions network, int local_size) {
+  return std::make_unique<ProcessWorld>(std::move(rendezvous), std::move(network), local_size);
+}
+
+}  // namespace strata

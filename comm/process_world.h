@@ -1,0 +1,20 @@
+// Ranks as processes: windows in shared memory between those of one host, libfabric between hosts.
+#pragma once
+#include <memory>
+#include <string>
+
+#include "comm/rendezvous.h"
+#include "comm/world.h"
+
+namespace strata {
+
+struct NetworkOptions {
+  std::string provider = "auto";  // of libfabric; auto: shared memory within a host, tcp between hosts
+  std::string address;            // of this host for the others; empty: what the way to rank 0 uses
+  double timeout_seconds = 600;   // the longest wait for another rank in an operation
+};
+
+// Joins the others (see Rendezvous for errors). `local_size` is the number of ranks on this host, 0 when unknown.
+std::unique_ptr<World> process_world(RendezvousOptions rendezvous, NetworkOptions network, int local_size);
+
+}  // namespace strata

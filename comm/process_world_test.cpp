@@ -1,0 +1,261 @@
+// Ranks as processes: every way bytes can take gives the same bits; ranks that die, hang or do not come are named.
+#include "comm/process_world.h"
+
+#include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cmath>
+#include <csignal>
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+
+#include "strata/error.h"
+
+namespace strata {
+namespace {
+
+struct Child {
+  int code = -1;  // exit status, or -signal
+  std::string text;
+};
+
+int free_port() {
+  static int next = 21000 + int(getpid()) % 20000;
+  return next++;
+}
+
+// One process a rank; what `body` throws is its text and its code.
+std::vector<Child> run_processes(int size, NetworkOptions network, const std::function<void(World&)>& body,
+                                 const std::function<void(RendezvousOptions&)>& change = {},
+                                 const std::function<void(const std::vector<pid_t>&)>& meanwhile = {}) {
+  const std::string folder =
+      (std::filesystem::temp_directory_path() / ("strata-ranks-" + std::to_string(free_port()))).string();
+  std::filesystem::create_directory(folder);
+  const int port = free_port();
+  std::vector<pid_t> pids;
+  for (int rank = 0; rank < size; ++rank) {
+    std::fflush(nullptr);
+    const pid_t pid = fork();
+    if (pid == 0) {
+      int code = 0;
+      std::string text;
+      try {
+        RendezvousOptions options{.rank = rank,
+                                  .size = size,
+                                  .port = port,
+                                  .token = "t",
+                                  .version = "1",
+                                  .join_seconds = 3,
+                                  .silence_seconds = 1};
+        if (change) change(options);
+        const auto world = process_world(options, network, 0);
+        try {
+          body(*world);
+        } catch (const Error& error) {
+          world->abort(error.what());
+          throw;
+        }
+      } catch (const Error& error) {
+        code = int(error.code());
+        text = error.what();
+      }
+      std::ofstream(folder + "/" + std::to_string(rank)) << text;
+      _exit(testing::Test::HasFailure() ? 77 : code);
+    }
+    pids.push_back(pid);
+  }
+  if (meanwhile) meanwhile(pids);
+  std::vector<Child> children;
+  for (int rank = 0; rank < size; ++rank) {
+    int status = 0;
+    waitpid(pids[size_t(rank)], &status, 0);
+    Child child{.code = WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status), .text = ""};
+    std::ifstream file(folder + "/" + std::to_string(rank));
+    child.text.assign(std::istreambuf_iterator<char>(file), {});
+    children.push_back(child);
+  }
+  std::filesystem::remove_all(folder);
+  return children;
+}
+
+std::vector<int> everybody(int size) {
+  std::vector<int> list;
+  for (int r = 0; r < size; ++r) list.push_back(r);
+  return list;
+}
+
+float value(int rank, size_t i) { return float(std::sin(double(rank) * 7919 + double(i) * 13 + 1)); }
+float tree(const std::vector<float>& leaves, int begin, int end) {
+  if (end - begin == 1) return leaves[size_t(begin)];
+  int split = 1;
+  while (split * 2 < end - begin) split *= 2;
+  return tree(leaves, begin, begin + split) + tree(leaves, begin + split, end);
+}
+
+class Processes : public testing::TestWithParam<std::tuple<int, std::string>> {};
+
+TEST_P(Processes, Collectives) {
+  const auto [size, provider] = GetParam();
+  const auto children = run_processes(size, {.provider = provider, .timeout_seconds = 20}, [size = size](World& world) {
+    const auto group = world.group("data", everybody(size));
+    const auto pieces = [](std::vector<float>& v, Range r) {  // in two pieces
+      const int64_t middle = (r.begin + r.end) / 2;
+      Pieces p;
+      p.add({reinterpret_cast<std::byte*>(v.data() + r.begin), (middle - r.begin) * 4});
+      p.add({reinterpret_cast<std::byte*>(v.data() + middle), (r.end - middle) * 4});
+      return p;
+    };
+    for (size_t count : {size_t(1), size_t(1000), size_t(700001)}) {
+      std::vector<float> data(count), expected(count);
+      const auto fill = [&] {
+        for (size_t i = 0; i < count; ++i) data[i] = value(world.rank(), i);
+      };
+      for (size_t i = 0; i < count; ++i) {
+        std::vector<float> leaves;
+        for (int r = 0; r < size; ++r) leaves.push_back(value(r, i));
+        expected[i] = tree(leaves, 0, size);
+      }
+      fill();
+      group->all_reduce(pieces(data, {0, int64_t(count)}), DType::f32);
+      EXPECT_EQ(data, expected);
+      std::vector<Pieces> parts;
+      std::vector<Range> shares;
+      for (int r = 0; r < size; ++r) {
+        shares.push_back(share_of(int64_t(count), r, size));
+        parts.push_back(pieces(data, shares.back()));
+      }
+      fill();
+      const Range mine = shares[size_t(world.rank())];
+      std::vector<float> result(size_t(mine.count()));
+      group->reduce_scatter(parts, pieces(result, {0, mine.count()}), DType::f32);
+      std::copy(result.begin(), result.end(), data.begin() + mine.begin);
+      group->all_gather(parts);
+      EXPECT_EQ(data, expected);
+      const int root = size - 1;
+      if (world.rank() == root) fill();
+      group->broadcast(pieces(data, {0, int64_t(count)}), root);
+      for (size_t i = 0; i < count; ++i) ASSERT_EQ(data[i], value(root, i));
+      std::vector<float> got(count);
+      std::vector<Pieces> to, from;
+      for (int r = 0; r < size; ++r) to.push_back(parts[size_t(r)]);
+      // Rank r gets its share from everybody: sizes of a row differ from those of a column.
+      std::vector<std::vector<float>> columns(size_t(size), std::vector<float>(size_t(mine.count())));
+      for (int r = 0; r < size; ++r) from.push_back(pieces(columns[size_t(r)], {0, mine.count()}));
+      fill();
+      group->all_to_all(to, from);
+      for (int r = 0; r < size; ++r)
+        for (int64_t i = 0; i < mine.count(); ++i)
+          ASSERT_EQ(columns[size_t(r)][size_t(i)], value(r, size_t(mine.begin + i)));
+      group->barrier();
+      if (size == 1) continue;
+      if (world.rank() == 0) group->send(pieces(data, {0, int64_t(count)}), 1);
+      if (world.rank() == 1) {
+        group->receive(pieces(got, {0, int64_t(count)}), 0);
+        for (size_t i = 0; i < count; ++i) ASSERT_EQ(got[i], value(0, i));
+      }
+    }
+  });
+  for (const Child& child : children) {
+    EXPECT_EQ(child.code, 0);
+    EXPECT_EQ(child.text, "");
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Ways, Processes,
+                         testing::Combine(testing::Values(2, 3, 4), testing::Values("auto", "tcp", "shm")));
+
+void all_reduce_for_ever(World& world) {
+  const auto group = world.group("data", everybody(world.size()));
+  std::vector<float> data(50000);
+  for (;;) group->all_reduce({{reinterpret_cast<std::byte*>(data.data()), 200000}}, DType::f32);
+}
+
+// Killed or stopped, rank 0 included: the others end soon, and say who and where.
+TEST(ProcessFaults, AreNamed) {
+  for (const std::string provider : {"auto", "tcp"})
+    for (int victim : {2, 0})
+      for (int signal : {SIGKILL, SIGSTOP}) {
+        const auto began = std::chrono::steady_clock::now();
+        const auto children = run_processes(3, {.provider = provider, .timeout_seconds = 20}, all_reduce_for_ever, {},
+                                            [&](const std::vector<pid_t>& pids) {
+                                              usleep(400'000);
+                                              kill(pids[size_t(victim)], signal);
+                                              usleep(1'700'000);
+                                              kill(pids[size_t(victim)], SIGKILL);
+                                            });
+        for (int rank = 0; rank < 3; ++rank) {
+          if (rank == victim) continue;
+          EXPECT_EQ(children[size_t(rank)].code, 1) << provider << victim << signal;
+          EXPECT_NE(children[size_t(rank)].text.find("rank " + std::to_string(victim) + " is gone"), std::string::npos)
+              << children[size_t(rank)].text;
+          EXPECT_NE(children[size_t(rank)].text.find("all_reduce over \"data\""), std::string::npos)
+              << children[size_t(rank)].text;
+        }
+        EXPECT_LT(std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count(), 10);
+      }
+  EXPECT_EQ(std::system("ls /dev/shm | grep -q strata"), 256);  // nothing left
+}
+
+TEST(ProcessFaults, WhoDoesNotComeIsNamed) {
+  const auto children = run_processes(
+      3, {}, [](World&) {},
+      [](RendezvousOptions& o) {
+        if (o.rank == 1) _exit(9);
+        o.join_seconds = 1;
+      });
+  for (int rank : {0, 2}) {
+    EXPECT_EQ(children[size_t(rank)].code, 2);
+    EXPECT_NE(children[size_t(rank)].text.find("rank 1 did not come to the rendezvous"), std::string::npos)
+        << children[size_t(rank)].text;
+  }
+}
+
+TEST(ProcessFaults, StrangersAreTurnedAway) {
+  const auto text_of = [](const std::function<void(RendezvousOptions&)>& change) {
+    const auto children = run_processes(
+        2, {}, [](World&) {},
+        [&](RendezvousOptions& o) {
+          o.join_seconds = 1;
+          if (o.rank == 1) change(o);
+        });
+    EXPECT_EQ(children[1].code, 2);
+    EXPECT_EQ(children[0].code, 2);
+    return children[1].text;
+  };
+  EXPECT_NE(text_of([](RendezvousOptions& o) { o.token = "other"; }).find("belongs to another job"), std::string::npos);
+  EXPECT_NE(text_of([](RendezvousOptions& o) { o.version = "2"; }).find("one version everywhere"), std::string::npos);
+  EXPECT_NE(text_of([](RendezvousOptions& o) { o.size = 3; }).find("was started for 2 ranks, rank 1 for 3"),
+            std::string::npos);
+  EXPECT_NE(text_of([](RendezvousOptions& o) { o.address = "no.such.host.invalid"; }).find("cannot resolve"),
+            std::string::npos);
+}
+
+TEST(ProcessFaults, APortThatIsTaken) {
+  const int port = free_port(), socket = ::socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_port = htons(uint16_t(port));
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  ASSERT_EQ(bind(socket, reinterpret_cast<sockaddr*>(&address), sizeof address), 0);
+  ASSERT_EQ(listen(socket, 1), 0);
+  const auto children = run_processes(
+      1, {}, [](World&) {}, [&](RendezvousOptions& o) { o.port = port; });
+  EXPECT_EQ(children[0].code, 2);
+  EXPECT_NE(children[0].text.find("cannot listen at 127.0.0.1:" + std::to_string(port)), std::string::npos);
+  close(socket);
+}
+
+TEST(ProcessFaults, AProviderThatDoesNotExist) {
+  const auto children = run_processes(2, {.provider = "carrier_pigeon"}, all_reduce_for_ever);
+  EXPECT_NE((children[0].text + children[1].text).find("libfabric has no provider \"carrier_pigeon\""),
+            std::string::npos)
+      << children[0].text;
+}
+
+}  // namespace
+}  // namespace strata
