@@ -3,10 +3,12 @@
 
 #include <gtest/gtest.h>
 #include <netinet/in.h>
+#include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
 #include <cmath>
 #include <csignal>
@@ -37,6 +39,7 @@ std::vector<Child> run_processes(int size, NetworkOptions network, const std::fu
       (std::filesystem::temp_directory_path() / ("strata-ranks-" + std::to_string(free_port()))).string();
   std::filesystem::create_directory(folder);
   const int port = free_port();
+  const bool failed_before = testing::Test::HasFailure();
   std::vector<pid_t> pids;
   for (int rank = 0; rank < size; ++rank) {
     std::fflush(nullptr);
@@ -65,7 +68,7 @@ std::vector<Child> run_processes(int size, NetworkOptions network, const std::fu
         text = error.what();
       }
       std::ofstream(folder + "/" + std::to_string(rank)) << text;
-      _exit(testing::Test::HasFailure() ? 77 : code);
+      _exit(!failed_before && testing::Test::HasFailure() ? 77 : code);
     }
     pids.push_back(pid);
   }
@@ -169,10 +172,20 @@ TEST_P(Processes, Collectives) {
 INSTANTIATE_TEST_SUITE_P(Ways, Processes,
                          testing::Combine(testing::Values(2, 3, 4), testing::Values("auto", "tcp", "shm")));
 
+// Shared with the children: how many ranks have done their first exchange.
+std::atomic<int>& arrived() {
+  static auto* shared =
+      new (mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0)) std::atomic<int>(0);
+  return *shared;
+}
+
 void all_reduce_for_ever(World& world) {
   const auto group = world.group("data", everybody(world.size()));
   std::vector<float> data(50000);
-  for (;;) group->all_reduce({{reinterpret_cast<std::byte*>(data.data()), 200000}}, DType::f32);
+  for (int i = 0;; ++i) {
+    group->all_reduce({{reinterpret_cast<std::byte*>(data.data()), 200000}}, DType::f32);
+    if (i == 0) ++arrived();
+  }
 }
 
 // Killed or stopped, rank 0 included: the others end soon, and say who and where.
@@ -180,10 +193,11 @@ TEST(ProcessFaults, AreNamed) {
   for (const std::string provider : {"auto", "tcp"})
     for (int victim : {2, 0})
       for (int signal : {SIGKILL, SIGSTOP}) {
+        arrived() = 0;
         const auto began = std::chrono::steady_clock::now();
         const auto children = run_processes(3, {.provider = provider, .timeout_seconds = 20}, all_reduce_for_ever, {},
                                             [&](const std::vector<pid_t>& pids) {
-                                              usleep(400'000);
+                                              while (arrived() < 3) usleep(10'000);
                                               kill(pids[size_t(victim)], signal);
                                               usleep(1'700'000);
                                               kill(pids[size_t(victim)], SIGKILL);

@@ -60,7 +60,8 @@ struct BlockLayout {
   int64_t chunk, window, desks, pairs, windows, mail, bytes;
   BlockLayout(int n, const WindowsOptions& options) : size(n) {
     chunk = options.chunk_bytes > 0 ? options.chunk_bytes : std::clamp<int64_t>((512 << 10) / n, 16 << 10, 128 << 10);
-    window = 2 * (n + 1) * chunk;  // two slots: a chunk to each rank, and the result
+    chunk = std::max<int64_t>(64, chunk / 64 * 64);  // elements of any type stay aligned
+    window = 2 * (n + 1) * chunk;                    // two slots: a chunk to each rank, and the result
     desks = 0;
     pairs = desks + n * int64_t(sizeof(Desk));
     windows = (pairs + int64_t(n) * n * int64_t(sizeof(Pair)) + 4095) / 4096 * 4096;
@@ -301,7 +302,7 @@ class Windows final : public Communicator {
   // says where the parts of all ranks go.
   void rounds(const std::vector<Pieces>* send, const Pieces* result, const std::vector<Pieces>* gather, DType dtype,
               Reduction reduction) {
-    const int64_t chunk = layout_.chunk / 64 * 64;
+    const int64_t chunk = layout_.chunk;
     int64_t longest = 0;
     for (const Pieces& part : send ? *send : *gather) longest = std::max(longest, part.bytes());
     const Pieces& own = send ? (*send)[size_t(rank_)] : (*gather)[size_t(rank_)];

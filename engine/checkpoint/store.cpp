@@ -43,27 +43,75 @@ DType dtype_of(const std::string& name, const std::string& where) {
   throw Error(where + " has the unknown dtype \"" + name + "\".");
 }
 
-Json manifest(const CheckpointInfo& info, const std::vector<TensorRecord>& tensors,
-              const std::vector<std::string>& files) {
-  Json::Object notes;
-  for (const auto& [key, value] : info.notes) notes.emplace_back(key, value);
+// What one rank wrote, as it goes into the manifest.
+Json::Array written(const std::vector<TensorRecord>& tensors, const std::vector<std::string>& files) {
   Json::Array list;
   for (size_t i = 0; i < tensors.size(); ++i) {
     const TensorRecord& t = tensors[i];
+    Shape whole = t.shape;
+    if (t.rows_in_all > 0) whole[0] = t.rows_in_all;
     list.push_back(Json::Object{{"name", t.name},
                                 {"role", std::string(name_of(t.role))},
                                 {"dtype", std::string(name_of(t.dtype))},
-                                {"shape", Json::Array(t.shape.begin(), t.shape.end())},
+                                {"shape", Json::Array(whole.begin(), whole.end())},
+                                {"first", t.first},
+                                {"rows", t.shape[0]},
                                 {"file", files[i]},
                                 {"xxh3", checksum(t.data.get(), size_t(elements(t.shape) * size_of(t.dtype)))}});
   }
-  return Json::Object{{"format", "strata checkpoint"},
-                      {"version", kVersion},
-                      {"step", info.step},
-                      {"samples", info.samples},
-                      {"notes", notes},
-                      {"config", info.config},
-                      {"tensors", list}};
+  return list;
+}
+
+Json manifest(const CheckpointInfo& info, Json::Array tensors) {
+  Json::Object notes;
+  for (const auto& [key, value] : info.notes) notes.emplace_back(key, value);
+  return Json::Object{{"format", "strata checkpoint"}, {"version", kVersion}, {"step", info.step},
+                      {"samples", info.samples},       {"notes", notes},      {"config", info.config},
+                      {"tensors", std::move(tensors)}};
+}
+
+// Files of at most kShardBytes; returns for each tensor the one it is in.
+std::vector<std::string> write_files(const fs::path& folder, const std::string& prefix,
+                                     const std::vector<TensorRecord>& tensors) {
+  std::vector<std::string> files;
+  std::vector<TensorToStore> shard;
+  int64_t bytes = 0;
+  int count = 0;
+  const auto file_name = [&] {
+    char text[16];
+    std::snprintf(text, sizeof text, "%05d", count);
+    return prefix + text + ".safetensors";
+  };
+  const auto flush = [&] {
+    if (!shard.empty()) write_safetensors((folder / file_name()).string(), shard, {});
+    shard.clear();
+    bytes = 0;
+    ++count;
+  };
+  for (const TensorRecord& t : tensors) {
+    const int64_t size = elements(t.shape) * size_of(t.dtype);
+    if (bytes > 0 && bytes + size > kShardBytes) flush();
+    files.push_back(file_name());
+    shard.push_back({t.name, t.dtype, t.shape, t.data});
+    bytes += size;
+  }
+  flush();
+  return files;
+}
+
+// Every rank's text; throws the first error among them ("!" and its message) on all.
+std::vector<std::string> agree(World* world, const std::string& mine) {
+  const std::vector<std::string> all = world ? world->gather(mine) : std::vector<std::string>{mine};
+  for (const std::string& text : all)
+    if (!text.empty() && text[0] == '!') throw Error(text.substr(1), ExitCode::failed);
+  return all;
+}
+std::string outcome_of(const std::function<std::string()>& work) {
+  try {
+    return work();
+  } catch (const std::exception& error) {
+    return std::string("!") + error.what();
+  }
 }
 
 }  // namespace
@@ -87,56 +135,54 @@ std::optional<std::string> CheckpointStore::latest() const {
   return found.empty() ? std::nullopt : std::optional(found.back());
 }
 
-void CheckpointStore::save(const CheckpointInfo& info, const std::vector<TensorRecord>& tensors) {
-  char name[32];
+void CheckpointStore::save(const CheckpointInfo& info, const std::vector<TensorRecord>& tensors, World* world) {
+  if (world && world->size() == 1) world = nullptr;
+  const int rank = world ? world->rank() : 0;
+  char name[32], prefix[32] = "tensors-";
   std::snprintf(name, sizeof name, "step-%08lld", (long long)info.step);
+  if (world) std::snprintf(prefix, sizeof prefix, "tensors-rank%05d-", rank);
   const fs::path folder(directory_), hidden = folder / (kHidden + name), target = folder / name;
   std::error_code problem;
-  for (const auto& entry : fs::directory_iterator(folder, problem))
-    if (entry.path().filename().string().rfind(kHidden, 0) == 0) fs::remove_all(entry.path(), problem);
   try {
-    fs::create_directory(hidden, problem);
-    if (problem)
-      throw Error(hidden.string() + ": cannot make the folder: " + problem.message() + ".", ExitCode::failed);
-    std::vector<std::string> files;
-    std::vector<TensorToStore> shard;
-    int64_t bytes = 0;
-    int count = 0;
-    const auto file_name = [&] {
-      char text[40];
-      std::snprintf(text, sizeof text, "tensors-%05d.safetensors", count);
-      return std::string(text);
-    };
-    const auto flush = [&] {
-      if (!shard.empty()) write_safetensors((hidden / file_name()).string(), shard, {});
-      shard.clear();
-      bytes = 0;
-      ++count;
-    };
-    for (const TensorRecord& t : tensors) {
-      const int64_t size = elements(t.shape) * size_of(t.dtype);
-      if (bytes > 0 && bytes + size > kShardBytes) flush();
-      files.push_back(file_name());
-      shard.push_back({t.name, t.dtype, t.shape, t.data});
-      bytes += size;
-    }
-    flush();
-    const Json content = manifest(info, tensors, files);
-    const std::string text = content.dump();
-    AtomicFile file((hidden / "manifest.json").string());
-    file.write(Json(Json::Object{{"xxh3", checksum(text.data(), text.size())}, {"content", content}}).dump(1) + "\n");
-    file.commit();
-    sync_folder(hidden.string());
-    fs::remove_all(target, problem);  // the same step saved before a resume
-    fs::rename(hidden, target, problem);
-    if (problem)
-      throw Error(target.string() + ": cannot rename the finished checkpoint: " + problem.message() + ".",
-                  ExitCode::failed);
-    sync_folder(directory_);
+    agree(world, outcome_of([&]() -> std::string {
+            if (rank != 0) return "";
+            for (const auto& entry : fs::directory_iterator(folder, problem))
+              if (entry.path().filename().string().rfind(kHidden, 0) == 0) fs::remove_all(entry.path(), problem);
+            fs::create_directory(hidden, problem);
+            if (problem) throw Error(hidden.string() + ": cannot make the folder: " + problem.message() + ".");
+            return "";
+          }));
+    const auto lists = agree(world, outcome_of([&] {
+                               const auto files = write_files(hidden, prefix, tensors);
+                               sync_folder(hidden.string());
+                               return Json(written(tensors, files)).dump();
+                             }));
+    agree(world, outcome_of([&]() -> std::string {
+            if (rank != 0) return "";
+            Json::Array all;
+            for (const std::string& list : lists) {
+              const Json parsed = Json::parse(list, "a rank's list");
+              for (const Json& one : parsed.array("a rank's list")) all.push_back(one);
+            }
+            const Json content = manifest(info, std::move(all));
+            const std::string text = content.dump();
+            AtomicFile file((hidden / "manifest.json").string());
+            file.write(Json(Json::Object{{"xxh3", checksum(text.data(), text.size())}, {"content", content}}).dump(1) +
+                       "\n");
+            file.commit();
+            sync_folder(hidden.string());
+            fs::remove_all(target, problem);  // the same step saved before a resume
+            fs::rename(hidden, target, problem);
+            if (problem)
+              throw Error(target.string() + ": cannot rename the finished checkpoint: " + problem.message() + ".");
+            sync_folder(directory_);
+            return "";
+          }));
   } catch (...) {
-    fs::remove_all(hidden, problem);
+    if (rank == 0) fs::remove_all(hidden, problem);
     throw;
   }
+  if (rank != 0) return;
   const auto found = all();
   for (size_t i = 0; i + size_t(keep_) < found.size(); ++i) fs::remove_all(found[i], problem);
 }
@@ -169,17 +215,41 @@ Checkpoint::Checkpoint(const std::string& path, ManifestChecksum manifest) : pat
     Entry entry{role_of(field(item, "role", where).string(where), where),
                 dtype_of(field(item, "dtype", where).string(where), where),
                 {},
-                field(item, "file", where).string(where),
-                field(item, "xxh3", where).string(where)};
+                {}};
     for (const Json& size : field(item, "shape", where).array(where)) entry.shape.push_back(size.integer(where));
-    if (entry.file.find('/') != std::string::npos) throw Error(where + " names a file outside of the checkpoint.");
-    entries_[name] = entry;
-    if (auto& opened = files_[entry.file]; !opened)
-      opened = std::make_shared<SafetensorsFile>((fs::path(path) / entry.file).string());
+    if (entry.shape.empty()) throw Error(where + " has no shape.");
+    Piece piece{field(item, "file", where).string(where), field(item, "xxh3", where).string(where), 0, entry.shape[0]};
+    if (const Json* first = item.find("first")) piece.first = first->integer(where);
+    if (const Json* rows = item.find("rows")) piece.rows = rows->integer(where);
+    if (piece.file.find('/') != std::string::npos) throw Error(where + " names a file outside of the checkpoint.");
+    if (piece.first < 0 || piece.rows < 0 || piece.first > entry.shape[0] || piece.rows > entry.shape[0] - piece.first)
+      throw Error(where + " has a piece that lies outside of it.");
+    if (auto& opened = files_[piece.file]; !opened)
+      opened = std::make_shared<SafetensorsFile>((fs::path(path) / piece.file).string());
+    const auto [at, fresh] = entries_.emplace(name, entry);
+    if (!fresh && (at->second.shape != entry.shape || at->second.dtype != entry.dtype))
+      throw Error(where + " has pieces of different shapes or types.");
+    at->second.pieces.push_back(std::move(piece));
+  }
+  for (auto& [name, entry] : entries_) {
+    std::sort(entry.pieces.begin(), entry.pieces.end(),
+              [](const Piece& a, const Piece& b) { return a.first < b.first; });
+    int64_t next = 0;
+    for (const Piece& piece : entry.pieces) {
+      if (piece.first != next) break;
+      next += piece.rows;
+    }
+    if (next != entry.shape[0])
+      throw Error(file + ": tensor \"" + name + "\": its pieces do not make up the whole. Use an older checkpoint.");
   }
 }
 
 void Checkpoint::read(const std::string& name, DType dtype, const Shape& shape, void* out) const {
+  read_rows(name, dtype, shape, 0, shape[0], out);
+}
+
+void Checkpoint::read_rows(const std::string& name, DType dtype, const Shape& shape, int64_t first, int64_t rows,
+                           void* out) const {
   const auto found = entries_.find(name);
   if (found == entries_.end())
     throw Error(path_ + ": holds no tensor \"" + name + "\"; it is a checkpoint of another model or other plugins.");
@@ -188,16 +258,21 @@ void Checkpoint::read(const std::string& name, DType dtype, const Shape& shape, 
     throw Error(path_ + ": tensor \"" + name + "\" is " + std::string(name_of(entry.dtype)) + text(entry.shape) +
                 ", but this model has " + std::string(name_of(dtype)) + text(shape) +
                 "; it is a checkpoint of another model.");
-  const SafetensorsFile& file = *files_.at(entry.file);
-  const auto stored = file.tensors().find(name);
-  if (stored == file.tensors().end())
-    throw Error(file.path() + ": lacks the tensor \"" + name + "\" that the manifest promises.");
-  const auto bytes = file.data(stored->second);
-  if (bytes.size() != size_t(elements(shape) * size_of(dtype)) ||
-      checksum(bytes.data(), bytes.size()) != entry.checksum)
-    throw Error(file.path() + ": tensor \"" + name +
-                "\" is damaged: its checksum does not match. Use an older checkpoint.");
-  std::memcpy(out, bytes.data(), bytes.size());
+  const int64_t row = elements(shape) / shape[0] * size_of(dtype);
+  for (const Piece& piece : entry.pieces) {
+    const int64_t begin = std::max(first, piece.first), end = std::min(first + rows, piece.first + piece.rows);
+    if (end <= begin) continue;
+    const SafetensorsFile& file = *files_.at(piece.file);
+    const auto stored = file.tensors().find(name);
+    if (stored == file.tensors().end())
+      throw Error(file.path() + ": lacks the tensor \"" + name + "\" that the manifest promises.");
+    const auto bytes = file.data(stored->second);
+    if (bytes.size() != size_t(piece.rows * row) || checksum(bytes.data(), bytes.size()) != piece.checksum)
+      throw Error(file.path() + ": tensor \"" + name +
+                  "\" is damaged: its checksum does not match. Use an older checkpoint.");
+    std::memcpy(static_cast<std::byte*>(out) + (begin - first) * row, bytes.data() + (begin - piece.first) * row,
+                size_t((end - begin) * row));
+  }
 }
 
 std::string find_checkpoint(const std::string& path, const std::string& option) {

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "comm/world.h"
 #include "engine/checkpoint/safetensors.h"
 
 namespace strata {
@@ -15,8 +16,10 @@ struct TensorRecord {
   std::string name;
   Role role;
   DType dtype;
-  Shape shape;
+  Shape shape;  // of what this rank writes
   TensorBytes data;
+  int64_t first = 0;        // row of the whole tensor that it begins with
+  int64_t rows_in_all = 0;  // of the whole tensor; 0: this is all of it
 };
 
 struct CheckpointInfo {
@@ -31,7 +34,8 @@ class CheckpointStore {
   // `directory` must exist. Removes what a killed save left behind only when it saves.
   CheckpointStore(std::string directory, int keep);
   // Throws Error (failed) when it cannot be written; then nothing of it remains and older checkpoints are untouched.
-  void save(const CheckpointInfo& info, const std::vector<TensorRecord>& tensors);
+  // With several ranks all call it, each with the rows that it alone writes, in files of its own; rank 0 finishes.
+  void save(const CheckpointInfo& info, const std::vector<TensorRecord>& tensors, World* world = nullptr);
   std::optional<std::string> latest() const;  // path of the newest one
   std::vector<std::string> all() const;       // oldest first
 
@@ -47,15 +51,22 @@ class Checkpoint {
   // Throws Error when the manifest is damaged or missing.
   explicit Checkpoint(const std::string& path, ManifestChecksum manifest = ManifestChecksum::verify);
   const CheckpointInfo& info() const { return info_; }
+  struct Piece {
+    std::string file, checksum;
+    int64_t first, rows;
+  };
   struct Entry {
     Role role;
     DType dtype;
-    Shape shape;
-    std::string file, checksum;
+    Shape shape;                // of the whole tensor
+    std::vector<Piece> pieces;  // by first row, without gaps
   };
   const std::map<std::string, Entry>& tensors() const { return entries_; }
   // Copies a tensor out after checking its shape, dtype and checksum.
   void read(const std::string& name, DType dtype, const Shape& shape, void* out) const;
+  // The same of `rows` rows from `first` on, whoever wrote them; `shape` is the whole tensor's.
+  void read_rows(const std::string& name, DType dtype, const Shape& shape, int64_t first, int64_t rows,
+                 void* out) const;
 
  private:
   std::string path_;

@@ -74,13 +74,26 @@ void declare(Options& options, MeshSection& mesh) {
       .range(1, 65536);
 }
 
+void declare(Options& options, NetworkSection& network) {
+  options.add("provider", network.provider,
+              "libfabric provider (tcp, shm, verbs, …) for everything; auto: shared memory within a host, tcp between");
+  options.add("address", network.address,
+              "this host's address or name for the others; empty: that of the way to rank 0");
+  options.add("timeout", network.timeout, "longest wait for another rank in an operation").positive().unit("seconds");
+  options.add("join_timeout", network.join_timeout, "until all ranks must have come").positive().unit("seconds");
+  options.add("silence", network.silence, "without a sign of life for so long a rank counts as gone")
+      .positive()
+      .unit("seconds");
+}
+
 Sections read_sections(const Config& config) {
-  const std::vector<std::string> known = {"run", "model", "data", "device", "host", "mesh", "plugins"};
+  const std::vector<std::string> known = {"run", "model", "data", "device", "host", "mesh", "network", "plugins"};
   for (const auto& entry : config.root().entries()) {
     if (std::find(known.begin(), known.end(), entry.key) == known.end())
-      throw Error(entry.place, "no table or key is named \"" + entry.key +
-                                   "\"; expected [run], [model], [data], [device], [host], [mesh] or [plugins.NAME]." +
-                                   did_you_mean(entry.key, known));
+      throw Error(entry.place,
+                  "no table or key is named \"" + entry.key +
+                      "\"; expected [run], [model], [data], [device], [host], [mesh], [network] or [plugins.NAME]." +
+                      did_you_mean(entry.key, known));
     config.root().table(entry.key);
   }
   Sections sections;
@@ -98,6 +111,7 @@ Sections read_sections(const Config& config) {
   read(sections.device, "device");
   read(sections.host, "host");
   read(sections.mesh, "mesh");
+  read(sections.network, "network");
   const DataSection& data = sections.data;
   if (data.global_batch % data.micro_batch != 0)
     throw Error(config.root().table("data")->place,

@@ -1,4 +1,5 @@
-// The engine's own tables of a configuration: [run], [data], [device], [host], [mesh]. [model] and [plugins.*] belong
+// The engine's own tables of a configuration: [run], [data], [device], [host], [mesh],
+// [network]. [model] and [plugins.*] belong
 // to plugins.
 #pragma once
 #include <cstdint>
@@ -49,12 +50,19 @@ struct MeshSection {
   int64_t replicate = 1;
 };
 
+// How ranks in several processes reach each other.
+struct NetworkSection {
+  std::string provider = "auto", address;
+  double timeout = 600, join_timeout = 60, silence = 30;
+};
+
 struct Sections {
   RunSection run;
   DataSection data;
   DeviceSection device;
   HostSection host;
   MeshSection mesh;
+  NetworkSection network;
 };
 
 void declare(Options& options, RunSection& section);
@@ -62,6 +70,7 @@ void declare(Options& options, DataSection& section);
 void declare(Options& options, DeviceSection& section);
 void declare(Options& options, HostSection& section);
 void declare(Options& options, MeshSection& section);
+void declare(Options& options, NetworkSection& section);
 
 // Reads the engine's tables and refuses tables that nobody knows.
 Sections read_sections(const Config& config);

@@ -167,7 +167,7 @@ class Unroller {
         id = view.addend(output);
         continue;
       }
-      if (!(op.kind->accumulates >> output & 1)) return false;
+      if (output >= 32 || !(op.kind->accumulates >> output & 1)) return false;
       Op& placed = result_.ops[placed_[m][index]];
       if (placed.accumulate >> output & 1) return false;
       const int before = __builtin_popcount(placed.accumulate & ((1u << output) - 1));

@@ -15,8 +15,8 @@ namespace strata {
 Program unroll(const Program& single, const std::vector<TensorId>& parameters, std::vector<TensorId>& gradients,
                const ScheduleStage& schedule, bool balanced = false);
 
-// Moves ops up to where their inputs are final, keeping their order otherwise: an update runs as soon as its gradient is
-// complete, so that the gradient's memory is free again. Those from `first` on, or those marked.
+// Moves ops up to where their inputs are final, keeping their order otherwise: an update runs as soon as its gradient
+// is complete, so that the gradient's memory is free again. Those from `first` on, or those marked.
 void hoist(Program& program, size_t first);
 void hoist(Program& program, const std::vector<char>& movable);
 

@@ -46,6 +46,12 @@ void Feed::fill_random(int64_t vocabulary, uint64_t seed) const {
     }
 }
 
+std::vector<double> Feed::losses() const {
+  std::vector<double> all;
+  for (const auto& [id, data] : losses_) all.push_back(read_scalar(*program_, id, data));
+  return all;
+}
+
 double Feed::loss() const {
   double sum = 0;
   for (const auto& [id, data] : losses_) sum += read_scalar(*program_, id, data);

@@ -20,7 +20,8 @@ class Feed {
   void fill(const Sampler& sampler, int64_t first_sample) const;
   // Token ids below `vocabulary` drawn with `seed`: for measurements without data.
   void fill_random(int64_t vocabulary, uint64_t seed) const;
-  double loss() const;  // the sum over microbatches
+  double loss() const;
+  std::vector<double> losses() const;  // by microbatch  // the sum over microbatches
 
  private:
   BatchShape batch_;

@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <fstream>
 
@@ -46,7 +47,7 @@ void StepLog::write(const Fields& fields) {
   std::fflush(file_);  // a full disk loses log lines, not the run
 }
 
-Progress::Progress() : terminal_(isatty(STDERR_FILENO)) {}
+Progress::Progress() : terminal_(isatty(STDERR_FILENO) || std::getenv("STRATA_TERMINAL")) {}
 
 void Progress::show(const std::string& line) {
   constexpr double kPlainInterval = 5;  // seconds

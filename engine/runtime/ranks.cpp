@@ -3,6 +3,9 @@
 
 #include <filesystem>
 #include <numeric>
+#include <sstream>
+
+#include "engine/planning/localize.h"
 
 #include "strata/error.h"
 
@@ -27,6 +30,29 @@ std::string rank_directory(const std::string& directory, const World& world) {
   std::filesystem::create_directory(own, problem);
   if (problem) throw Error(own + ": cannot make the folder: " + problem.message() + ".");
   return own;
+}
+
+void require_same_plan(World& world, const Program& program, const std::string& data) {
+  if (world.size() == 1) return;
+  const auto differs = [](const std::vector<std::string>& all) {
+    for (size_t r = 1; r < all.size(); ++r)
+      if (all[r] != all[0]) return int(r);
+    return 0;
+  };
+  const auto sets = world.gather(data);
+  if (const int r = differs(sets))
+    throw Error("ranks read different data: rank 0 has " + sets[0] + ", rank " + std::to_string(r) + " has " +
+                sets[size_t(r)] + "; give every rank the same files.");
+  if (differs(world.gather(plan_hash(program))) == 0) return;
+  const auto texts = world.gather(print(program));
+  const int r = differs(texts);
+  if (r == 0) return;
+  std::istringstream a(texts[0]), b(texts[size_t(r)]);
+  std::string first, other;
+  while (std::getline(a, first) && std::getline(b, other) && first == other) {
+  }
+  throw Error("ranks have different plans; start all with one configuration. The first difference: rank 0 has\n  " +
+              first + "\nrank " + std::to_string(r) + " has\n  " + other);
 }
 
 std::vector<double> values_of_ranks(const Groups& groups, std::vector<double> values) {

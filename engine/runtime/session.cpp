@@ -17,6 +17,7 @@ Session::Session(const std::string& config_path, const std::vector<std::string>&
   device = sections.device;
   host = sections.host;
   mesh_section = sections.mesh;
+  network = sections.network;
   if (world && world->size() != mesh_section.data)
     throw Error("[mesh] asks for " + std::to_string(mesh_section.data) + " ranks, but " +
                 std::to_string(world->size()) + " were started; set mesh.data to that, or start as many.");

@@ -27,6 +27,7 @@ class Session {
   DeviceSection device;
   HostSection host;
   MeshSection mesh_section;
+  NetworkSection network;
   Mesh mesh;  // as this rank sees it
   World* world = nullptr;
   NvmeStore::Faults storage_faults;  // what tests break on purpose

@@ -14,11 +14,13 @@
 #include "engine/checkpoint/store.h"
 #include "engine/data/sampler.h"
 #include "engine/data/token_file.h"
+#include "engine/planning/localize.h"
 #include "engine/planning/trace.h"
 #include "engine/runtime/executor.h"
 #include "engine/runtime/feed.h"
 #include "engine/runtime/log.h"
 #include "engine/runtime/peak.h"
+#include "engine/runtime/ranks.h"
 #include "engine/runtime/usage.h"
 
 namespace strata {
@@ -48,45 +50,56 @@ class Notes final : public CheckpointNotes {
 class Loop final : public StepContext {
  public:
   Loop(Session& session, const TrainOptions& options)
-      : session_(session), trace_(options.trace), threads_(session.threads()), training_(session.plan(Goal::train)) {
+      : session_(session),
+        trace_(options.trace),
+        alone_(single_world()),
+        world_(session.world ? *session.world : *alone_),
+        threads_(session.threads()),
+        training_(session.plan(Goal::train)) {
     std::vector<const MemoryPlan*> also;
     if (!session.data.validation.empty()) {
       validation_ = session.plan(Goal::evaluate, &training_);
       also.push_back(&validation_->memory);
     }
-    storage_.emplace(training_.program(), training_.memory, also, session.storage_faults);
-    if (!storage_->note().empty()) progress_.message("note: " + storage_->note());
     dataset_.emplace(session.data.train, training_.built.vocabulary);
+    require_same_plan(world_, training_.program(), std::to_string(dataset_->tokens()) + " tokens");
+    make_own(training_, Goal::train);
+    if (validation_) make_own(*validation_, Goal::evaluate);
+    storage_.emplace(training_.program(), training_.memory, also, session.storage_faults);
+    if (!storage_->note().empty()) tell("note: " + storage_->note());
+    groups_ = make_groups(world_, session.mesh);
     sampler_.emplace(*dataset_, session.data.sequence_length, session.data.shuffle, uint64_t(session.run.seed));
     executor_.emplace(training_.program(), training_.memory, *storage_, session.device.backend, threads_,
-                      std::max(1, int(session.host.threads)));
+                      std::max(1, int(session.host.threads)), &groups_);
     feed_.emplace(*executor_, session.batch(Goal::train));
     if (validation_) {
       validation_set_.emplace(session.data.validation, training_.built.vocabulary);
       validation_sampler_.emplace(*validation_set_, session.data.sequence_length, false, 0);
-      evaluator_.emplace(validation_->program(), validation_->memory, *storage_, session.device.backend, threads_);
+      evaluator_.emplace(validation_->program(), validation_->memory, *storage_, session.device.backend, threads_, 1,
+                         &groups_);
       validation_feed_.emplace(*evaluator_, session.batch(Goal::evaluate));
     }
-    if (!trace_.empty()) {
+    if (!trace_.empty() && first_rank()) {
       trace_file_.emplace(trace_);
       executor_->trace();
     }
     // Nothing is written before everything that can be wrong with the input has been looked at.
     std::error_code problem;
-    std::filesystem::create_directories(session.run.directory, problem);
+    if (first_rank()) std::filesystem::create_directories(session.run.directory, problem);
     if (problem) throw Error(session.run.directory + ": cannot make the run directory: " + problem.message() + ".");
     store_.emplace(session.run.directory, int(session.run.keep));
     start(options.resume);
-    log_.emplace(session.run.directory + "/log.jsonl", step_);
+    world_.gather("");  // nobody writes before everybody has looked for checkpoints
+    if (first_rank()) log_.emplace(session.run.directory + "/log.jsonl", step_);
   }
 
   TrainSummary run() {
-    const double peak = measure_fma_peak(threads_.count());
+    const double peak = measure_fma_peak(threads_.count()) * world_.size();
     const double began = seconds_now();
     const int64_t first = step_;
     std::vector<double> durations;
     double validation_loss = NAN;
-    while (step_ < steps() && !stop_requested) {
+    while (step_ < steps() && !stopping_) {
       ++step_;
       const double step_began = seconds_now();
       extra_.clear();
@@ -113,24 +126,25 @@ class Loop final : public StepContext {
         validation_loss = validate();
         fields.push_back({"validation_loss", validation_loss});
       }
-      log_->write(fields);
+      if (log_) log_->write(fields);
       const double left = (seconds_now() - began) / double(step_ - first) * double(steps() - step_);
       std::string line = fmt::format(
           "step {}/{}  loss {:.4f}  {:.0f} tokens/s  {:.0f}% of FMA peak  memory {}  {} left", step_, steps(), loss_,
           tokens_per_second, share * 100, bytes_text(peak_resident_bytes()), duration_text(left));
       if (!std::isnan(validation_loss)) line += fmt::format("  validation {:.4f}", validation_loss);
-      if (step_ % session_.run.log_every == 0 || step_ == steps()) progress_.show(line);
-      if (step_ == steps() || stop_requested ||
+      if (first_rank() && (step_ % session_.run.log_every == 0 || step_ == steps())) progress_.show(line);
+      if (step_ == steps() || stopping_ ||
           (session_.run.checkpoint_every > 0 && step_ % session_.run.checkpoint_every == 0))
         save();
     }
     progress_.finish();
     write_trace();
     const double median = median_of(durations);
-    report(durations.empty() ? NAN : training_.built.model_flops / median / peak,
-           double(training_.built.tokens_per_step) / median, validation_loss);
+    if (first_rank())
+      report(durations.empty() ? NAN : training_.built.model_flops / median / peak,
+             double(training_.built.tokens_per_step) / median, validation_loss);
     return {step_, loss_, validation_loss, double(training_.built.tokens_per_step) / median,
-            stop_requested != 0 && step_ < steps()};
+            stopping_ && step_ < steps()};
   }
 
   int64_t step() const override { return step_; }
@@ -157,7 +171,7 @@ class Loop final : public StepContext {
       if (step_ >= steps())
         throw Error(fmt::format("{}: is at step {} already, and run.steps = {}; raise run.steps to go on.", *newest,
                                 step_, steps()));
-      progress_.message(fmt::format("resuming after step {} from {}", step_, *newest));
+      tell(fmt::format("resuming after step {} from {}", step_, *newest));
       return;
     }
     if (newest)
@@ -171,7 +185,10 @@ class Loop final : public StepContext {
     Checkpoint checkpoint(path);
     for (const Tensor& tensor : storage_->persistent_tensors())
       if (tensor.role == Role::parameter || (everything && tensor.role != Role::scalar))
-        storage_->fill(tensor, [&](void* out) { checkpoint.read(tensor.name, tensor.dtype, tensor.shape, out); });
+        storage_->fill(tensor, [&](void* out) {
+          const int64_t first = tensor.layout.empty() ? 0 : tensor.layout[0].first;
+          checkpoint.read_rows(tensor.name, tensor.dtype, tensor.full_shape(), first, tensor.shape[0], out);
+        });
     storage_->release_scratch();
     if (!everything) return;
     step_ = checkpoint.info().step;
@@ -193,13 +210,14 @@ class Loop final : public StepContext {
     }
     std::vector<TensorRecord> records;
     for (const Tensor& tensor : storage_->persistent_tensors())
-      if (tensor.role != Role::scalar)
+      if (tensor.role != Role::scalar && writes(tensor))
         records.push_back({tensor.name, tensor.role, tensor.dtype, tensor.shape,
-                           std::function<const void*()>([this, &tensor] { return storage_->view(tensor); })});
+                           std::function<const void*()>([this, &tensor] { return storage_->view(tensor); }),
+                           tensor.layout.empty() ? 0 : tensor.layout[0].first, tensor.full_shape()[0]});
     try {
-      store_->save({step_, samples_, values, session_.config.text()}, records);
+      store_->save({step_, samples_, values, session_.config.text()}, records, &world_);
     } catch (const Error& error) {
-      progress_.message(fmt::format(
+      tell(fmt::format(
           "warning: the checkpoint of step {} was not saved: {} The run goes on; the last good checkpoint is {}.",
           step_, error.what(), store_->latest().value_or("none")));
     }
@@ -212,7 +230,8 @@ class Loop final : public StepContext {
     set_scalar(kLearningRateFactor, 1);
     each_plugin("step_start", [&](Plugin& plugin) { plugin.step_start(*this); });
     at_stage(Stage::load, true);
-    feed_->fill(*sampler_, samples_);
+    feed_->fill(*sampler_, samples_ + session_.mesh["data"].coordinate * session_.batch(Goal::train).microbatches *
+                                          session_.data.micro_batch);
     at_stage(Stage::load, false);
     try {
       executor_->run([&](Stage stage, bool start) { at_stage(stage, start); });
@@ -226,10 +245,42 @@ class Loop final : public StepContext {
                   ExitCode::failed);
     }
     at_stage(Stage::publish, true);
-    loss_ = feed_->loss();
+    share_loss();
     samples_ += session_.data.global_batch;
     at_stage(Stage::publish, false);
     each_plugin("step_end", [&](Plugin& plugin) { plugin.step_end(*this); });
+  }
+
+  // The losses of all microbatches in order, and whether anybody was asked to stop.
+  void share_loss() {
+    std::vector<double> values = feed_->losses();
+    values.push_back(double(stop_requested));
+    const size_t count = values.size();
+    values = values_of_ranks(groups_, std::move(values));
+    loss_ = 0;
+    for (size_t i = 0; i < values.size(); ++i)
+      if (i % count + 1 < count)
+        loss_ += values[i];
+      else
+        stopping_ |= values[i] != 0;
+  }
+
+  bool first_rank() const { return world_.rank() == 0; }
+  void tell(const std::string& text) {
+    if (first_rank()) progress_.message(text);
+  }
+  void make_own(PlannedProgram& planned, Goal goal) {
+    planned.built.program.storage_directory = rank_directory(planned.program().storage_directory, world_);
+    localize(planned.built.program, session_.mesh, session_.batch(goal).microbatches);
+  }
+  // Of ranks that hold the same, the first writes it.
+  bool writes(const Tensor& tensor) const {
+    const auto splits = [&](std::string_view axis) {
+      return std::any_of(tensor.layout.begin(), tensor.layout.end(), [&](const Split& s) { return s.axis == axis; });
+    };
+    return std::all_of(session_.mesh.axes().begin(), session_.mesh.axes().end(), [&](const Axis& axis) {
+      return axis.name == "data" || axis.coordinate == 0 || splits(axis.name);
+    });
   }
 
   void at_stage(Stage stage, bool start) {
@@ -256,11 +307,15 @@ class Loop final : public StepContext {
   double validate() {
     const int64_t available = validation_sampler_->sequences() / session_.data.micro_batch;
     const int64_t batches = std::clamp<int64_t>(session_.run.validate_batches, 1, std::max<int64_t>(available, 1));
+    // Ranks take turns; what there is too much of is repeated and not counted.
+    const int64_t ranks = world_.size();
     double sum = 0;
-    for (int64_t i = 0; i < batches; ++i) {
-      validation_feed_->fill(*validation_sampler_, i * session_.data.micro_batch);
+    for (int64_t i = 0; i < batches; i += ranks) {
+      const int64_t mine = (i + world_.rank()) % batches;
+      validation_feed_->fill(*validation_sampler_, mine * session_.data.micro_batch);
       evaluator_->run();
-      sum += validation_feed_->loss();
+      const std::vector<double> losses = values_of_ranks(groups_, {validation_feed_->loss()});
+      for (int64_t r = 0; r < ranks && i + r < batches; ++r) sum += losses[size_t(r)];
     }
     return sum / double(batches);
   }
@@ -273,10 +328,10 @@ class Loop final : public StepContext {
 
   // The last step's, when asked for.
   void write_trace() {
-    if (trace_.empty() || executor_->spans().empty()) return;
+    if (!trace_file_ || executor_->spans().empty()) return;
     trace_file_->write(chrome_trace(training_.program(), training_.memory, executor_->spans()));
     trace_file_->commit();
-    progress_.message(trace_ + ": the last step; open it in ui.perfetto.dev or chrome://tracing");
+    tell(trace_ + ": the last step; open it in ui.perfetto.dev or chrome://tracing");
   }
 
   void report(double share, double tokens_per_second, double validation_loss) const {
@@ -331,6 +386,10 @@ class Loop final : public StepContext {
   std::string trace_;  // file for a trace of the last step; empty: none
   std::optional<AtomicFile> trace_file_;
   std::vector<Stalls> stalls_;
+  std::unique_ptr<World> alone_;
+  World& world_;
+  Groups groups_;
+  bool stopping_ = false;
   Threads threads_;
   PlannedProgram training_;
   std::optional<PlannedProgram> validation_;

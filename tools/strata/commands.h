@@ -17,6 +17,7 @@ struct ConfigArguments {
 struct TrainArguments : ConfigArguments {
   bool resume = false;
   std::string trace;
+  int restarts = 0;
 };
 int train_command_main(const TrainArguments& arguments);
 

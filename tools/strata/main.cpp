@@ -1,5 +1,6 @@
 // The `strata` command: what it takes, in words a person can learn from. The work is done by the functions called here.
 #include <CLI/CLI.hpp>
+#include <csignal>
 #include <cstdio>
 #include <exception>
 #include <functional>
@@ -26,6 +27,8 @@ void add_config(CLI::App& command, ConfigArguments& arguments) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  // Libraries under libfabric (PSM) print backtraces of their own from handlers that they install when loaded.
+  for (int signal : {SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGABRT, SIGINT, SIGTERM}) std::signal(signal, SIG_DFL);
   CLI::App app{
       "Strata trains large neural networks on limited memory.\nA TOML file names the model, the data and the "
       "strategies; "
@@ -43,6 +46,10 @@ int main(int argc, char** argv) {
   train_command->add_flag("--resume", train_arguments.resume, "go on from the newest checkpoint in run.directory");
   train_command->add_option("--trace", train_arguments.trace,
                             "write a trace of the last step for ui.perfetto.dev or chrome://tracing");
+  train_command
+      ->add_option("--restarts", train_arguments.restarts,
+                   "with several ranks started here: start again from the last checkpoint so often when a rank fails")
+      ->check(CLI::NonNegativeNumber);
   train_command->callback([&] { action = [&] { return train_command_main(train_arguments); }; });
 
   PlanArguments plan_arguments;

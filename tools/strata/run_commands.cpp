@@ -12,12 +12,46 @@
 #include "engine/runtime/machine_rates.h"
 #include "engine/runtime/trainer.h"
 #include "tools/strata/commands.h"
+#include "tools/strata/launch.h"
 
 namespace strata {
 
+namespace {
+
+std::vector<std::string> as_words(const TrainArguments& arguments) {
+  std::vector<std::string> words{"strata", "train", arguments.config};
+  for (const std::string& set : arguments.sets) words.insert(words.end(), {"--set", set});
+  if (arguments.resume) words.push_back("--resume");
+  if (!arguments.trace.empty()) words.insert(words.end(), {"--trace", arguments.trace});
+  return words;
+}
+
+}  // namespace
+
 int train_command_main(const TrainArguments& arguments) {
-  Session session(arguments.config, arguments.sets);
-  const TrainSummary summary = train(session, {arguments.resume, arguments.trace});
+  const std::optional<LaunchedRank> rank = launched_rank();
+  std::unique_ptr<World> world;
+  {
+    const Session alone(arguments.config, arguments.sets);
+    if (!rank && alone.mesh.size() > 1) {
+      alone.plan(Goal::train);  // what is wrong with it is said once
+      return run_ranks(alone.mesh.size(), as_words(arguments), alone.network.silence + 5, arguments.restarts);
+    }
+    if (rank) {
+      if (rank->size != alone.mesh.size())
+        throw Error(fmt::format("{} started {} ranks, but [mesh] asks for {}; set mesh.data to {}.", rank->launcher,
+                                rank->size, alone.mesh.size(), rank->size));
+      world = join(*rank, alone.network);
+    }
+  }
+  Session session(arguments.config, arguments.sets, world.get());
+  TrainSummary summary;
+  try {
+    summary = train(session, {arguments.resume, arguments.trace});
+  } catch (const std::exception& error) {
+    if (world) world->abort(error.what());
+    throw;
+  }
   if (!summary.interrupted) return int(ExitCode::done);
   fmt::print("stopped after step {}; go on with: strata train {} --resume\n", summary.steps, arguments.config);
   return int(ExitCode::failed);

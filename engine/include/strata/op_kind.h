@@ -29,7 +29,8 @@ class OpView {
   bool has_input(int i) const { return i < inputs() && bool(op_->inputs[i]); }
   const Tensor& input(int i) const { return (*program_)[op_->inputs.at(i)]; }
   const Tensor& output(int i) const { return (*program_)[op_->outputs.at(i)]; }
-  bool accumulates(int output) const { return (op_->accumulate >> output) & 1; }
+  // Only the first 32 outputs of an op can.
+  bool accumulates(int output) const { return output < 32 && ((op_->accumulate >> output) & 1); }
   TensorId addend(int output) const;  // invalid unless accumulates(output)
   const Attributes& attributes() const { return op_->attributes; }
   // Product of all dimensions but the last of input i: rows of a matrix whose columns are the last dimension.

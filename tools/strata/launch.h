@@ -1,0 +1,39 @@
+// How a run of several ranks comes about: joining what a launcher started (mpirun, srun, torchrun and what sets the
+// same variables), or starting the ranks of this host itself.
+#pragma once
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "comm/world.h"
+#include "engine/config/sections.h"
+
+namespace strata {
+
+// What the environment says about this process.
+struct LaunchedRank {
+  std::string launcher;  // "strata", "torchrun", "Open MPI", "MPICH", "Slurm": for messages
+  int rank = 0, size = 1;
+  int local_size = 0;   // ranks on this host; 0: not said
+  std::string address;  // of rank 0
+  int port = 0;
+  std::string token;
+  int listening = -1;  // rank 0's socket, inherited
+};
+
+// Looks at STRATA_*, then RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, then the variables of Open MPI, MPICH and
+// Slurm. Nothing where no launcher started this process, or one that started it alone. STRATA_MASTER=HOST:PORT says
+// where rank 0 is when a launcher does not. Throws Error when variables contradict each other.
+std::optional<LaunchedRank> launched_rank();
+
+// Joins the other ranks.
+std::unique_ptr<World> join(const LaunchedRank& rank, const NetworkSection& network);
+
+// Runs `count` processes of this program with these arguments, passes on what they print with the rank in front (rank
+// 0's as it is, equal lines once), and signals to them. When one fails the others get `grace_seconds` to end by
+// themselves. A failed run is started again up to `restarts` times, with --resume where there is something to resume.
+// Returns the exit code.
+int run_ranks(int count, const std::vector<std::string>& arguments, double grace_seconds, int restarts);
+
+}  // namespace strata
