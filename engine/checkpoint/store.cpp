@@ -106,6 +106,15 @@ std::vector<std::string> agree(World* world, const std::string& mine) {
     if (!text.empty() && text[0] == '!') throw Error(text.substr(1), ExitCode::failed);
   return all;
 }
+// Takes its name away before anything in it goes, so that a kill leaves no folder that looks whole.
+void discard(const fs::path& checkpoint) {
+  std::error_code problem;
+  const fs::path old = checkpoint.parent_path() / (kHidden + "old-" + checkpoint.filename().string());
+  fs::remove_all(old, problem);
+  fs::rename(checkpoint, old, problem);
+  fs::remove_all(problem ? checkpoint : old, problem);
+}
+
 std::string outcome_of(const std::function<std::string()>& work) {
   try {
     return work();
@@ -171,7 +180,7 @@ void CheckpointStore::save(const CheckpointInfo& info, const std::vector<TensorR
                        "\n");
             file.commit();
             sync_folder(hidden.string());
-            fs::remove_all(target, problem);  // the same step saved before a resume
+            if (fs::exists(target)) discard(target);  // the same step saved before a resume
             fs::rename(hidden, target, problem);
             if (problem)
               throw Error(target.string() + ": cannot rename the finished checkpoint: " + problem.message() + ".");
@@ -184,7 +193,7 @@ void CheckpointStore::save(const CheckpointInfo& info, const std::vector<TensorR
   }
   if (rank != 0) return;
   const auto found = all();
-  for (size_t i = 0; i + size_t(keep_) < found.size(); ++i) fs::remove_all(found[i], problem);
+  for (size_t i = 0; i + size_t(keep_) < found.size(); ++i) discard(found[i]);
 }
 
 Checkpoint::Checkpoint(const std::string& path, ManifestChecksum manifest) : path_(path) {

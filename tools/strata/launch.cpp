@@ -328,10 +328,11 @@ class Launcher {
 
 }  // namespace
 
-int run_ranks(int count, const std::vector<std::string>& arguments, double grace_seconds, int restarts) {
+int run_ranks(int count, const std::vector<std::string>& arguments, double grace_seconds, int restarts,
+              const std::function<bool()>& resumable) {
   for (int attempt = 0;; ++attempt) {
     Launcher launcher(count, arguments, grace_seconds);
-    const int code = launcher.run(attempt > 0);
+    const int code = launcher.run(attempt > 0 && resumable());
     if (code == 0 || code == int(ExitCode::usage) || launcher.interrupted() || attempt >= restarts) return code;
     std::fprintf(stderr, "strata: the run failed; starting again (%d of %d)\n", attempt + 1, restarts);
   }

@@ -1,6 +1,7 @@
 // How a run of several ranks comes about: joining what a launcher started (mpirun, srun, torchrun and what sets the
 // same variables), or starting the ranks of this host itself.
 #pragma once
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -32,8 +33,9 @@ std::unique_ptr<World> join(const LaunchedRank& rank, const NetworkSection& netw
 
 // Runs `count` processes of this program with these arguments, passes on what they print with the rank in front (rank
 // 0's as it is, equal lines once), and signals to them. When one fails the others get `grace_seconds` to end by
-// themselves. A failed run is started again up to `restarts` times, with --resume where there is something to resume.
-// Returns the exit code.
-int run_ranks(int count, const std::vector<std::string>& arguments, double grace_seconds, int restarts);
+// themselves. A failed run is started again up to `restarts` times, with --resume where `resumable` says that there is
+// something to resume. Returns the exit code.
+int run_ranks(int count, const std::vector<std::string>& arguments, double grace_seconds, int restarts,
+              const std::function<bool()>& resumable);
 
 }  // namespace strata

@@ -33,9 +33,10 @@ int train_command_main(const TrainArguments& arguments) {
   std::unique_ptr<World> world;
   {
     const Session alone(arguments.config, arguments.sets);
-    if (!rank && alone.mesh.size() > 1) {
+    if (!rank && (alone.mesh.size() > 1 || arguments.restarts > 0)) {
       alone.plan(Goal::train);  // what is wrong with it is said once
-      return run_ranks(alone.mesh.size(), as_words(arguments), alone.network.silence + 5, arguments.restarts);
+      return run_ranks(alone.mesh.size(), as_words(arguments), alone.network.silence + 5, arguments.restarts,
+                       [&] { return CheckpointStore(alone.run.directory, 1).latest().has_value(); });
     }
     if (rank) {
       if (rank->size != alone.mesh.size())

@@ -1,0 +1,159 @@
+#!/usr/bin/env bash
+# Runs of several ranks as a user starts them: by strata itself and under variables that launchers set, right and wrong.
+# Faults end every rank, say who and where, and leave nothing behind; restarts reach the same losses. launch.sh BUILD_FOLDER
+set -euo pipefail
+strata=$1/bin/strata
+work=$(mktemp -d)
+trap 'chmod -R u+w "$work"; rm -rf "$work"' EXIT
+cd "$work"
+failures=0
+fail() { echo "FAILED: $*"; failures=$((failures + 1)); }
+
+for i in $(seq 400); do echo "line $i: all work and no play makes a dull model, said the fox to the dog"; done >text
+"$strata" data prepare text --output data >/dev/null
+cat >config.toml <<TOML
+[run]
+steps = 6
+directory = "run"
+reproducible = true
+[mesh]
+data = 2
+[device]
+threads = 1
+[network]
+silence = 2
+timeout = 60
+join_timeout = 20
+[model]
+plugin = "gpt"
+layers = 2
+hidden = 32
+heads = 2
+dropout = 0.1
+[data]
+train = ["data/train_*.bin"]
+validation = ["data/validation_*.bin"]
+sequence_length = 16
+global_batch = 8
+micro_batch = 2
+[plugins.adamw]
+[plugins.zero]
+stage = 3
+TOML
+losses() { python3 -c 'import json,sys
+for line in open(sys.argv[1]): r = json.loads(line); print(r["step"], r["loss"], r.get("validation_loss"))' "$1"; }
+
+# expect CODE TEXT COMMAND...: exit code, TEXT (fixed) in what is printed to stderr, and there once.
+expect() {
+  local code=$1 text=$2 status=0
+  shift 2
+  timeout 120 "$@" >out 2>error </dev/null || status=$?
+  [[ $status == "$code" ]] || fail "$*: exit $status, expected $code: $(cat error)"
+  [[ -z $text || $(grep -cF -- "$text" error) == 1 ]] || fail "$*: expected \"$text\" once, got: $(cat error)"
+}
+# Nothing of a run is left: no process, no shared memory.
+nothing_left() {
+  ! pgrep -f "$work|train config.toml" >left || fail "$1: processes are left: $(xargs ps -o pid,args -p <left)"
+  ! ls /dev/shm | grep -q strata || fail "$1: shared memory is left"
+}
+# A port that nobody uses now.
+free_port() { python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'; }
+# launched RANK SIZE [MASTER]: the words that run a command under the variables of torchrun
+port=$(free_port)
+launched() { echo env RANK=$1 WORLD_SIZE=$2 LOCAL_RANK=$1 LOCAL_WORLD_SIZE=$2 MASTER_ADDR=${3:-127.0.0.1} MASTER_PORT=$port; }
+
+# The same losses from one rank, two and four.
+expect 0 '' "$strata" train config.toml --set mesh.data=1 --set run.directory=alone
+expect 0 '' "$strata" train config.toml
+[[ $(grep -c '^median' out) == 1 && $(grep -c 'step 1/6' error) == 1 ]] || fail "progress is not merged: $(cat out error)"
+losses alone/log.jsonl | cmp - <(losses run/log.jsonl) || fail "two ranks differ from one"
+expect 0 '' "$strata" train config.toml --set mesh.data=4 --set run.directory=four
+losses alone/log.jsonl | cmp - <(losses four/log.jsonl) || fail "four ranks differ from one"
+for directory in alone run four; do
+  "$strata" export config.toml exported-$directory --checkpoint $directory >out
+  cmp exported-alone/model.safetensors exported-$directory/model.safetensors || fail "the export of $directory differs"
+done
+nothing_left "good runs"
+# Bytes through libfabric instead.
+expect 0 '' "$strata" train config.toml --set run.directory=fabric --set 'network.provider="tcp"'
+losses alone/log.jsonl | cmp - <(losses fabric/log.jsonl) || fail "ranks over libfabric differ"
+
+# A checkpoint of two ranks goes on with one and with four.
+expect 0 '' "$strata" train config.toml --set run.directory=half --set run.steps=3
+expect 0 '' "$strata" train config.toml --set run.directory=half --set mesh.data=4 --resume --set run.steps=5 --set plugins.zero.stage=1
+expect 0 '' "$strata" train config.toml --set run.directory=half --set mesh.data=1 --resume
+losses half/log.jsonl | grep -v '^[35] ' | cmp - <(losses alone/log.jsonl | grep -v '^[35] ') || fail "a run that changed its ranks differs"
+
+# Variables of torchrun: both ranks, in any order.
+$(launched 1 2) "$strata" train config.toml --set run.directory=torch >out1 2>error1 &
+expect 0 '' $(launched 0 2) "$strata" train config.toml --set run.directory=torch
+wait $! || fail "rank 1: $(cat error1)"
+losses alone/log.jsonl | cmp - <(losses torch/log.jsonl) || fail "ranks under a launcher differ"
+
+# Bad input: one message, exit code 2.
+expect 2 'torchrun started 3 ranks, but [mesh] asks for 2' $(launched 0 3) "$strata" train config.toml --set run.directory=bad
+expect 2 'data.global_batch' "$strata" train config.toml --set mesh.data=3 --set run.directory=bad
+sed '/zero/,$d' config.toml >unused.toml
+expect 2 'no enabled plugin sums gradients over them' "$strata" train unused.toml --set run.directory=bad
+expect 2 'nothere' "$strata" train config.toml --set 'network.provider="nothere"' --set run.directory=bad
+expect 2 'replicate' "$strata" train config.toml --set mesh.replicate=3 --set run.directory=bad
+expect 2 'rank 1 did not come to the rendezvous' $(launched 0 2) "$strata" train config.toml --set network.join_timeout=1 --set run.directory=bad
+expect 2 'nothere.invalid' $(launched 1 2 nothere.invalid) "$strata" train config.toml --set network.join_timeout=1 --set run.directory=bad
+expect 2 "127.0.0.1:$port" $(launched 1 2) "$strata" train config.toml --set network.join_timeout=1 --set run.directory=bad
+python3 -c "import socket, time
+s = socket.socket(); s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1); s.bind(('127.0.0.1', $port)); s.listen(); time.sleep(8)" &
+taken=$!
+sleep 0.5
+expect 2 "cannot listen at 127.0.0.1:$port" $(launched 0 2) "$strata" train config.toml --set network.join_timeout=1 --set run.directory=bad
+kill $taken
+expect 2 'MASTER_PORT' env RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 "$strata" train config.toml --set run.directory=bad
+expect 2 'expected a number' env RANK=x WORLD_SIZE=2 "$strata" train config.toml --set run.directory=bad
+# Ranks that disagree are told about the first difference.
+$(launched 1 2) "$strata" train config.toml --set run.directory=bad --set model.hidden=64 >out1 2>error1 &
+expect 2 'ranks have different plans' $(launched 0 2) "$strata" train config.toml --set run.directory=bad
+status=0; wait $! || status=$?
+[[ $status == 2 ]] || fail "the rank that disagrees: exit $status: $(cat error1)"
+[[ ! -e bad ]] || fail "wrong input left a run folder"
+nothing_left "wrong input"
+
+# Faults: a rank killed or stopped. The rest ends soon, says who and where.
+await_steps() {  # until its second checkpoint
+  for _ in $(seq 1000); do (($(ls -d "$1"/step-* 2>/dev/null | wc -l) < 2)) || break; sleep 0.02; done
+}
+ranks() { pgrep -P "$1" -f 'strata train'; }
+fault() {  # SIGNAL DIRECTORY [arguments]: hits rank 1 after two checkpoints
+  "$strata" train config.toml --set run.directory="$2" --set run.steps=${steps:-100000} --set run.checkpoint_every=2 --set run.keep=3 --set network.silence=2 "${@:3}" >out 2>error &
+  launcher=$!
+  await_steps "$2"
+  victim=$(ranks $launcher | sed -n 2p)
+  kill -"$1" "$victim" || fail "no rank 1 to hit: $(cat error)"
+  began=$SECONDS status=0
+  wait $launcher || status=$?
+}
+for signal in KILL STOP; do
+  fault $signal "hit-$signal"
+  [[ $status == 1 ]] || fail "$signal: exit $status"
+  ((SECONDS - began <= 10)) || fail "$signal: took $((SECONDS - began)) s"
+  grep -qF 'rank 1 is gone' error || fail "$signal: rank 1 is not named: $(cat error)"
+  nothing_left $signal
+done
+# Interrupted: a checkpoint of the step it is in.
+"$strata" train config.toml --set run.directory=stopped --set run.steps=100000 --set run.checkpoint_every=2 >out 2>error &
+launcher=$!
+await_steps stopped
+kill -TERM $launcher
+wait $launcher || true
+grep -q 'stopped after step' out || fail "interrupted: $(cat out error)"
+nothing_left interrupted
+# Restarted: the losses of the undisturbed run.
+expect 0 '' "$strata" train config.toml --set run.directory=calm --set run.steps=400 --set run.validate_every=0
+steps=400 fault KILL again --restarts 1 --set run.validate_every=0
+[[ $status == 0 ]] || fail "restarted: exit $status: $(cat error)"
+grep -q 'starting again (1 of 1)' error || fail "no restart: $(cat error)"
+losses calm/log.jsonl | cmp - <(losses again/log.jsonl) || fail "a restarted run differs"
+for directory in calm again; do "$strata" export config.toml exported-$directory --checkpoint $directory >out; done
+cmp exported-calm/model.safetensors exported-again/model.safetensors || fail "a restarted run ends elsewhere"
+nothing_left restarted
+
+((failures == 0)) || exit 1
+echo "launch: all as expected"
