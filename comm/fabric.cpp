@@ -197,10 +197,9 @@ class Fabric final : public Communicator {
     ++operations_;
     operation_ = operation;
   }
-  [[noreturn]] void fail(const std::string& what) const {
-    throw Error(
-        operation_ + " over \"" + options_.name + "\" (operation " + std::to_string(operations_) + "): " + what + ".",
-        ExitCode::failed);
+  [[noreturn]] void fail(const std::string& what) const { throw Error(where() + what + ".", ExitCode::failed); }
+  std::string where() const {
+    return operation_ + " over \"" + options_.name + "\" (operation " + std::to_string(operations_) + "): ";
   }
 
   static void pack(std::byte* to, const Pieces& from, int64_t begin, int64_t end) {
@@ -248,7 +247,7 @@ class Fabric final : public Communicator {
       fi_cq_err_entry error{};
       fi_cq_readerr(completions_.value, &error, 0);
       const auto* context = static_cast<Context*>(error.op_context);
-      if (abort_.raised.load(std::memory_order_acquire)) fail(abort_.text);
+      if (abort_.raised.load(std::memory_order_acquire)) throw ended_by(abort_.text, where());
       fail("rank " + (context ? name_of(context->peer) : std::string("?")) + " is gone: " + fi_strerror(error.err));
     }
     must(count, "fi_cq_read");
@@ -265,7 +264,7 @@ class Fabric final : public Communicator {
     const auto began = std::chrono::steady_clock::now();
     while (pending_[slot] > 0) {
       if (take_completions(20)) continue;
-      if (abort_.raised.load(std::memory_order_acquire)) fail(abort_.text);
+      if (abort_.raised.load(std::memory_order_acquire)) throw ended_by(abort_.text, where());
       if (std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count() > options_.timeout_seconds)
         fail("another rank did not come within " + std::to_string(int(options_.timeout_seconds)) + " s");
     }

@@ -44,7 +44,7 @@ class LocalWorld final : public World {
     round.texts[size_t(rank_)] = mine;
     if (++round.came == hall_.size) hall_.changed.notify_all();
     hall_.changed.wait(lock, [&] { return round.came == hall_.size || hall_.abort.raised; });
-    if (round.came < hall_.size) throw Error(hall_.abort.text, ExitCode::failed);
+    if (round.came < hall_.size) throw ended_by(hall_.abort.text);
     std::vector<std::string> all = round.texts;
     if (++round.left == hall_.size) hall_.rounds.erase(number);
     return all;
@@ -68,8 +68,8 @@ class LocalWorld final : public World {
     return windows_communicator(block->base(), block, mine, std::move(options), hall_.abort);
   }
 
-  void abort(const std::string& why) override {
-    hall_.abort.raise(why);
+  void abort(const std::string& why, ExitCode code) override {
+    hall_.abort.raise(passed_on(why, code));
     std::lock_guard lock(hall_.mutex);
     hall_.changed.notify_all();
   }
@@ -92,7 +92,7 @@ std::unique_ptr<World> single_world() {
     std::unique_ptr<Communicator> group(const std::string&, const std::vector<int>&) override {
       internal_error("a group of one rank", __FILE__, __LINE__);
     }
-    void abort(const std::string&) override {}
+    void abort(const std::string&, ExitCode) override {}
   };
   return std::make_unique<Alone>();
 }
@@ -111,7 +111,9 @@ void run_local(int size, const std::function<void(World&)>& body, double timeout
         std::lock_guard lock(mutex);
         if (!first) first = std::current_exception();
       }
-      world.abort("rank " + std::to_string(rank) + " failed: " + error.what());
+      const auto* known = dynamic_cast<const Error*>(&error);
+      world.abort("rank " + std::to_string(rank) + " failed: " + error.what(),
+                  known ? known->code() : ExitCode::failed);
     }
   };
   for (int rank = 1; rank < size; ++rank) threads.emplace_back(one, rank);

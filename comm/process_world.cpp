@@ -104,9 +104,9 @@ class ProcessWorld final : public World {
     return windows_communicator(base, std::move(block), mine, std::move(options), abort_);
   }
 
-  void abort(const std::string& why) override {
-    abort_.raise(why);
-    meeting_.fail(why);
+  void abort(const std::string& why, ExitCode code) override {
+    abort_.raise(passed_on(why, code));
+    meeting_.fail(passed_on(why, code));
   }
 
  private:

@@ -22,6 +22,7 @@
 #include <thread>
 #include <vector>
 
+#include "comm/windows.h"
 #include "strata/error.h"
 
 namespace strata {
@@ -258,7 +259,8 @@ class Rendezvous::Server {
       else
         waiting_[id_of(c)].push_back(payload);
     } else if (type == kFailed) {
-      failed("rank " + std::to_string(c.rank) + " failed: " + payload, c.rank);
+      const Error error = ended_by(payload);
+      failed(passed_on("rank " + std::to_string(c.rank) + " failed: " + error.what(), error.code()), c.rank);
       c.leaving = true;
     } else if (type == kAlive) {
       c.add(kAlive, "");  // so that the rank hears from rank 0, too
@@ -367,7 +369,7 @@ class Rendezvous::Client {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] { return values_.contains(key) || over_; });
     const auto found = values_.find(key);
-    if (found == values_.end()) throw Error(why_ + ".", ExitCode::failed);
+    if (found == values_.end()) throw ended_by(why_);
     std::string value = std::move(found->second);
     values_.erase(found);
     return value;

@@ -231,10 +231,9 @@ class Windows final : public Communicator {
   }
   std::string name(int r) const { return std::to_string(options_.ranks[size_t(r)]); }
 
-  [[noreturn]] void fail(const std::string& what) const {
-    throw Error(std::string(operation_) + " over \"" + options_.name + "\" (operation " + std::to_string(count_) +
-                    "): " + what + ".",
-                ExitCode::failed);
+  [[noreturn]] void fail(const std::string& what) const { throw Error(where() + what + ".", ExitCode::failed); }
+  std::string where() const {
+    return operation_ + " over \"" + options_.name + "\" (operation " + std::to_string(count_) + "): ";
   }
 
   void check(const std::vector<Pieces>& parts) const { STRATA_CHECK(int(parts.size()) == size()); }
@@ -292,7 +291,7 @@ class Windows final : public Communicator {
       }
       counter.sleepers.fetch_sub(1, std::memory_order_seq_cst);
       if (there()) return;
-      if (abort_.raised.load(std::memory_order_acquire)) fail(abort_.text);
+      if (abort_.raised.load(std::memory_order_acquire)) throw ended_by(abort_.text, where());
       if (std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count() > options_.timeout_seconds)
         fail("rank " + name(r) + " did not come within " + std::to_string(int(options_.timeout_seconds)) + " s");
     }
@@ -391,6 +390,19 @@ void AbortFlag::raise(std::string_view what) {
   text[n] = 0;
   raised.compare_exchange_strong(expected, 1, std::memory_order_release);
   writing.clear();
+}
+
+namespace {
+constexpr char kUsage = '\2';
+}
+std::string passed_on(std::string_view why, ExitCode code) {
+  return (code == ExitCode::usage ? std::string(1, kUsage) : "") + std::string(why);
+}
+Error ended_by(std::string_view text, const std::string& where) {
+  const bool usage = !text.empty() && text[0] == kUsage;
+  if (usage) text.remove_prefix(1);
+  return Error((usage ? "" : where) + std::string(text) + (text.ends_with('.') ? "" : "."),
+               usage ? ExitCode::usage : ExitCode::failed);
 }
 
 int64_t windows_bytes(int size, const WindowsOptions& options) { return BlockLayout(size, options).bytes; }

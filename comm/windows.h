@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "strata/communicator.h"
+#include "strata/error.h"
 
 namespace strata {
 
@@ -15,6 +16,11 @@ struct AbortFlag {
   char text[508] = {};
   void raise(std::string_view what);  // the first one counts
 };
+
+// What ends the others after an error of one rank travels as its text; the exit code goes in front of it.
+std::string passed_on(std::string_view why, ExitCode code);
+// The error of a rank that was ended so: `where` says what it was doing.
+Error ended_by(std::string_view passed_on, const std::string& where = "");
 
 struct WindowsOptions {
   std::string name;              // of the group, for messages: "data"

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "strata/communicator.h"
+#include "strata/error.h"
 
 namespace strata {
 
@@ -19,8 +20,8 @@ class World {
   virtual std::vector<std::string> gather(const std::string& mine) = 0;
   // A group of these ranks, ascending; called by its members alone. `name` is for messages.
   virtual std::unique_ptr<Communicator> group(const std::string& name, const std::vector<int>& members) = 0;
-  // Ends what others are waiting for, with this text. From any thread.
-  virtual void abort(const std::string& why) = 0;
+  // Ends what others are waiting for, with this text and exit code. From any thread.
+  virtual void abort(const std::string& why, ExitCode code = ExitCode::failed) = 0;
 };
 
 // One rank alone.

@@ -160,6 +160,12 @@ kill -9 $pid
 wait $pid 2>/dev/null || true
 expect 0 'resuming after step' "$strata" train config.toml --set run.directory=killed --resume --set run.steps=100001 --set run.steps=$(($(ls -d killed/step-* | sed 's/.*step-0*//' | sort -n | tail -1) + 2))
 
+# Saved behind training: the same, and its memory is in the plan.
+expect 0 '' "$strata" train config.toml --set run.directory=behind --set run.save_behind=true --set run.checkpoint_every=1
+cmp again/step-00000006/tensors-00000.safetensors behind/step-00000006/tensors-00000.safetensors || fail "saved behind: parameters differ"
+"$strata" plan config.toml --set run.save_behind=true | grep -q 'for saving behind training' || fail "plan does not tell of the copy"
+expect 2 'run.save_behind copies' "$strata" train config.toml --set run.directory=bad --set run.save_behind=true --set 'host.memory="10KiB"'
+
 # Generation, export and import.
 expect 0 '' "$strata" generate config.toml --tokens 20 --prompt 'line'
 [[ $(wc -c <out) -gt 20 ]] || fail "generate printed: $(cat out)"

@@ -113,6 +113,13 @@ $(launched 1 2) "$strata" train config.toml --set run.directory=bad --set model.
 expect 2 'ranks have different plans' $(launched 0 2) "$strata" train config.toml --set run.directory=bad
 status=0; wait $! || status=$?
 [[ $status == 2 ]] || fail "the rank that disagrees: exit $status: $(cat error1)"
+# What only one rank finds wrong is told by rank 0.
+launched_data() { $(launched $1 2) "$strata" train config.toml --set run.directory=bad "${@:2}"; }
+launched_data 1 --set 'data.train=["nothere.bin"]' >out1 2>error1 &
+status=0; launched_data 0 >out 2>error || status=$?
+[[ $status == 2 && $(grep -c 'rank 1 failed: nothere.bin: cannot open' error) == 1 ]] || fail "rank 0 of a rank without data: exit $status: $(cat error)"
+status=0; wait $! || status=$?
+[[ $status == 2 && ! -s error1 ]] || fail "rank 1 without data: exit $status: $(cat error1)"
 [[ ! -e bad ]] || fail "wrong input left a run folder"
 nothing_left "wrong input"
 
@@ -154,6 +161,23 @@ losses calm/log.jsonl | cmp - <(losses again/log.jsonl) || fail "a restarted run
 for directory in calm again; do "$strata" export config.toml exported-$directory --checkpoint $directory >out; done
 cmp exported-calm/model.safetensors exported-again/model.safetensors || fail "a restarted run ends elsewhere"
 nothing_left restarted
+
+# kill -9 of all ranks at random moments, every step saved: what is newest always loads.
+RANDOM=1
+"$strata" train config.toml --set run.directory=often --set run.steps=2 >out 2>&1
+for i in $(seq 50); do
+  behind=$([[ $((i % 2)) == 0 ]] && echo true || echo false)
+  "$strata" train config.toml --resume --set run.directory=often --set run.steps=1000000 --set run.checkpoint_every=1 --set run.save_behind=$behind --set run.validate_every=0 >out 2>error &
+  launcher=$!
+  for _ in $(seq 500); do ! grep -q 'resuming after step' error || break; sleep 0.02; done
+  grep -q 'resuming after step' error || fail "kill $i: the newest checkpoint does not load: $(cat error)"
+  sleep 0.0$((RANDOM % 100))
+  sleep 0.$((RANDOM % 4))
+  kill -9 $(ranks $launcher) $launcher
+  wait $launcher 2>/dev/null || true
+done
+nothing_left "killed saves"
+(($(ls often/step-*/manifest.json | tail -n 1 | tr -dc 0-9 | sed 's/^0*//') > 50)) || fail "killed saves: few were made: $(ls often)"
 
 ((failures == 0)) || exit 1
 echo "launch: all as expected"

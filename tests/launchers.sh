@@ -8,7 +8,7 @@ strata=$1/bin/strata
 work=$(mktemp -d)
 daemons=()
 finish() {
-  for pid in "${daemons[@]}"; do kill "$pid" 2>/dev/null || true; done
+  for pid in "${daemons[@]}"; do kill "$pid" 2>/dev/null && wait "$pid" || true; done
   ip netns del strata-a 2>/dev/null || true
   ip netns del strata-b 2>/dev/null || true
   rm -rf "$work"
@@ -61,7 +61,7 @@ same() {
   status=0
   timeout 120 "$@" "$strata" train config.toml --set run.directory="$name-wrong" --set mesh.data=4 >out 2>&1 </dev/null || status=$?
   [[ $status == 2 ]] || fail "$name, wrong mesh: exit $status: $(cat out)"
-  grep -q 'started 2 ranks, but \[mesh\] asks for 4' out || fail "$name, wrong mesh: $(cat out)"
+  [[ $(grep -c 'started 2 ranks, but \[mesh\] asks for 4' out) == 1 ]] || fail "$name, wrong mesh: $(cat out)"
 }
 
 ! has mpirun.mpich || same mpich mpirun.mpich -n 2

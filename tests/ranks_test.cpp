@@ -2,6 +2,7 @@
 #include <cstring>
 #include <random>
 
+#include "engine/runtime/saver.h"
 #include "tests/harness.h"
 
 namespace strata {
@@ -240,6 +241,77 @@ TEST(Ranks, AnAxisThatNothingUsesIsRefused) {
   } catch (const Error& error) {
     EXPECT_NE(std::string(error.what()).find("no enabled plugin sums gradients over them"), std::string::npos);
   }
+}
+
+// Saved by N ranks under any stage, at once or behind training, loaded by M under any other: bit for bit the same.
+TEST(Ranks, CheckpointsFitAnyLayout) {
+  test::TemporaryFolder folder;
+  const std::string optimizer = "[plugins.adamw]\nlearning_rate = 1e-3\n";
+  // 7 rows in one matrix: fewer than eight ranks, uneven over the others.
+  const auto text = [&](int ranks, size_t exchange, const std::string& more) {
+    std::string result = toml(ranks, 1, optimizer + (ranks > 1 ? kExchanges[exchange] : "") + more);
+    result.replace(result.find("ffn = 71"), 8, "ffn = 7");
+    result.replace(result.find("global_batch = 8"), 16, "global_batch = 24");
+    return result;
+  };
+  const auto hosted = [&](const std::string& tier) {
+    return "[plugins.offload]\nminimum = 0\ndirectory = \"" + folder.path() + "\"\noptimizer = \"" + tier + "\"\n";
+  };
+  struct Layout {
+    int ranks;
+    size_t exchange;
+  };
+  std::vector<Layout> layouts{{1, 0}};
+  for (int ranks : {2, 3, 4, 8})
+    for (size_t exchange = 0; exchange < std::size(kExchanges); ++exchange) layouts.push_back({ranks, exchange});
+  const auto directory = [&](size_t i) { return folder / ("from" + std::to_string(i)); };
+  // Everything of a layout after `first` (load, then whatever) as whole tensors; saves into `to` when given.
+  const auto run = [&](const Layout& layout, const std::string& more, const std::string& from, const std::string& to,
+                       bool behind) {
+    std::map<std::string, std::vector<std::byte>> tensors;
+    std::mutex mutex;
+    const auto body = [&](World& world) {
+      test::Runner runner(text(layout.ranks, layout.exchange, more), {}, Goal::train, {},
+                          layout.ranks > 1 ? &world : nullptr);
+      Threads threads(1);
+      const Mesh mesh(world.rank(), layout.ranks, 1);
+      if (!to.empty()) std::filesystem::create_directories(to);
+      world.gather("");
+      Saver saver(*runner.storage, mesh, world, threads, to, 1, behind);
+      if (!from.empty()) {
+        const CheckpointInfo info = saver.load(find_checkpoint(from, ""), true);
+        EXPECT_EQ(info.step, 10);
+        EXPECT_EQ(info.samples, 240);
+      } else {
+        steps(runner, 24, nullptr);
+      }
+      if (!to.empty()) EXPECT_EQ(saver.save({10, 240, {{"note", "kept"}}, "text"}), "");
+      if (behind && from.empty()) return;
+      for (const Tensor& tensor : runner.storage->persistent_tensors()) {
+        if (tensor.role == Role::scalar) continue;
+        const auto* data = static_cast<const std::byte*>(runner.storage->view(tensor));
+        std::lock_guard lock(mutex);
+        auto& whole = tensors[tensor.name];
+        whole.resize(size_t(elements(tensor.full_shape()) * size_of(tensor.dtype)));
+        const int64_t row = tensor.bytes() / tensor.shape[0];
+        const int64_t first = tensor.layout.empty() ? 0 : tensor.layout[0].first * row;
+        std::copy(data, data + tensor.bytes(), whole.begin() + first);
+      }
+    };
+    run_local(layout.ranks, body, 30);
+    return tensors;
+  };
+  const auto expected = run(layouts[0], "", "", directory(0), false);
+  for (size_t i = 1; i < layouts.size(); ++i) {
+    SCOPED_TRACE("into " + std::to_string(layouts[i].ranks) + ", exchange " + std::to_string(layouts[i].exchange));
+    EXPECT_EQ(run(layouts[i], i % 3 == 0 ? hosted("nvme") : "", directory(0), directory(i), i % 2 == 0), expected);
+  }
+  for (size_t i = 1; i < layouts.size(); ++i)
+    for (const Layout& to : layouts) {
+      SCOPED_TRACE("from " + std::to_string(layouts[i].ranks) + ", exchange " + std::to_string(layouts[i].exchange) +
+                   " to " + std::to_string(to.ranks) + ", exchange " + std::to_string(to.exchange));
+      ASSERT_EQ(run(to, "", directory(i), "", false), expected);
+    }
 }
 
 }  // namespace

@@ -70,20 +70,20 @@ Json manifest(const CheckpointInfo& info, Json::Array tensors) {
                       {"tensors", std::move(tensors)}};
 }
 
-// Files of at most kShardBytes; returns for each tensor the one it is in.
+// Files of at most kShardBytes, numbered from `count` on; returns for each tensor the one it is in.
 std::vector<std::string> write_files(const fs::path& folder, const std::string& prefix,
-                                     const std::vector<TensorRecord>& tensors) {
+                                     const std::vector<TensorRecord>& tensors, int& count) {
   std::vector<std::string> files;
   std::vector<TensorToStore> shard;
   int64_t bytes = 0;
-  int count = 0;
   const auto file_name = [&] {
     char text[16];
     std::snprintf(text, sizeof text, "%05d", count);
     return prefix + text + ".safetensors";
   };
   const auto flush = [&] {
-    if (!shard.empty()) write_safetensors((folder / file_name()).string(), shard, {});
+    if (shard.empty()) return;
+    write_safetensors((folder / file_name()).string(), shard, {});
     shard.clear();
     bytes = 0;
     ++count;
@@ -144,56 +144,77 @@ std::optional<std::string> CheckpointStore::latest() const {
   return found.empty() ? std::nullopt : std::optional(found.back());
 }
 
-void CheckpointStore::save(const CheckpointInfo& info, const std::vector<TensorRecord>& tensors, World* world) {
-  if (world && world->size() == 1) world = nullptr;
-  const int rank = world ? world->rank() : 0;
-  char name[32], prefix[32] = "tensors-";
-  std::snprintf(name, sizeof name, "step-%08lld", (long long)info.step);
-  if (world) std::snprintf(prefix, sizeof prefix, "tensors-rank%05d-", rank);
-  const fs::path folder(directory_), hidden = folder / (kHidden + name), target = folder / name;
+CheckpointStore::Saving::Saving(CheckpointStore& store, CheckpointInfo info, World* world)
+    : store_(store), info_(std::move(info)), world_(world && world->size() > 1 ? world : nullptr) {
+  char name[32];
+  std::snprintf(name, sizeof name, "step-%08lld", (long long)info_.step);
+  const fs::path folder(store.directory_);
+  hidden_ = (folder / (kHidden + name)).string();
+  target_ = (folder / name).string();
+  agree(world_, outcome_of([&]() -> std::string {
+          if (world_ && world_->rank() != 0) return "";
+          std::error_code problem;
+          for (const auto& entry : fs::directory_iterator(folder, problem))
+            if (entry.path().filename().string().rfind(kHidden, 0) == 0) fs::remove_all(entry.path(), problem);
+          fs::create_directory(hidden_, problem);
+          if (problem) throw Error(hidden_ + ": cannot make the folder: " + problem.message() + ".");
+          return "";
+        }));
+}
+
+CheckpointStore::Saving::~Saving() {
   std::error_code problem;
-  try {
-    agree(world, outcome_of([&]() -> std::string {
-            if (rank != 0) return "";
-            for (const auto& entry : fs::directory_iterator(folder, problem))
-              if (entry.path().filename().string().rfind(kHidden, 0) == 0) fs::remove_all(entry.path(), problem);
-            fs::create_directory(hidden, problem);
-            if (problem) throw Error(hidden.string() + ": cannot make the folder: " + problem.message() + ".");
-            return "";
-          }));
-    const auto lists = agree(world, outcome_of([&] {
-                               const auto files = write_files(hidden, prefix, tensors);
-                               sync_folder(hidden.string());
-                               return Json(written(tensors, files)).dump();
-                             }));
-    agree(world, outcome_of([&]() -> std::string {
-            if (rank != 0) return "";
-            Json::Array all;
-            for (const std::string& list : lists) {
-              const Json parsed = Json::parse(list, "a rank's list");
-              for (const Json& one : parsed.array("a rank's list")) all.push_back(one);
-            }
-            const Json content = manifest(info, std::move(all));
-            const std::string text = content.dump();
-            AtomicFile file((hidden / "manifest.json").string());
-            file.write(Json(Json::Object{{"xxh3", checksum(text.data(), text.size())}, {"content", content}}).dump(1) +
-                       "\n");
-            file.commit();
-            sync_folder(hidden.string());
-            if (fs::exists(target)) discard(target);  // the same step saved before a resume
-            fs::rename(hidden, target, problem);
-            if (problem)
-              throw Error(target.string() + ": cannot rename the finished checkpoint: " + problem.message() + ".");
-            sync_folder(directory_);
-            return "";
-          }));
-  } catch (...) {
-    if (rank == 0) fs::remove_all(hidden, problem);
-    throw;
-  }
-  if (rank != 0) return;
-  const auto found = all();
-  for (size_t i = 0; i + size_t(keep_) < found.size(); ++i) discard(found[i]);
+  if (!committed_ && (!world_ || world_->rank() == 0)) fs::remove_all(hidden_, problem);
+}
+
+void CheckpointStore::Saving::write(const std::vector<TensorRecord>& tensors) {
+  char prefix[32] = "tensors-";
+  if (world_) std::snprintf(prefix, sizeof prefix, "tensors-rank%05d-", world_->rank());
+  const std::string outcome = outcome_of([&] {
+    const auto files = write_files(hidden_, prefix, tensors, files_);
+    for (Json& one : written(tensors, files)) written_.push_back(std::move(one));
+    return std::string();
+  });
+  if (problem_.empty()) problem_ = outcome;
+}
+
+void CheckpointStore::Saving::commit() {
+  const auto lists = agree(world_, outcome_of([&] {
+                             if (!problem_.empty()) return problem_;
+                             sync_folder(hidden_);
+                             return Json(std::move(written_)).dump();
+                           }));
+  agree(world_, outcome_of([&]() -> std::string {
+          if (world_ && world_->rank() != 0) return "";
+          Json::Array all;
+          for (const std::string& list : lists) {
+            const Json parsed = Json::parse(list, "a rank's list");
+            for (const Json& one : parsed.array("a rank's list")) all.push_back(one);
+          }
+          const Json content = manifest(info_, std::move(all));
+          const std::string text = content.dump();
+          AtomicFile file((fs::path(hidden_) / "manifest.json").string());
+          file.write(Json(Json::Object{{"xxh3", checksum(text.data(), text.size())}, {"content", content}}).dump(1) +
+                     "\n");
+          file.commit();
+          sync_folder(hidden_);
+          if (fs::exists(target_)) discard(target_);  // the same step saved before a resume
+          std::error_code problem;
+          fs::rename(hidden_, target_, problem);
+          if (problem) throw Error(target_ + ": cannot rename the finished checkpoint: " + problem.message() + ".");
+          sync_folder(store_.directory_);
+          return "";
+        }));
+  committed_ = true;
+  if (world_ && world_->rank() != 0) return;
+  const auto found = store_.all();
+  for (size_t i = 0; i + size_t(store_.keep_) < found.size(); ++i) discard(found[i]);
+}
+
+void CheckpointStore::save(const CheckpointInfo& info, const std::vector<TensorRecord>& tensors, World* world) {
+  Saving saving(*this, info, world);
+  saving.write(tensors);
+  saving.commit();
 }
 
 Checkpoint::Checkpoint(const std::string& path, ManifestChecksum manifest) : path_(path) {

@@ -9,6 +9,7 @@
 
 #include "comm/world.h"
 #include "engine/checkpoint/safetensors.h"
+#include "strata/json.h"
 
 namespace strata {
 
@@ -33,8 +34,31 @@ class CheckpointStore {
  public:
   // `directory` must exist. Removes what a killed save left behind only when it saves.
   CheckpointStore(std::string directory, int keep);
-  // Throws Error (failed) when it cannot be written; then nothing of it remains and older checkpoints are untouched.
-  // With several ranks all call it, each with the rows that it alone writes, in files of its own; rank 0 finishes.
+
+  // A checkpoint in the making, gone unless it is committed. With several ranks all do the same, each with the rows
+  // that it alone writes, in files of its own; rank 0 finishes.
+  class Saving {
+   public:
+    // Throws Error (failed) on all ranks when the folder cannot be made.
+    Saving(CheckpointStore& store, CheckpointInfo info, World* world = nullptr);
+    ~Saving();
+    Saving(const Saving&) = delete;
+    // Any number of times; what goes wrong is said by commit.
+    void write(const std::vector<TensorRecord>& tensors);
+    // Throws Error (failed) on all ranks when anything could not be written; then nothing of it remains and older
+    // checkpoints are untouched.
+    void commit();
+
+   private:
+    CheckpointStore& store_;
+    CheckpointInfo info_;
+    World* world_;
+    std::string hidden_, target_, problem_;
+    int files_ = 0;
+    bool committed_ = false;
+    Json::Array written_;
+  };
+  // All three.
   void save(const CheckpointInfo& info, const std::vector<TensorRecord>& tensors, World* world = nullptr);
   std::optional<std::string> latest() const;  // path of the newest one
   std::vector<std::string> all() const;       // oldest first

@@ -17,6 +17,10 @@ void declare(Options& options, RunSection& run) {
   options.add("checkpoint_every", run.checkpoint_every, "steps between checkpoints; 0: only at the end")
       .non_negative()
       .unit("steps");
+  options.add(
+      "save_behind", run.save_behind,
+      "copy the state to host memory and write checkpoints while training goes on; what rests on NVMe is written "
+      "before");
   options.add("keep", run.keep, "checkpoints kept, the newest ones").positive();
   options.add("validate_every", run.validate_every, "steps between validations; 0: only at the end")
       .non_negative()

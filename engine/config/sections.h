@@ -16,6 +16,7 @@ struct RunSection {
   int64_t seed = 1337;
   std::string directory = "runs/default";
   int64_t checkpoint_every = 0;
+  bool save_behind = false;
   int64_t keep = 2;
   int64_t validate_every = 0;
   int64_t validate_batches = 8;

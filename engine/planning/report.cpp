@@ -40,6 +40,8 @@ std::string plan_text(const PlannedProgram& planned) {
     for (size_t i = 0; i < held.size() && i < 10; ++i)
       text += fmt::format("  {:>12}  {:<16} {}\n", bytes_text(held[i].bytes), name_of(held[i].role), held[i].name);
   }
+  if (planned.snapshot_bytes > 0)
+    text += fmt::format("\nhost memory beside, for saving behind training: {}\n", bytes_text(planned.snapshot_bytes));
   if (!planned.prediction) return text;
   const Stalls& stalls = planned.prediction->stalls;
   text += fmt::format(
@@ -70,11 +72,9 @@ std::string plan_json(const PlannedProgram& planned) {
                                                                    {"at_peak", std::move(categories)},
                                                                    {"held_at_peak", std::move(held)}});
   }
-  Json::Object all{{"parameters", parameter_count(program)},
-                   {"tokens_per_step", planned.built.tokens_per_step},
-                   {"ops", int64_t(program.ops.size())},
-                   {"model_flops", planned.built.model_flops},
-                   {"tiers", std::move(tiers)}};
+  Json::Object all{{"parameters", parameter_count(program)},   {"tokens_per_step", planned.built.tokens_per_step},
+                   {"ops", int64_t(program.ops.size())},       {"model_flops", planned.built.model_flops},
+                   {"snapshot_bytes", planned.snapshot_bytes}, {"tiers", std::move(tiers)}};
   if (planned.prediction) {
     const Stalls& stalls = planned.prediction->stalls;
     all.emplace_back("predicted", Json::Object{{"seconds", planned.prediction->seconds},

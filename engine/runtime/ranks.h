@@ -16,10 +16,10 @@ Groups make_groups(World& world, const Mesh& mesh);
 // Where this rank's files of the NVMe tier go: a folder of its own, made here, when there are several ranks.
 std::string rank_directory(const std::string& directory, const World& world);
 
-// Everybody's values one after the other by rank, summed in that order: the loss of all microbatches of a step.
 // Throws Error (usage) on all ranks when their programs or data differ, with the first difference.
 void require_same_plan(World& world, const Program& program, const std::string& data);
 
+// Everybody's values one after the other by rank, summed in that order: the loss of all microbatches of a step.
 double sum_over_ranks(const Groups& groups, std::vector<double> values);
 // The same values, by rank and place. All ranks give as many.
 std::vector<double> values_of_ranks(const Groups& groups, std::vector<double> values);

@@ -1,11 +1,15 @@
 // Configuration to plugins to plans; see session.h.
 #include "engine/runtime/session.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <thread>
 
 #include "engine/plugin/order.h"
 #include "engine/runtime/machine_rates.h"
+#include "engine/runtime/saver.h"
+#include "engine/runtime/usage.h"
 
 namespace strata {
 
@@ -79,20 +83,39 @@ Rates Session::shared_rates(const std::string& directory) const {
 }
 
 PlannedProgram Session::plan(Goal goal, const PlannedProgram* training) const {
+  PlannedProgram planned = plan(goal, training, training ? training->snapshot_bytes : 0);
+  if (goal != Goal::train || !run.save_behind) return planned;
+  const int64_t snapshot = snapshot_bytes(planned.program().tensors, mesh.first());
+  // Under a budget the copy takes its share, and more state goes to NVMe, of which there is no copy.
+  if (host.memory.count > 0) {
+    if (snapshot >= host.memory.count)
+      throw Error(
+          fmt::format("run.save_behind copies {} of state to host memory, and host.memory = {}; raise it, let "
+                      "more state rest on NVMe, or save without it.",
+                      bytes_text(snapshot), bytes_text(host.memory.count)));
+    planned = plan(goal, training, snapshot);
+  }
+  planned.snapshot_bytes = snapshot_bytes(planned.program().tensors, mesh.first());
+  return planned;
+}
+
+PlannedProgram Session::plan(Goal goal, const PlannedProgram* training, int64_t host_bytes_beside) const {
   PlannedProgram planned;
+  planned.snapshot_bytes = host_bytes_beside;
   planned.built = build_program(plugins, batch(goal), goal, goal == Goal::logits ? Mesh() : mesh.first());
   Program& program = planned.built.program;
   const bool resting = rests(program);
   planned.rates = training ? training->rates : resting ? shared_rates(program.storage_directory) : Rates();
   const auto homes = training ? homes_of(training->program()) : std::map<std::string, Tier>();
-  planned.memory = plan_residency(program, {.backend = device.backend,
-                                            .threads = threads(),
-                                            .host_stream = host.threads > 0,
-                                            .device_budget = device.memory.count,
-                                            .host_budget = host.memory.count,
-                                            .rates = planned.rates,
-                                            .homes = training ? &homes : nullptr,
-                                            .advice = [this](const MemoryPlan& plan) { return advice(plan); }});
+  planned.memory =
+      plan_residency(program, {.backend = device.backend,
+                               .threads = threads(),
+                               .host_stream = host.threads > 0,
+                               .device_budget = device.memory.count,
+                               .host_budget = host.memory.count > 0 ? host.memory.count - host_bytes_beside : 0,
+                               .rates = planned.rates,
+                               .homes = training ? &homes : nullptr,
+                               .advice = [this](const MemoryPlan& plan) { return advice(plan); }});
   if (resting) planned.prediction = predict(program, planned.memory, planned.rates);
   for (int t = 0; t < kTiers; ++t) planned.arena_bytes[t] = planned.memory.tiers[t].total_bytes();
   if (goal == Goal::train && !data.validation.empty()) {  // transient memory of both is the same, at other times

@@ -41,6 +41,7 @@ class Session {
   PlannedProgram plan(Goal goal, const PlannedProgram* training = nullptr) const;
 
  private:
+  PlannedProgram plan(Goal goal, const PlannedProgram* training, int64_t host_bytes_beside) const;
   Rates shared_rates(const std::string& directory) const;
   std::string advice(const MemoryPlan& plan) const;
   std::vector<LoadedPlugin> loaded_;

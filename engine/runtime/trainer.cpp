@@ -21,6 +21,7 @@
 #include "engine/runtime/log.h"
 #include "engine/runtime/peak.h"
 #include "engine/runtime/ranks.h"
+#include "engine/runtime/saver.h"
 #include "engine/runtime/usage.h"
 
 namespace strata {
@@ -87,7 +88,8 @@ class Loop final : public StepContext {
     std::error_code problem;
     if (first_rank()) std::filesystem::create_directories(session.run.directory, problem);
     if (problem) throw Error(session.run.directory + ": cannot make the run directory: " + problem.message() + ".");
-    store_.emplace(session.run.directory, int(session.run.keep));
+    saver_.emplace(*storage_, session.mesh, world_, threads_, session.run.directory, int(session.run.keep),
+                   session.run.save_behind);
     start(options.resume);
     world_.gather("");  // nobody writes before everybody has looked for checkpoints
     if (first_rank()) log_.emplace(session.run.directory + "/log.jsonl", step_);
@@ -137,6 +139,7 @@ class Loop final : public StepContext {
           (session_.run.checkpoint_every > 0 && step_ % session_.run.checkpoint_every == 0))
         save();
     }
+    tell_of(saver_->finish());
     progress_.finish();
     write_trace();
     const double median = median_of(durations);
@@ -163,7 +166,7 @@ class Loop final : public StepContext {
 
  private:
   void start(bool resume) {
-    const auto newest = store_->latest();
+    const auto newest = saver_->latest();
     if (resume) {
       if (!newest)
         throw Error(session_.run.directory + ": there is no checkpoint to resume from; train without --resume first.");
@@ -182,18 +185,11 @@ class Loop final : public StepContext {
   }
 
   void load(const std::string& path, bool everything) {
-    Checkpoint checkpoint(path);
-    for (const Tensor& tensor : storage_->persistent_tensors())
-      if (tensor.role == Role::parameter || (everything && tensor.role != Role::scalar))
-        storage_->fill(tensor, [&](void* out) {
-          const int64_t first = tensor.layout.empty() ? 0 : tensor.layout[0].first;
-          checkpoint.read_rows(tensor.name, tensor.dtype, tensor.full_shape(), first, tensor.shape[0], out);
-        });
-    storage_->release_scratch();
+    const CheckpointInfo info = saver_->load(path, everything);
     if (!everything) return;
-    step_ = checkpoint.info().step;
-    samples_ = checkpoint.info().samples;
-    auto notes = checkpoint.info().notes;
+    step_ = info.step;
+    samples_ = info.samples;
+    auto notes = info.notes;
     Notes view(notes);
     for (const NamedPlugin& named : session_.plugins) {
       view.prefix = named.name + ".";
@@ -208,20 +204,12 @@ class Loop final : public StepContext {
       notes.prefix = named.name + ".";
       named.plugin->save(notes);
     }
-    std::vector<TensorRecord> records;
-    for (const Tensor& tensor : storage_->persistent_tensors())
-      if (tensor.role != Role::scalar && writes(tensor))
-        records.push_back({tensor.name, tensor.role, tensor.dtype, tensor.shape,
-                           std::function<const void*()>([this, &tensor] { return storage_->view(tensor); }),
-                           tensor.layout.empty() ? 0 : tensor.layout[0].first, tensor.full_shape()[0]});
-    try {
-      store_->save({step_, samples_, values, session_.config.text()}, records, &world_);
-    } catch (const Error& error) {
-      tell(fmt::format(
-          "warning: the checkpoint of step {} was not saved: {} The run goes on; the last good checkpoint is {}.",
-          step_, error.what(), store_->latest().value_or("none")));
-    }
-    storage_->release_scratch();
+    tell_of(saver_->save({step_, samples_, values, session_.config.text()}));
+  }
+  void tell_of(const std::string& problem) {
+    if (!problem.empty())
+      tell(fmt::format("warning: a checkpoint was not saved: {} The run goes on; the last good checkpoint is {}.",
+                       problem, saver_->latest().value_or("none")));
   }
 
   void one_step() {
@@ -241,7 +229,7 @@ class Loop final : public StepContext {
       throw Error(fmt::format("step {}: {} The first tensor that was not finite: {}. No update was made; the last good "
                               "checkpoint is {}. "
                               "A lower learning rate, warm-up or clipping usually helps.",
-                              step_, what.what(), first, store_->latest().value_or("none")),
+                              step_, what.what(), first, saver_->latest().value_or("none")),
                   ExitCode::failed);
     }
     at_stage(Stage::publish, true);
@@ -273,16 +261,6 @@ class Loop final : public StepContext {
     planned.built.program.storage_directory = rank_directory(planned.program().storage_directory, world_);
     localize(planned.built.program, session_.mesh, session_.batch(goal).microbatches);
   }
-  // Of ranks that hold the same, the first writes it.
-  bool writes(const Tensor& tensor) const {
-    const auto splits = [&](std::string_view axis) {
-      return std::any_of(tensor.layout.begin(), tensor.layout.end(), [&](const Split& s) { return s.axis == axis; });
-    };
-    return std::all_of(session_.mesh.axes().begin(), session_.mesh.axes().end(), [&](const Axis& axis) {
-      return axis.name == "data" || axis.coordinate == 0 || splits(axis.name);
-    });
-  }
-
   void at_stage(Stage stage, bool start) {
     each_plugin(start ? "stage_start" : "stage_end", [&](Plugin& plugin) {
       if (start)
@@ -377,6 +355,8 @@ class Loop final : public StepContext {
       fmt::print("{:<18}{:>14}{:>14}\n", "arena", bytes_text(training_.arena_bytes[int(tier)]),
                  bytes_text(resident_bytes(storage_->base(tier), storage_->bytes(tier))));
     }
+    if (training_.snapshot_bytes > 0)
+      fmt::print("{:<18}{:>14}\n", "saving behind", bytes_text(training_.snapshot_bytes));
     if (const int64_t stored = plan[Tier::nvme].total_bytes(); stored > 0)
       fmt::print("{:<18}{:>14}\n", "on NVMe", bytes_text(stored));
     fmt::print("{:<18}{:>14}{:>14}\n", "process, peak", "", bytes_text(peak_resident_bytes()));
@@ -398,7 +378,7 @@ class Loop final : public StepContext {
   std::optional<Sampler> sampler_, validation_sampler_;
   std::optional<Executor> executor_, evaluator_;
   std::optional<Feed> feed_, validation_feed_;
-  std::optional<CheckpointStore> store_;
+  std::optional<Saver> saver_;
   std::optional<StepLog> log_;
   Progress progress_;
   StepLog::Fields extra_;

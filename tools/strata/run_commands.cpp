@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 
 #include <filesystem>
+#include <functional>
 
 #include "engine/checkpoint/store.h"
 #include "engine/data/sampler.h"
@@ -26,29 +27,24 @@ std::vector<std::string> as_words(const TrainArguments& arguments) {
   return words;
 }
 
-}  // namespace
-
-int train_command_main(const TrainArguments& arguments) {
-  const std::optional<LaunchedRank> rank = launched_rank();
-  std::unique_ptr<World> world;
-  {
-    const Session alone(arguments.config, arguments.sets);
-    if (!rank && (alone.mesh.size() > 1 || arguments.restarts > 0)) {
-      alone.plan(Goal::train);  // what is wrong with it is said once
-      return run_ranks(alone.mesh.size(), as_words(arguments), alone.network.silence + 5, arguments.restarts,
-                       [&] { return CheckpointStore(alone.run.directory, 1).latest().has_value(); });
-    }
-    if (rank) {
-      if (rank->size != alone.mesh.size())
-        throw Error(fmt::format("{} started {} ranks, but [mesh] asks for {}; set mesh.data to {}.", rank->launcher,
-                                rank->size, alone.mesh.size(), rank->size));
-      world = join(*rank, alone.network);
-    }
+// Wrong usage is the same on all ranks, or is passed on to rank 0: it alone tells, so that one message is seen.
+int quietly(const LaunchedRank& rank, const std::function<int()>& work) {
+  try {
+    return work();
+  } catch (const Error& error) {
+    if (rank.rank == 0 || error.code() != ExitCode::usage) throw;
+    return int(ExitCode::usage);
   }
-  Session session(arguments.config, arguments.sets, world.get());
+}
+
+int train_rank(const TrainArguments& arguments, World* world) {
   TrainSummary summary;
   try {
+    Session session(arguments.config, arguments.sets, world);
     summary = train(session, {arguments.resume, arguments.trace});
+  } catch (const Error& error) {
+    if (world) world->abort(error.what(), error.code());
+    throw;
   } catch (const std::exception& error) {
     if (world) world->abort(error.what());
     throw;
@@ -56,6 +52,36 @@ int train_command_main(const TrainArguments& arguments) {
   if (!summary.interrupted) return int(ExitCode::done);
   fmt::print("stopped after step {}; go on with: strata train {} --resume\n", summary.steps, arguments.config);
   return int(ExitCode::failed);
+}
+
+int train_launched(const TrainArguments& arguments, const LaunchedRank& rank) {
+  NetworkSection network;
+  const int code = quietly(rank, [&] {
+    const Session alone(arguments.config, arguments.sets);
+    if (rank.size != alone.mesh.size())
+      throw Error(fmt::format("{} started {} ranks, but [mesh] asks for {}; set mesh.data to {}.", rank.launcher,
+                              rank.size, alone.mesh.size(), rank.size));
+    network = alone.network;
+    return int(ExitCode::done);
+  });
+  if (code != 0) return code;
+  const std::unique_ptr<World> world = join(rank, network);  // who cannot come says why
+  return quietly(rank, [&] { return train_rank(arguments, world.get()); });
+}
+
+}  // namespace
+
+int train_command_main(const TrainArguments& arguments) {
+  if (const std::optional<LaunchedRank> rank = launched_rank()) return train_launched(arguments, *rank);
+  {
+    const Session alone(arguments.config, arguments.sets);
+    if (alone.mesh.size() > 1 || arguments.restarts > 0) {
+      alone.plan(Goal::train);  // what is wrong with it is said once
+      return run_ranks(alone.mesh.size(), as_words(arguments), alone.network.silence + 5, arguments.restarts,
+                       [&] { return CheckpointStore(alone.run.directory, 1).latest().has_value(); });
+    }
+  }
+  return train_rank(arguments, nullptr);
 }
 
 int plan_command_main(const PlanArguments& arguments) {

@@ -1,0 +1,109 @@
+// Saving and loading the state of a run; see saver.h.
+#include "engine/runtime/saver.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "strata/error.h"
+
+namespace strata {
+namespace {
+
+int64_t room(const Tensor& tensor) { return (tensor.bytes() + kAlignment - 1) / kAlignment * kAlignment; }
+
+}  // namespace
+
+bool writes(const Tensor& tensor, const Mesh& mesh) {
+  if (tensor.role == Role::scalar) return false;
+  const auto splits = [&](std::string_view axis) {
+    return std::any_of(tensor.layout.begin(), tensor.layout.end(), [&](const Split& s) { return s.axis == axis; });
+  };
+  return std::all_of(mesh.axes().begin(), mesh.axes().end(), [&](const Axis& axis) {
+    return axis.name == "data" || axis.coordinate == 0 || splits(axis.name);  // "data" is replicate x shard
+  });
+}
+
+int64_t snapshot_bytes(const std::vector<Tensor>& tensors, const Mesh& mesh) {
+  int64_t bytes = 0;
+  for (const Tensor& tensor : tensors)
+    if (tensor.persistent && !tensor.part_of && tensor.home != Tier::nvme && writes(tensor, mesh))
+      bytes += room(tensor);
+  return bytes;
+}
+
+Saver::Saver(Storage& storage, const Mesh& mesh, World& world, Threads& threads, std::string directory, int keep,
+             bool behind)
+    : storage_(storage),
+      mesh_(mesh),
+      world_(world),
+      threads_(threads),
+      store_(std::move(directory), keep),
+      behind_(behind) {
+  if (behind) snapshot_ = Arena(snapshot_bytes(storage.persistent_tensors(), mesh));
+}
+
+Saver::~Saver() {
+  if (writing_.valid()) writing_.wait();
+}
+
+CheckpointInfo Saver::load(const std::string& path, bool everything) {
+  const Checkpoint checkpoint(path);
+  for (const Tensor& tensor : storage_.persistent_tensors())
+    if (tensor.role == Role::parameter || (everything && tensor.role != Role::scalar))
+      storage_.fill(tensor, [&](void* out) {
+        const int64_t first = tensor.layout.empty() ? 0 : tensor.layout[0].first;
+        checkpoint.read_rows(tensor.name, tensor.dtype, tensor.full_shape(), first, tensor.shape[0], out);
+      });
+  storage_.release_scratch();
+  return checkpoint.info();
+}
+
+std::vector<TensorRecord> Saver::records(bool on_nvme) {
+  std::vector<TensorRecord> list;
+  for (const Tensor& tensor : storage_.persistent_tensors())
+    if (writes(tensor, mesh_) && (tensor.home == Tier::nvme) == on_nvme)
+      list.push_back({tensor.name, tensor.role, tensor.dtype, tensor.shape,
+                      std::function<const void*()>([this, &tensor] { return storage_.view(tensor); }),
+                      tensor.layout.empty() ? 0 : tensor.layout[0].first, tensor.full_shape()[0]});
+  return list;
+}
+
+std::string Saver::save(const CheckpointInfo& info) {
+  const std::string before = finish();
+  try {
+    auto saving = std::make_shared<CheckpointStore::Saving>(store_, info, &world_);
+    saving->write(records(true));
+    storage_.release_scratch();
+    std::vector<TensorRecord> rest = records(false);
+    if (!behind_) {
+      saving->write(rest);
+      saving->commit();
+      return before;
+    }
+    std::byte* at = snapshot_.base();
+    for (TensorRecord& record : rest) {
+      const int64_t bytes = elements(record.shape) * size_of(record.dtype);
+      const auto* from = static_cast<const std::byte*>(record.data.get());
+      threads_.split(bytes, 1 << 16,
+                     [&](int64_t begin, int64_t end) { std::memcpy(at + begin, from + begin, size_t(end - begin)); });
+      record.data = TensorBytes(static_cast<const void*>(at));
+      at += (bytes + kAlignment - 1) / kAlignment * kAlignment;
+    }
+    writing_ = std::async(std::launch::async, [saving, rest = std::move(rest)]() -> std::string {
+      try {
+        saving->write(rest);
+        saving->commit();
+        return "";
+      } catch (const std::exception& error) {
+        return error.what();
+      }
+    });
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return before;
+}
+
+std::string Saver::finish() { return writing_.valid() ? writing_.get() : ""; }
+
+}  // namespace strata

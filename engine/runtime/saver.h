@@ -1,0 +1,53 @@
+// The state of a run and its checkpoints: persistent tensors of any layout, loaded from what any other layout wrote and
+// saved at once or behind training.
+#pragma once
+#include <future>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "engine/checkpoint/store.h"
+#include "engine/runtime/storage.h"
+#include "memory/arena.h"
+#include "strata/mesh.h"
+
+namespace strata {
+
+class Saver {
+ public:
+  // `directory` must exist before the first save. `behind`: a save copies what rests in RAM (snapshot_bytes of memory),
+  // writes what rests on NVMe, and returns; the rest is written while training goes on.
+  Saver(Storage& storage, const Mesh& mesh, World& world, Threads& threads, std::string directory, int keep,
+        bool behind);
+  ~Saver();
+
+  // Fills parameters, and the optimizer's state when `everything`, from a checkpoint of any number of ranks under any
+  // strategies. Throws Error when it holds another model.
+  CheckpointInfo load(const std::string& path, bool everything);
+  // Between steps, all ranks. Returns what went wrong, on all ranks; empty: nothing. A save before that is still being
+  // written is awaited first, and its problem returned.
+  std::string save(const CheckpointInfo& info);
+  // What went wrong behind; waits for what is being written.
+  std::string finish();
+  std::optional<std::string> latest() const { return store_.latest(); }
+
+ private:
+  std::vector<TensorRecord> records(bool on_nvme);
+
+  Storage& storage_;
+  const Mesh& mesh_;
+  World& world_;
+  Threads& threads_;
+  CheckpointStore store_;
+  bool behind_;
+  Arena snapshot_;
+  std::future<std::string> writing_;
+};
+
+// Whether this rank writes a tensor: of ranks that hold the same, the first does.
+bool writes(const Tensor& tensor, const Mesh& mesh);
+
+// Bytes of the copy that a save behind training takes, of a program's tensors.
+int64_t snapshot_bytes(const std::vector<Tensor>& tensors, const Mesh& mesh);
+
+}  // namespace strata
