@@ -5,11 +5,13 @@
 // puts the result into its window, (3) takes results from the others' windows. Two sets of windows alternate, so a rank
 // is at most one round ahead. Cost for n ranks and b bytes, in copies of memory a rank makes: all_reduce 3 b (n-1)/n
 // (of which 2 are in the cache), reduce_scatter and all_gather about half; b up to a chunk: one round in which
-// everybody reads everything.
+// everybody reads everything. Where ranks may read each other's memory (threads do; processes by process_vm_readv, if
+// the system lets them), a larger all_gather is one copy: each says where its part is and stays until all have it.
 #include "comm/windows.h"
 
 #include <linux/futex.h>
 #include <sys/syscall.h>
+#include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -17,6 +19,7 @@
 #include <chrono>
 #include <climits>
 #include <cstring>
+#include <optional>
 
 #include "comm/reduce.h"
 #include "strata/error.h"
@@ -24,7 +27,8 @@
 namespace strata {
 namespace {
 
-constexpr int kSpins = 2000;  // about ten microseconds before a wait sleeps
+constexpr uint64_t kDirect = 64 << 10;  // bytes from which ranks read each other's memory
+constexpr int kSpins = 2000;            // about ten microseconds before a wait sleeps
 
 // A count of rounds that one rank raises and others wait for.
 struct alignas(64) Counter {
@@ -112,7 +116,10 @@ class Windows final : public Communicator {
   void all_gather(const std::vector<Pieces>& parts) override {
     check(parts);
     begin(Kind::all_gather, sum_of(parts));
-    if (size() > 1) rounds(nullptr, nullptr, &parts, DType::u8, Reduction::sum);
+    if (size() > 1 && sum_of(parts) >= kDirect && direct())
+      read_from_all(parts);
+    else if (size() > 1)
+      rounds(nullptr, nullptr, &parts, DType::u8, Reduction::sum);
     bytes_sent_ += parts[size_t(rank_)].bytes() * (size() - 1);
   }
 
@@ -351,6 +358,126 @@ class Windows final : public Communicator {
     });
   }
 
+  // Where pieces of a rank's memory are, for others that read them there.
+  struct Address {
+    int64_t begin, bytes;
+  };
+  struct Published {
+    int64_t process, more, count;
+    Address pieces[];
+  };
+
+  // Whether every rank may read every other's memory; found out once, by trying.
+  bool direct() {
+    if (direct_) return *direct_;
+    int64_t probe = 1, allowed = 1;
+    publish({{reinterpret_cast<std::byte*>(&probe), 8}}, 0);
+    for (int r = 0; r < size(); ++r) {
+      if (r == rank_) continue;
+      await(r, kWritten);
+      int64_t word = 0;
+      if (!read_from(r, {{reinterpret_cast<std::byte*>(&word), 8}}, 0) || word != 1) allowed = 0;
+    }
+    leave_when_read();
+    open_round();
+    std::memcpy(window(rank_), &allowed, 8);
+    finish(kWritten);
+    for (int r = 0; r < size(); ++r) {
+      if (r == rank_) continue;
+      await(r, kWritten);
+      int64_t theirs;
+      std::memcpy(&theirs, window(r), 8);
+      allowed &= theirs;
+    }
+    close_round();
+    direct_ = allowed == 1;
+    return *direct_;
+  }
+
+  // Reads every other rank's part where it is: one copy. Lists of pieces that are longer than a window take more
+  // rounds.
+  void read_from_all(const std::vector<Pieces>& parts) {
+    std::vector<int64_t> got(size_t(size()), 0);
+    int64_t sent = 0;
+    for (bool more = true; more;) {
+      sent = publish(parts[size_t(rank_)], sent);
+      more = sent < parts[size_t(rank_)].bytes();
+      for (int step = 1; step < size(); ++step) {
+        const int r = (rank_ + step) % size();
+        await(r, kWritten);
+        const Published& theirs = *reinterpret_cast<const Published*>(window(r));
+        more |= theirs.more != 0;
+        if (!read_from(r, parts[size_t(r)], got[size_t(r)]))
+          fail("cannot read rank " + name(r) + "'s memory: " + std::strerror(errno));
+        for (int64_t i = 0; i < theirs.count; ++i) got[size_t(r)] += theirs.pieces[i].bytes;
+      }
+      leave_when_read();
+    }
+  }
+
+  // Says where this rank's bytes from `from` on are; returns up to where.
+  int64_t publish(const Pieces& data, int64_t from) {
+    open_round();
+    auto& mine = *reinterpret_cast<Published*>(window(rank_));
+    const int64_t room = (layout_.window / 2 - int64_t(sizeof(Published))) / int64_t(sizeof(Address));
+    mine.process = getpid();
+    mine.count = 0;
+    int64_t upto = from;
+    data.over(from, data.bytes(), [&](std::byte* at, int64_t bytes, int64_t) {
+      if (mine.count == room) return;
+      mine.pieces[mine.count++] = {reinterpret_cast<int64_t>(at), bytes};
+      upto += bytes;
+    });
+    mine.more = upto < data.bytes();
+    finish(kWritten);
+    return upto;
+  }
+
+  // The pieces that rank r publishes in this round, into `to` from an offset on.
+  bool read_from(int r, const Pieces& to, int64_t offset) {
+    const Published& theirs = *reinterpret_cast<const Published*>(window(r));
+    constexpr size_t kMost = 1024;           // pieces a call
+    constexpr int64_t kMostBytes = 1 << 30;  // bytes a call, of less than 2 GiB
+    std::vector<iovec> here, there;
+    int64_t bytes = 0;
+    bool good = true;
+    const auto flush = [&] {
+      good = good &&
+             process_vm_readv(pid_t(theirs.process), here.data(), here.size(), there.data(), there.size(), 0) == bytes;
+      here.clear();
+      there.clear();
+      bytes = 0;
+    };
+    for (int64_t i = 0; i < theirs.count; ++i) {
+      auto* from = reinterpret_cast<std::byte*>(theirs.pieces[i].begin);
+      to.over(offset, offset + theirs.pieces[i].bytes, [&](std::byte* into, int64_t n, int64_t skipped) {
+        if (theirs.process == getpid()) {
+          std::memcpy(into, from + skipped, size_t(n));
+          return;
+        }
+        for (int64_t at = 0; at < n;) {
+          const int64_t m = std::min(n - at, kMostBytes - bytes);
+          here.push_back({into + at, size_t(m)});
+          there.push_back({from + skipped + at, size_t(m)});
+          at += m;
+          bytes += m;
+          if (here.size() == kMost || bytes == kMostBytes) flush();
+        }
+      });
+      offset += theirs.pieces[i].bytes;
+    }
+    if (bytes > 0) flush();
+    return good;
+  }
+
+  // The memory that others read may change again when they are done.
+  void leave_when_read() {
+    finish(kTaken);
+    for (int r = 0; r < size(); ++r)
+      if (r != rank_) wait(desk(r).done[kTaken], round_ + 1, r);
+    ++round_;
+  }
+
   void small_all_reduce(const Pieces& data, DType dtype, Reduction reduction) {
     open_round();
     fill(window(rank_), data, 0, layout_.chunk);
@@ -376,6 +503,7 @@ class Windows final : public Communicator {
   uint64_t signature_ = 0;
   std::string operation_;
   std::vector<Pieces> parts_;
+  std::optional<bool> direct_;
   std::vector<const std::byte*> inputs_;
 };
 
