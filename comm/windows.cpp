@@ -437,7 +437,7 @@ class Windows final : public Communicator {
   bool read_from(int r, const Pieces& to, int64_t offset) {
     const Published& theirs = *reinterpret_cast<const Published*>(window(r));
     constexpr size_t kMost = 1024;           // pieces a call
-    constexpr int64_t kMostBytes = 1 << 30;  // bytes a call, of less than 2 GiB
+    constexpr int64_t kMostBytes = 1 << 20;  // bytes a call: less than 2 GiB, and more gain nothing
     std::vector<iovec> here, there;
     int64_t bytes = 0;
     bool good = true;

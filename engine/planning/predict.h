@@ -13,8 +13,10 @@ namespace strata {
 struct Stalls {
   std::array<double, kStreams> waited{};  // for each other stream: read and write are NVMe, to_… copies between arenas
   double restoring = 0;                   // running producers again, decoding
+  double exchanging = 0;                  // what exchanges took, hidden behind compute or not; measured only
   double storage() const { return waited[int(Stream::read)] + waited[int(Stream::write)]; }
   double copies() const { return waited[int(Stream::to_device)] + waited[int(Stream::to_host)]; }
+  double ranks() const { return waited[int(Stream::exchange)]; }
   double total() const;
 };
 

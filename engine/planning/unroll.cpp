@@ -2,7 +2,9 @@
 #include "engine/planning/unroll.h"
 
 #include <algorithm>
+#include <iterator>
 #include <numeric>
+#include <set>
 
 namespace strata {
 namespace {
@@ -203,6 +205,49 @@ Program unroll(const Program& single, const std::vector<TensorId>& parameters, s
   return Unroller(single, parameters, gradients, balanced).run(schedule);
 }
 
+namespace {
+
+// The ops in this order, but what needs the result of an exchange comes after the next exchange has begun: the one
+// before has until then to hide behind compute. Costs memory for one more bucket.
+std::vector<Op> behind_exchanges(Program& program, const std::vector<size_t>& order, const std::vector<char>& movable) {
+  std::vector<Op> ops, held;
+  std::set<int32_t> arriving, read, written;  // outputs of the last exchange; what held ops touch
+  const auto whole = [&](TensorId id) { return program.whole(id).value; };
+  const auto touches = [&](const Op& op, const std::set<int32_t>& reads, const std::set<int32_t>& writes) {
+    return std::any_of(op.inputs.begin(), op.inputs.end(),
+                       [&](TensorId id) { return id && writes.contains(whole(id)); }) ||
+           std::any_of(op.outputs.begin(), op.outputs.end(),
+                       [&](TensorId id) { return reads.contains(whole(id)) || writes.contains(whole(id)); });
+  };
+  const auto release = [&] {
+    std::move(held.begin(), held.end(), std::back_inserter(ops));
+    held.clear();
+    read.clear();
+    written.clear();
+  };
+  for (size_t i : order) {
+    Op& op = program.ops[i];
+    const bool exchange = op.stream == Stream::exchange, after_held = touches(op, read, written);
+    if (!exchange && movable[i] && (after_held || touches(op, {}, arriving))) {
+      for (TensorId id : op.inputs)
+        if (id) read.insert(whole(id));
+      for (TensorId id : op.outputs) written.insert(whole(id));
+      held.push_back(std::move(op));
+      continue;
+    }
+    if (after_held) release();
+    if (exchange) arriving.clear();
+    for (TensorId id : op.outputs)
+      if (exchange) arriving.insert(whole(id));
+    ops.push_back(std::move(op));
+    if (exchange) release();
+  }
+  release();
+  return ops;
+}
+
+}  // namespace
+
 void hoist(Program& program, size_t first) {
   std::vector<char> movable(program.ops.size(), false);
   std::fill(movable.begin() + int64_t(std::min(first, movable.size())), movable.end(), true);
@@ -229,10 +274,7 @@ void hoist(Program& program, const std::vector<char>& movable) {
   std::vector<size_t> order(program.ops.size());
   std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return ready[a] < ready[b]; });
-  std::vector<Op> ops;
-  ops.reserve(order.size());
-  for (size_t i : order) ops.push_back(std::move(program.ops[i]));
-  program.ops = std::move(ops);
+  program.ops = behind_exchanges(program, order, movable);
 }
 
 }  // namespace strata

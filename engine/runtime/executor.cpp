@@ -173,7 +173,8 @@ double Executor::now() const {
 void Executor::run_op(int32_t index) {
   Step& step = steps_[index];
   const bool restoring = program_.ops[index].purpose == Purpose::restore && step.stream == Stream::compute;
-  const bool timed = restoring || !spans_.empty();
+  const bool exchange = step.stream == Stream::exchange;
+  const bool timed = restoring || exchange || !spans_.empty();
   const double start = timed ? now() : 0;
   try {
     step.launch();
@@ -187,6 +188,7 @@ void Executor::run_op(int32_t index) {
   if (timed) {
     const double finish = now();
     if (restoring) stalls_.restoring += finish - start;
+    if (exchange) stalls_.exchanging += finish - start;
     if (!spans_.empty()) spans_[size_t(index)] = {start, finish};
   }
   for (TensorId id : step.watched)
@@ -236,6 +238,13 @@ void Executor::run(const StageHook& hook) {
     streams.started.notify_all();
   }
   run_stream(0, hook ? &hook : nullptr);
+  for (int s = 1; s < kStreams && !streams.threads.empty(); ++s) {  // what is left when nothing is left to compute
+    const auto count = int32_t(streams.ops[s].size());
+    const double start = now();
+    for (int32_t done; (done = streams.done[s].load(std::memory_order_acquire)) < count && !streams.failed;)
+      streams.done[s].wait(done);
+    stalls_.waited[s] += now() - start;
+  }
   for (int left = streams.running; left > 0; left = streams.running) streams.running.wait(left);
   if (streams.error) std::rethrow_exception(streams.error);
 }

@@ -122,6 +122,12 @@ class Loop final : public StepContext {
         fields.push_back({"restoring", stalls.restoring});
         stalls_.push_back(stalls);
       }
+      if (world_.size() > 1) {
+        fields.push_back({"waiting_for_ranks", executor_->stalls().ranks()});
+        fields.push_back({"exchanging", executor_->stalls().exchanging});
+        exchanges_.push_back(executor_->stalls().exchanging);
+        waits_.push_back(executor_->stalls().ranks());
+      }
       fields.insert(fields.end(), extra_.begin(), extra_.end());
       if (evaluator_ &&
           (step_ == steps() || (session_.run.validate_every > 0 && step_ % session_.run.validate_every == 0))) {
@@ -317,6 +323,9 @@ class Loop final : public StepContext {
       fmt::print("median {:.0f} tokens/s, {:.1f}% of the FMA peak measured on {} threads\n", tokens_per_second,
                  share * 100, threads_.count());
     if (!std::isnan(validation_loss)) fmt::print("validation loss {:.4f} nats a token\n", validation_loss);
+    if (const double exchanging = median_of(exchanges_), waiting = median_of(waits_); exchanging > 0)
+      fmt::print("exchanges of rank 0: {:.3f} s a step, {:.3f} s of compute waited for them: {:.0f}% hidden\n",
+                 exchanging, waiting, 100 * std::max(0.0, 1 - waiting / exchanging));
     if (training_.prediction && !stalls_.empty()) {
       const Prediction& predicted = *training_.prediction;
       const auto measured = [&](double (Stalls::*figure)() const) {
@@ -366,6 +375,7 @@ class Loop final : public StepContext {
   std::string trace_;  // file for a trace of the last step; empty: none
   std::optional<AtomicFile> trace_file_;
   std::vector<Stalls> stalls_;
+  std::vector<double> exchanges_, waits_;
   std::unique_ptr<World> alone_;
   World& world_;
   Groups groups_;

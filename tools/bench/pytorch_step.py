@@ -1,11 +1,14 @@
 """Trains GPT-2 124M's shape with PyTorch on this CPU and prints one JSON line: the peer that tools/bench/step compares with.
 
 The best reasonable form PyTorch has for it: fused scaled_dot_product_attention (never time x time), fused AdamW,
-gradients set to None, tied embeddings, one cross-entropy over all tokens. fp32, as Strata's side.
+gradients set to None, tied embeddings, one cross-entropy over all tokens. fp32, as Strata's side. With --ranks: one process
+a rank over gloo, as DDP, DDP with ZeroRedundancyOptimizer (stage 1), or FSDP2 (stage 2: parameters stay gathered
+between forward and backward pass; stage 3: they do not). Rank 0 prints.
 """
 import argparse
 import json
 import statistics
+import tempfile
 import time
 
 import torch
@@ -46,20 +49,33 @@ class Gpt(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--time", type=int, default=256)
-    arguments = parser.parse_args()
+def spread(model, mode):
+    """The model and optimizer as the mode wants them."""
+    adamw = dict(lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    if mode in ("ddp", "zero1"):
+        model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        if mode == "zero1":
+            from torch.distributed.optim import ZeroRedundancyOptimizer
+            return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **adamw)
+    elif mode != "alone":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, reshard_after_forward=mode == "fsdp3")
+        fully_shard(model, mesh=mesh, reshard_after_forward=mode == "fsdp3")
+    return model, torch.optim.AdamW(model.parameters(), **adamw)
+
+
+def run(rank, arguments):
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
-    model = Gpt(12, 768, 12, 50257, 1024)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    if arguments.ranks > 1:
+        torch.distributed.init_process_group("gloo", init_method=f"file://{arguments.meeting}", rank=rank, world_size=arguments.ranks)
+    model, optimizer = spread(Gpt(12, 768, 12, 50257, 1024), arguments.mode)
     step_of = torch.compile(model) if arguments.compile else model
     seconds = []
+    torch.manual_seed(rank)
     for _ in range(arguments.steps):
         tokens = torch.randint(50257, (arguments.batch, arguments.time + 1))
         begin = time.perf_counter()
@@ -72,8 +88,30 @@ def main():
     with open("/proc/self/status") as status:
         peak = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
     median = statistics.median(seconds[2:])  # the first steps allocate and compile
-    print(json.dumps({"seconds": median, "tokens_per_second": arguments.batch * arguments.time / median,
-                      "peak_bytes": peak, "torch": torch.__version__}))
+    if rank == 0:
+        print(json.dumps({"seconds": median, "tokens_per_second": arguments.ranks * arguments.batch * arguments.time / median,
+                          "peak_bytes": peak, "torch": torch.__version__}), flush=True)
+    if arguments.ranks > 1:
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=4, help="sequences of a rank")
+    parser.add_argument("--time", type=int, default=256)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--mode", default="alone", choices=["alone", "ddp", "zero1", "fsdp2", "fsdp3"])
+    arguments = parser.parse_args()
+    if arguments.ranks == 1:
+        run(0, arguments)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        arguments.meeting = folder + "/meeting"
+        torch.multiprocessing.spawn(run, (arguments,), nprocs=arguments.ranks)
 
 
 if __name__ == "__main__":

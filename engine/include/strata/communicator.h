@@ -2,6 +2,7 @@
 // Every rank of a group calls the same operations in the same order; each call returns when this rank's part is done.
 #pragma once
 #include <cstddef>
+#include <algorithm>
 #include <cstdint>
 #include <initializer_list>
 #include <span>
@@ -34,8 +35,7 @@ class Pieces {
   // Calls visit(data, bytes, offset from begin) for the pieces that make up [begin, end), cut to what is there.
   template <class Visit>
   void over(int64_t begin, int64_t end, Visit&& visit) const {
-    size_t i = 0;
-    while (i < ends_.size() && ends_[i] <= begin) ++i;
+    size_t i = size_t(std::upper_bound(ends_.begin(), ends_.end(), begin) - ends_.begin());
     for (int64_t at = begin; i < ends_.size() && at < end; ++i) {
       const int64_t into = at - (ends_[i] - list_[i].bytes), count = std::min(end, ends_[i]) - at;
       visit(list_[i].data + into, count, at - begin);
