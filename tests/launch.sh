@@ -53,7 +53,9 @@ expect() {
 }
 # Nothing of a run is left: no process, no shared memory.
 nothing_left() {
-  ! pgrep -f "$work|train config.toml" >left || fail "$1: processes are left: $(xargs ps -o pid,args -p <left)"
+  for pid in $(pgrep -x strata); do
+    [[ $(readlink /proc/$pid/cwd) != "$work" ]] || fail "$1: a process is left: $(ps -o pid,stat,args -p $pid)"
+  done
   ! ls /dev/shm | grep -q strata || fail "$1: shared memory is left"
 }
 # A port that nobody uses now.
