@@ -1,10 +1,18 @@
 // Collectives over tagged messages; see fabric.h.
 //
-// Every pair exchanges directly: for n ranks and b bytes reduce_scatter and all_gather send b (n-1)/n a rank in n-1
-// messages a chunk, all at once, which is the least that must be sent (a ring sends the same in n-1 steps one after the
-// other); all_reduce is both, 2 b (n-1)/n, or for small b one step in which everybody sends all of it to everybody,
-// b (n-1). Contributions are reduced in the tree that communicator.h promises, so results equal those over shared
-// memory bit for bit. Chunks are double-buffered: one is on the way while the one before is reduced.
+// Four algorithms for n ranks and b bytes (of all parts together), chosen by size and number of ranks. All reduce in
+// the tree that communicator.h promises, so results equal each other's, and those over shared memory, bit for bit.
+//
+//   direct              n-1 messages at once, b (n-1)/n bytes a rank for reduce_scatter and all_gather, the least there
+//   is;
+//                       all_reduce is both, or for small b one step in which everybody sends all to everybody
+//   recursive doubling  all_reduce, small b, n > `direct` a power of two: log2 n steps of b bytes
+//   recursive halving   reduce_scatter there: log2 n steps, b (n-1)/n bytes. Its nearest ranks go first, as the tree
+//   does ring                all_gather, large b, n > `direct`: n-1 steps of b/n bytes from neighbour to neighbour, so
+//   that no rank
+//                       is sent to by all others at once. (Sums in a ring take another order; so there is none.)
+//
+// Messages are chunks of 1 MiB, double-buffered: one is on the way while the one before is reduced.
 #include "comm/fabric.h"
 
 #include <rdma/fabric.h>
@@ -26,7 +34,8 @@ namespace strata {
 namespace {
 
 constexpr int64_t kChunk = 1 << 20;   // bytes a message
-constexpr int64_t kSmall = 64 << 10;  // all_reduce in one step
+constexpr int64_t kSmall = 64 << 10;  // all_reduce in one step, or log2 n
+constexpr int64_t kLarge = 1 << 20;   // all_gather in a ring
 constexpr int kSpins = 2000;
 
 template <class T>
@@ -79,6 +88,7 @@ class Fabric final : public Communicator {
   void all_reduce(const Pieces& data, DType dtype, Reduction reduction) override {
     begin("all_reduce");
     if (data.bytes() <= kSmall) {
+      if (many(dtype)) return double_up(data, dtype, reduction);
       std::vector<Pieces> all(size_t(size()), data);
       return reduce(all, data, dtype, reduction);
     }
@@ -272,6 +282,11 @@ class Fabric final : public Communicator {
 
   uint64_t tag() const { return (uint64_t(count_) << 16) & ~kPairTag; }
 
+  static int64_t sum_of(const std::vector<Pieces>& parts) {
+    int64_t bytes = 0;
+    for (const Pieces& part : parts) bytes += part.bytes();
+    return bytes;
+  }
   static int64_t longest(const std::vector<Pieces>& parts) {
     int64_t bytes = 0;
     for (const Pieces& part : parts) bytes = std::max(bytes, part.bytes());
@@ -320,7 +335,70 @@ class Fabric final : public Communicator {
     finish(slot ^ 1);
   }
 
+  // Whether steps of pairs are worth it, and give the tree's bits: bf16 is to be rounded once.
+  bool many(DType dtype) const {
+    return size() > options_.direct && (size() & (size() - 1)) == 0 && dtype != DType::bf16;
+  }
+
+  // Sends to and receives from one rank each, and a step is over.
+  void step(int to, const Pieces& data, int from, const Pieces& into) {
+    std::vector<Pieces> send(static_cast<size_t>(size())), receive(static_cast<size_t>(size()));
+    send[size_t(to)] = data;
+    receive[size_t(from)] = into;
+    exchange(send, receive);
+    ++count_;
+  }
+  // mine = mine and theirs, the lower rank's first.
+  void combine(std::byte* mine, const std::byte* theirs, int64_t bytes, bool lower, DType dtype, Reduction reduction) {
+    const std::byte* pair[] = {lower ? mine : theirs, lower ? theirs : mine};
+    reduce_tree(pair, mine, bytes, dtype, reduction);
+  }
+
+  void double_up(const Pieces& data, DType dtype, Reduction reduction) {
+    const int64_t bytes = data.bytes();
+    work_.resize(size_t(2 * bytes));
+    std::byte *mine = work_.data(), *theirs = mine + bytes;
+    pack(mine, data, 0, bytes);
+    for (int distance = 1; distance < size(); distance *= 2) {
+      const int partner = rank_ ^ distance;
+      step(partner, {{mine, bytes}}, partner, {{theirs, bytes}});
+      combine(mine, theirs, bytes, rank_ < partner, dtype, reduction);
+    }
+    unpack(mine, data, 0, bytes);
+  }
+
+  // After the step of bit k a rank holds sums of the parts whose numbers end in its own last k + 1 bits.
+  void halve(const std::vector<Pieces>& parts, const Pieces& result, DType dtype, Reduction reduction) {
+    std::vector<int64_t> at{0};
+    for (const Pieces& part : parts) at.push_back(at.back() + part.bytes());
+    work_.resize(size_t(2 * at.back()));
+    std::byte *mine = work_.data(), *theirs = mine + at.back();
+    for (int r = 0; r < size(); ++r) pack(mine + at[size_t(r)], parts[size_t(r)], 0, parts[size_t(r)].bytes());
+    for (int distance = 1; distance < size(); distance *= 2) {
+      const int partner = rank_ ^ distance, mask = 2 * distance - 1;
+      Pieces give, get;
+      for (int r = 0; r < size(); ++r) {
+        const int64_t begin = at[size_t(r)], bytes = at[size_t(r) + 1] - begin;
+        if ((r & mask) == (partner & mask)) give.add({mine + begin, bytes});
+        if ((r & mask) == (rank_ & mask)) get.add({theirs + begin, bytes});
+      }
+      step(partner, give, partner, get);
+      for (int r = rank_ & mask; r < size(); r += mask + 1)
+        combine(mine + at[size_t(r)], theirs + at[size_t(r)], at[size_t(r) + 1] - at[size_t(r)], rank_ < partner, dtype,
+                reduction);
+    }
+    unpack(mine + at[size_t(rank_)], result, 0, result.bytes());
+  }
+
+  void ring(const std::vector<Pieces>& parts) {
+    const int n = size();
+    for (int i = 0; i + 1 < n; ++i)
+      step((rank_ + 1) % n, parts[size_t((rank_ - i + n) % n)], (rank_ - 1 + n) % n,
+           parts[size_t((rank_ - i - 1 + n) % n)]);
+  }
+
   void gather(const std::vector<Pieces>& parts) {
+    if (size() > options_.direct && sum_of(parts) >= kLarge) return ring(parts);
     std::vector<Pieces> send(size_t(size()), parts[size_t(rank_)]), receive = parts;
     receive[size_t(rank_)] = {};
     exchange(send, receive);
@@ -328,6 +406,7 @@ class Fabric final : public Communicator {
 
   // What comes for this rank's part lands in staging memory and is reduced chunk by chunk.
   void reduce(const std::vector<Pieces>& parts, const Pieces& result, DType dtype, Reduction reduction) {
+    if (many(dtype) && sum_of(parts) <= kSmall * size()) return halve(parts, result, dtype, reduction);
     const Pieces& own = parts[size_t(rank_)];
     const uint64_t tag = this->tag();
     const int64_t bytes = longest(parts);
@@ -367,6 +446,7 @@ class Fabric final : public Communicator {
   int64_t pending_[2] = {};
   std::vector<std::byte> staging_[2];  // for each rank a chunk to send and one to receive
   std::vector<const std::byte*> inputs_;
+  std::vector<std::byte> work_;  // of the steps of pairs
   int64_t count_ = 0, operations_ = 0;
   std::string operation_;
 };

@@ -13,6 +13,7 @@ struct FabricOptions {
   double timeout_seconds = 600;
   std::string provider = "tcp";
   std::string address;  // of this host; empty: what the way to rank 0 uses
+  int direct = 31;      // most ranks that all exchange with all at once
 };
 
 // Opens an endpoint and learns the others' addresses through `meeting` under `key`. Throws Error (usage) when there is

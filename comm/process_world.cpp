@@ -95,7 +95,8 @@ class ProcessWorld final : public World {
                                   .ranks = members,
                                   .timeout_seconds = network_.timeout_seconds,
                                   .provider = network_.provider == "auto" ? "tcp" : network_.provider,
-                                  .address = network_.address},
+                                  .address = network_.address,
+                                  .direct = network_.direct},
                                  mine, meeting_, key, abort_);
     WindowsOptions options{.name = name, .ranks = members, .timeout_seconds = network_.timeout_seconds};
     const int64_t bytes = windows_bytes(int(members.size()), options);

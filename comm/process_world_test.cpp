@@ -104,77 +104,81 @@ class Processes : public testing::TestWithParam<std::tuple<int, std::string>> {}
 
 TEST_P(Processes, Collectives) {
   const auto [size, provider] = GetParam();
-  const auto children = run_processes(
-      size, {.provider = provider, .timeout_seconds = 20}, [size = size, provider = provider](World& world) {
-        const auto group = world.group("data", everybody(size));
-        const auto pieces = [](std::vector<float>& v, Range r) {  // in two pieces
-          const int64_t middle = (r.begin + r.end) / 2;
-          Pieces p;
-          p.add({reinterpret_cast<std::byte*>(v.data() + r.begin), (middle - r.begin) * 4});
-          p.add({reinterpret_cast<std::byte*>(v.data() + middle), (r.end - middle) * 4});
-          return p;
-        };
-        for (size_t count : {size_t(1), size_t(1000), size_t(700001)}) {
-          std::vector<float> data(count), expected(count);
-          const auto fill = [&] {
-            for (size_t i = 0; i < count; ++i) data[i] = value(world.rank(), i);
-          };
-          for (size_t i = 0; i < count; ++i) {
-            std::vector<float> leaves;
-            for (int r = 0; r < size; ++r) leaves.push_back(value(r, i));
-            expected[i] = tree(leaves, 0, size);
-          }
-          fill();
-          group->all_reduce(pieces(data, {0, int64_t(count)}), DType::f32);
-          EXPECT_EQ(data, expected);
-          std::vector<Pieces> parts;
-          std::vector<Range> shares;
-          for (int r = 0; r < size; ++r) {
-            shares.push_back(share_of(int64_t(count), r, size));
-            parts.push_back(pieces(data, shares.back()));
-          }
-          fill();
-          const Range mine = shares[size_t(world.rank())];
-          std::vector<float> result(size_t(mine.count()));
-          group->reduce_scatter(parts, pieces(result, {0, mine.count()}), DType::f32);
-          std::copy(result.begin(), result.end(), data.begin() + mine.begin);
-          group->all_gather(parts);
-          EXPECT_EQ(data, expected);
-          // As many pieces as there are elements.
-          std::vector<Pieces> crumbs(size_t(size), Pieces{});
-          for (int r = 0; r < size; ++r)
-            for (int64_t i = shares[size_t(r)].begin; i < shares[size_t(r)].end; ++i)
-              crumbs[size_t(r)].add({reinterpret_cast<std::byte*>(data.data() + i), 4});
-          std::fill(data.begin(), data.end(), -1.f);
-          std::copy(result.begin(), result.end(), data.begin() + mine.begin);
-          if (count < 100000 || provider == "auto") {
-            group->all_gather(crumbs);
-            EXPECT_EQ(data, expected);
-          }
-          const int root = size - 1;
-          if (world.rank() == root) fill();
-          group->broadcast(pieces(data, {0, int64_t(count)}), root);
-          for (size_t i = 0; i < count; ++i) ASSERT_EQ(data[i], value(root, i));
-          std::vector<float> got(count);
-          std::vector<Pieces> to, from;
-          for (int r = 0; r < size; ++r) to.push_back(parts[size_t(r)]);
-          // Rank r gets its share from everybody: sizes of a row differ from those of a column.
-          std::vector<std::vector<float>> columns(size_t(size), std::vector<float>(size_t(mine.count())));
-          for (int r = 0; r < size; ++r) from.push_back(pieces(columns[size_t(r)], {0, mine.count()}));
-          fill();
-          group->all_to_all(to, from);
-          for (int r = 0; r < size; ++r)
-            for (int64_t i = 0; i < mine.count(); ++i)
-              ASSERT_EQ(columns[size_t(r)][size_t(i)], value(r, size_t(mine.begin + i)));
-          group->barrier();
-          if (size == 1) continue;
-          if (world.rank() == 0) group->send(pieces(data, {0, int64_t(count)}), 1);
-          if (world.rank() == 1) {
-            group->receive(pieces(got, {0, int64_t(count)}), 0);
-            for (size_t i = 0; i < count; ++i) ASSERT_EQ(got[i], value(0, i));
-          }
-        }
-      });
+  // "steps": as large groups do, by recursive doubling, halving and rings
+  const NetworkOptions network{.provider = provider == "steps" ? "tcp" : provider,
+                               .address = "",
+                               .direct = provider == "steps" ? 1 : 31,
+                               .timeout_seconds = 20};
+  const auto children = run_processes(size, network, [size = size, provider = provider](World& world) {
+    const auto group = world.group("data", everybody(size));
+    const auto pieces = [](std::vector<float>& v, Range r) {  // in two pieces
+      const int64_t middle = (r.begin + r.end) / 2;
+      Pieces p;
+      p.add({reinterpret_cast<std::byte*>(v.data() + r.begin), (middle - r.begin) * 4});
+      p.add({reinterpret_cast<std::byte*>(v.data() + middle), (r.end - middle) * 4});
+      return p;
+    };
+    for (size_t count : {size_t(1), size_t(1000), size_t(700001)}) {
+      std::vector<float> data(count), expected(count);
+      const auto fill = [&] {
+        for (size_t i = 0; i < count; ++i) data[i] = value(world.rank(), i);
+      };
+      for (size_t i = 0; i < count; ++i) {
+        std::vector<float> leaves;
+        for (int r = 0; r < size; ++r) leaves.push_back(value(r, i));
+        expected[i] = tree(leaves, 0, size);
+      }
+      fill();
+      group->all_reduce(pieces(data, {0, int64_t(count)}), DType::f32);
+      EXPECT_EQ(data, expected);
+      std::vector<Pieces> parts;
+      std::vector<Range> shares;
+      for (int r = 0; r < size; ++r) {
+        shares.push_back(share_of(int64_t(count), r, size));
+        parts.push_back(pieces(data, shares.back()));
+      }
+      fill();
+      const Range mine = shares[size_t(world.rank())];
+      std::vector<float> result(size_t(mine.count()));
+      group->reduce_scatter(parts, pieces(result, {0, mine.count()}), DType::f32);
+      std::copy(result.begin(), result.end(), data.begin() + mine.begin);
+      group->all_gather(parts);
+      EXPECT_EQ(data, expected);
+      // As many pieces as there are elements.
+      std::vector<Pieces> crumbs(size_t(size), Pieces{});
+      for (int r = 0; r < size; ++r)
+        for (int64_t i = shares[size_t(r)].begin; i < shares[size_t(r)].end; ++i)
+          crumbs[size_t(r)].add({reinterpret_cast<std::byte*>(data.data() + i), 4});
+      std::fill(data.begin(), data.end(), -1.f);
+      std::copy(result.begin(), result.end(), data.begin() + mine.begin);
+      if (count < 100000 || provider == "auto") {
+        group->all_gather(crumbs);
+        EXPECT_EQ(data, expected);
+      }
+      const int root = size - 1;
+      if (world.rank() == root) fill();
+      group->broadcast(pieces(data, {0, int64_t(count)}), root);
+      for (size_t i = 0; i < count; ++i) ASSERT_EQ(data[i], value(root, i));
+      std::vector<float> got(count);
+      std::vector<Pieces> to, from;
+      for (int r = 0; r < size; ++r) to.push_back(parts[size_t(r)]);
+      // Rank r gets its share from everybody: sizes of a row differ from those of a column.
+      std::vector<std::vector<float>> columns(size_t(size), std::vector<float>(size_t(mine.count())));
+      for (int r = 0; r < size; ++r) from.push_back(pieces(columns[size_t(r)], {0, mine.count()}));
+      fill();
+      group->all_to_all(to, from);
+      for (int r = 0; r < size; ++r)
+        for (int64_t i = 0; i < mine.count(); ++i)
+          ASSERT_EQ(columns[size_t(r)][size_t(i)], value(r, size_t(mine.begin + i)));
+      group->barrier();
+      if (size == 1) continue;
+      if (world.rank() == 0) group->send(pieces(data, {0, int64_t(count)}), 1);
+      if (world.rank() == 1) {
+        group->receive(pieces(got, {0, int64_t(count)}), 0);
+        for (size_t i = 0; i < count; ++i) ASSERT_EQ(got[i], value(0, i));
+      }
+    }
+  });
   for (const Child& child : children) {
     EXPECT_EQ(child.code, 0);
     EXPECT_EQ(child.text, "");
@@ -182,7 +186,7 @@ TEST_P(Processes, Collectives) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Ways, Processes,
-                         testing::Combine(testing::Values(2, 3, 4), testing::Values("auto", "tcp", "shm")));
+                         testing::Combine(testing::Values(2, 3, 4), testing::Values("auto", "tcp", "shm", "steps")));
 
 // Shared with the children: how many ranks have done their first exchange.
 std::atomic<int>& arrived() {

@@ -83,6 +83,11 @@ void declare(Options& options, NetworkSection& network) {
               "libfabric provider (tcp, shm, verbs, …) for everything; auto: shared memory within a host, tcp between");
   options.add("address", network.address,
               "this host's address or name for the others; empty: that of the way to rank 0");
+  options
+      .add("direct", network.direct,
+           "most ranks of a group over libfabric that all exchange with all at once; larger groups go step by step, by "
+           "recursive doubling and halving and in rings")
+      .positive();
   options.add("timeout", network.timeout, "longest wait for another rank in an operation").positive().unit("seconds");
   options.add("join_timeout", network.join_timeout, "until all ranks must have come").positive().unit("seconds");
   options.add("silence", network.silence, "without a sign of life for so long a rank counts as gone")

@@ -53,6 +53,7 @@ struct MeshSection {
 
 // How ranks in several processes reach each other.
 struct NetworkSection {
+  int64_t direct = 31;
   std::string provider = "auto", address;
   double timeout = 600, join_timeout = 60, silence = 30;
 };

@@ -137,7 +137,10 @@ std::unique_ptr<World> join(const LaunchedRank& rank, const NetworkSection& netw
                         .listening = rank.listening,
                         .join_seconds = network.join_timeout,
                         .silence_seconds = network.silence},
-                       {.provider = network.provider, .address = network.address, .timeout_seconds = network.timeout},
+                       {.provider = network.provider,
+                        .address = network.address,
+                        .direct = int(network.direct),
+                        .timeout_seconds = network.timeout},
                        rank.local_size);
 }
 
