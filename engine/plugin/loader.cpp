@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <map>
+#include <mutex>
 #include <set>
 #include <sstream>
 
@@ -132,6 +133,8 @@ std::vector<std::string> plugin_names(const std::vector<std::string>& more_folde
 }
 
 LoadedPlugin load_plugin(const std::string& name, const std::vector<std::string>& more_folders) {
+  static std::mutex mutex;  // ranks that are threads load at the same time
+  std::lock_guard lock(mutex);
   if (const auto found = static_plugins().find(name); found != static_plugins().end())
     return LoadedPlugin(*found->second, "");
   const auto folders = plugin_folders(more_folders);

@@ -1,6 +1,9 @@
 // The registry of op kinds, filled by static initializers before planning begins (op_kind.h).
 #include "strata/op_kind.h"
 
+#include <mutex>
+#include <shared_mutex>
+
 namespace strata {
 namespace {
 
@@ -8,6 +11,11 @@ std::map<std::string, OpKind, std::less<>>& registry() {
   // Never destroyed: it holds code of plugin libraries, whose own end may come first.
   static auto& kinds = *new std::map<std::string, OpKind, std::less<>>;
   return kinds;
+}
+// Ranks that are threads load plugins, which register kinds, at the same time.
+std::shared_mutex& registry_mutex() {
+  static auto& mutex = *new std::shared_mutex;
+  return mutex;
 }
 
 std::vector<std::string> kind_names() {
@@ -20,6 +28,7 @@ std::vector<std::string> kind_names() {
 
 OpKind& register_kind(OpKind kind) {
   if (!kind.shape) throw Error("op kind \"" + kind.name + "\" has no shape rule; every kind needs one.");
+  std::unique_lock lock(registry_mutex());
   const auto [at, inserted] = registry().emplace(kind.name, kind);
   if (!inserted) throw Error("op kind \"" + kind.name + "\" is registered twice; give the new kind another name.");
   return at->second;
@@ -27,10 +36,12 @@ OpKind& register_kind(OpKind kind) {
 
 void register_kernel(std::string_view kind, std::string_view backend, Kernel kernel) {
   find_kind(kind);
+  std::unique_lock lock(registry_mutex());
   registry().find(kind)->second.kernels.insert_or_assign(std::string(backend), std::move(kernel));
 }
 
 const OpKind& find_kind(std::string_view name) {
+  std::shared_lock lock(registry_mutex());
   const auto found = registry().find(name);
   if (found == registry().end())
     throw Error("no op kind is named \"" + std::string(name) + "\"." + did_you_mean(name, kind_names()));
@@ -38,6 +49,7 @@ const OpKind& find_kind(std::string_view name) {
 }
 
 std::vector<const OpKind*> all_kinds() {
+  std::shared_lock lock(registry_mutex());
   std::vector<const OpKind*> kinds;
   for (const auto& [name, kind] : registry()) kinds.push_back(&kind);
   return kinds;
