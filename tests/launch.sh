@@ -115,6 +115,8 @@ $(launched 1 2) "$strata" train config.toml --set run.directory=bad --set model.
 expect 2 'ranks have different plans' $(launched 0 2) "$strata" train config.toml --set run.directory=bad
 status=0; wait $! || status=$?
 [[ $status == 2 ]] || fail "the rank that disagrees: exit $status: $(cat error1)"
+expect 2 'bench memory measures one rank' "$strata" bench memory config.toml
+"$strata" plan config.toml | grep -q '^ranks  *2 ' || fail "plan does not tell of ranks"
 # What only one rank finds wrong is told by rank 0.
 launched_data() { $(launched $1 2) "$strata" train config.toml --set run.directory=bad "${@:2}"; }
 launched_data 1 --set 'data.train=["nothere.bin"]' >out1 2>error1 &

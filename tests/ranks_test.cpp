@@ -233,6 +233,23 @@ TEST(Ranks, VolumeFollowsTheFormula) {
   }
 }
 
+// Compute has the time between two exchanges to hide the first one behind.
+TEST(Ranks, WhatNeedsAnExchangeComesAfterTheNextHasBegun) {
+  run_local(2, [&](World& world) {
+    test::Runner runner(toml(2, 1, "[plugins.adamw]\n" + kExchanges[0]), {}, Goal::train, {}, &world);
+    const std::vector<Op>& ops = runner.built.program.ops;
+    std::vector<size_t> exchanges;
+    for (size_t i = 0; i < ops.size(); ++i)
+      if (ops[i].stream == Stream::exchange) exchanges.push_back(i);
+    ASSERT_GT(exchanges.size(), 3u);
+    for (size_t e = 0; e + 1 < exchanges.size(); ++e)
+      for (size_t i = exchanges[e] + 1; i < exchanges[e + 1]; ++i)
+        for (TensorId id : ops[i].inputs)
+          for (TensorId sum : ops[exchanges[e]].outputs)
+            EXPECT_FALSE(id && id == sum) << "op " << i << " reads what op " << exchanges[e] << " exchanges";
+  });
+}
+
 TEST(Ranks, AnAxisThatNothingUsesIsRefused) {
   try {
     const test::TemporaryFolder folder;

@@ -10,7 +10,7 @@ namespace {
 
 int64_t parameter_count(const Program& program) {
   int64_t count = 0;
-  for (TensorId id : program.with_role(Role::parameter)) count += elements(program[id].shape);
+  for (TensorId id : program.with_role(Role::parameter)) count += elements(program[id].full_shape());
   return count;
 }
 
@@ -21,6 +21,7 @@ std::string plan_text(const PlannedProgram& planned) {
   std::string text = fmt::format(
       "parameters        {:>16}\ntokens a step     {:>16}\nops a step        {:>16}\nmodel FLOPs a step{:>16.4e}\n",
       parameter_count(program), planned.built.tokens_per_step, program.ops.size(), planned.built.model_flops);
+  if (planned.ranks > 1) text += fmt::format("ranks             {:>16}   (memory is that of one)\n", planned.ranks);
   for (int t = 0; t < kTiers; ++t) {
     const TierPlan& tier = planned.memory.tiers[t];
     if (tier.total_bytes() == 0) continue;
@@ -72,9 +73,13 @@ std::string plan_json(const PlannedProgram& planned) {
                                                                    {"at_peak", std::move(categories)},
                                                                    {"held_at_peak", std::move(held)}});
   }
-  Json::Object all{{"parameters", parameter_count(program)},   {"tokens_per_step", planned.built.tokens_per_step},
-                   {"ops", int64_t(program.ops.size())},       {"model_flops", planned.built.model_flops},
-                   {"snapshot_bytes", planned.snapshot_bytes}, {"tiers", std::move(tiers)}};
+  Json::Object all{{"ranks", int64_t(planned.ranks)},
+                   {"parameters", parameter_count(program)},
+                   {"tokens_per_step", planned.built.tokens_per_step},
+                   {"ops", int64_t(program.ops.size())},
+                   {"model_flops", planned.built.model_flops},
+                   {"snapshot_bytes", planned.snapshot_bytes},
+                   {"tiers", std::move(tiers)}};
   if (planned.prediction) {
     const Stalls& stalls = planned.prediction->stalls;
     all.emplace_back("predicted", Json::Object{{"seconds", planned.prediction->seconds},

@@ -11,6 +11,7 @@ namespace strata {
 // A program with its memory plan, and where residency is in play what it is predicted to cost.
 struct PlannedProgram {
   BuiltProgram built;
+  int ranks = 1;  // that run it, each a part
   MemoryPlan memory;
   Rates rates;
   std::optional<Prediction> prediction;

@@ -102,6 +102,7 @@ PlannedProgram Session::plan(Goal goal, const PlannedProgram* training) const {
 PlannedProgram Session::plan(Goal goal, const PlannedProgram* training, int64_t host_bytes_beside) const {
   PlannedProgram planned;
   planned.snapshot_bytes = host_bytes_beside;
+  planned.ranks = mesh.size();
   planned.built = build_program(plugins, batch(goal), goal, goal == Goal::logits ? Mesh() : mesh.first());
   Program& program = planned.built.program;
   const bool resting = rests(program);

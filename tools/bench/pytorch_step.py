@@ -3,10 +3,11 @@
 The best reasonable form PyTorch has for it: fused scaled_dot_product_attention (never time x time), fused AdamW,
 gradients set to None, tied embeddings, one cross-entropy over all tokens. fp32, as Strata's side. With --ranks: one process
 a rank over gloo, as DDP, DDP with ZeroRedundancyOptimizer (stage 1), or FSDP2 (stage 2: parameters stay gathered
-between forward and backward pass; stage 3: they do not). Rank 0 prints.
+between forward and backward pass; stage 3: they do not), or DeepSpeed's ZeRO (pip install deepspeed). Rank 0 prints.
 """
 import argparse
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -50,13 +51,19 @@ class Gpt(nn.Module):
 
 
 def spread(model, mode):
-    """The model and optimizer as the mode wants them."""
+    """What computes the loss, and what steps, as the mode wants them."""
     adamw = dict(lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     if mode in ("ddp", "zero1"):
         model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
         if mode == "zero1":
             from torch.distributed.optim import ZeroRedundancyOptimizer
             return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **adamw)
+    elif mode.startswith("deepspeed"):
+        import deepspeed
+        deepspeed.init_distributed(dist_backend="gloo")
+        config = {"train_micro_batch_size_per_gpu": 4, "zero_allow_untested_optimizer": True, "zero_optimization": {"stage": int(mode[-1])}}
+        engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters(), **adamw), config=config)
+        return engine, engine
     elif mode != "alone":
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
@@ -70,6 +77,8 @@ def spread(model, mode):
 def run(rank, arguments):
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
+    if arguments.mode.startswith("deepspeed"):
+        os.environ.update(DS_ACCELERATOR="cpu", RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(arguments.ranks), LOCAL_SIZE=str(arguments.ranks))
     if arguments.ranks > 1:
         torch.distributed.init_process_group("gloo", init_method=f"file://{arguments.meeting}", rank=rank, world_size=arguments.ranks)
     model, optimizer = spread(Gpt(12, 768, 12, 50257, 1024), arguments.mode)
@@ -80,9 +89,13 @@ def run(rank, arguments):
         tokens = torch.randint(50257, (arguments.batch, arguments.time + 1))
         begin = time.perf_counter()
         loss = step_of(tokens[:, :-1], tokens[:, 1:])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        if optimizer is model:  # DeepSpeed's engine
+            model.backward(loss)
+            model.step()
+        else:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         loss.item()
         seconds.append(time.perf_counter() - begin)
     with open("/proc/self/status") as status:
@@ -104,7 +117,7 @@ def main():
     parser.add_argument("--batch", type=int, default=4, help="sequences of a rank")
     parser.add_argument("--time", type=int, default=256)
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--mode", default="alone", choices=["alone", "ddp", "zero1", "fsdp2", "fsdp3"])
+    parser.add_argument("--mode", default="alone", choices=["alone", "ddp", "zero1", "fsdp2", "fsdp3", "deepspeed1", "deepspeed2", "deepspeed3"])
     arguments = parser.parse_args()
     if arguments.ranks == 1:
         run(0, arguments)

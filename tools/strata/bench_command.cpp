@@ -162,6 +162,11 @@ int bench_memory_command_main(const BenchMemoryArguments& arguments) {
     fmt::print(stderr, "{} …\n", strategy.name);
     try {
       sessions.push_back(std::make_unique<Session>(arguments.config, sets));
+      if (const int ranks = sessions.back()->mesh.size(); ranks > 1)
+        throw Error(
+            fmt::format("bench memory measures one rank, but [mesh] asks for {}; add --set mesh.data=1. What several "
+                        "ranks take each is in strata plan and at the end of strata train.",
+                        ranks));
       row.planned = sessions.back()->plan(Goal::train);
       row.measured = measure_apart(*sessions.back(), row.planned, arguments.steps);
     } catch (const Error& error) {
