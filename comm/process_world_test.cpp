@@ -26,9 +26,26 @@ struct Child {
   std::string text;
 };
 
+// A socket of this host at `port` (0: any that is free), or -1 when it is taken.
+int bound_socket(int port) {
+  const int socket = ::socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_port = htons(uint16_t(port));
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  if (bind(socket, reinterpret_cast<sockaddr*>(&address), sizeof address) == 0) return socket;
+  close(socket);
+  return -1;
+}
+
+// Below the ports that the kernel gives to outgoing connections, which another test may be making just now.
 int free_port() {
-  static int next = 21000 + int(getpid()) % 20000;
-  return next++;
+  static int next = 10000 + int(getpid()) % 20000;
+  for (;; ++next)
+    if (const int socket = bound_socket(next); socket >= 0) {
+      close(socket);
+      return next++;
+    }
 }
 
 // One process a rank; what `body` throws is its text and its code.
@@ -266,13 +283,12 @@ TEST(ProcessFaults, StrangersAreTurnedAway) {
 }
 
 TEST(ProcessFaults, APortThatIsTaken) {
-  const int port = free_port(), socket = ::socket(AF_INET, SOCK_STREAM, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_port = htons(uint16_t(port));
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  ASSERT_EQ(bind(socket, reinterpret_cast<sockaddr*>(&address), sizeof address), 0);
+  const int socket = bound_socket(0);
   ASSERT_EQ(listen(socket, 1), 0);
+  sockaddr_in address{};
+  socklen_t length = sizeof address;
+  ASSERT_EQ(getsockname(socket, reinterpret_cast<sockaddr*>(&address), &length), 0);
+  const int port = ntohs(address.sin_port);
   const auto children = run_processes(
       1, {}, [](World&) {}, [&](RendezvousOptions& o) { o.port = port; });
   EXPECT_EQ(children[0].code, 2);

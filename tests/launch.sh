@@ -58,8 +58,14 @@ nothing_left() {
   done
   ! ls /dev/shm | grep -q strata || fail "$1: shared memory is left"
 }
-# A port that nobody uses now.
-free_port() { python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'; }
+# A port that nobody uses now, below those that the kernel gives to outgoing connections.
+free_port() {
+  python3 -c '
+import os, socket
+for port in range(10000 + os.getpid() % 20000, 32768):
+    try: socket.socket().bind(("127.0.0.1", port)); print(port); break
+    except OSError: pass'
+}
 # launched RANK SIZE [MASTER]: the words that run a command under the variables of torchrun
 port=$(free_port)
 launched() { echo env RANK=$1 WORLD_SIZE=$2 LOCAL_RANK=$1 LOCAL_WORLD_SIZE=$2 MASTER_ADDR=${3:-127.0.0.1} MASTER_PORT=$port; }
@@ -171,6 +177,7 @@ RANDOM=1
 "$strata" train config.toml --set run.directory=often --set run.steps=2 >out 2>&1
 for i in $(seq 50); do
   behind=$([[ $((i % 2)) == 0 ]] && echo true || echo false)
+  : >error  # that of the run before
   "$strata" train config.toml --resume --set run.directory=often --set run.steps=1000000 --set run.checkpoint_every=1 --set run.save_behind=$behind --set run.validate_every=0 >out 2>error &
   launcher=$!
   for _ in $(seq 500); do ! grep -q 'resuming after step' error || break; sleep 0.02; done
