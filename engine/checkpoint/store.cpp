@@ -10,6 +10,7 @@
 #include <filesystem>
 
 #include "strata/json.h"
+#include "strata/convert.h"
 #include "strata/error.h"
 
 namespace strata {
@@ -284,11 +285,13 @@ void Checkpoint::read_rows(const std::string& name, DType dtype, const Shape& sh
   if (found == entries_.end())
     throw Error(path_ + ": holds no tensor \"" + name + "\"; it is a checkpoint of another model or other plugins.");
   const Entry& entry = found->second;
-  if (entry.shape != shape || entry.dtype != dtype)
+  // Numbers of 16 and 32 bits stand for each other: which of them a state is kept in is a strategy.
+  const auto converts = [](DType type) { return type == DType::f32 || is_half(type); };
+  if (entry.shape != shape || (entry.dtype != dtype && !(converts(entry.dtype) && converts(dtype))))
     throw Error(path_ + ": tensor \"" + name + "\" is " + std::string(name_of(entry.dtype)) + text(entry.shape) +
                 ", but this model has " + std::string(name_of(dtype)) + text(shape) +
                 "; it is a checkpoint of another model.");
-  const int64_t row = elements(shape) / shape[0] * size_of(dtype);
+  const int64_t columns = elements(shape) / shape[0], row = columns * size_of(entry.dtype);
   for (const Piece& piece : entry.pieces) {
     const int64_t begin = std::max(first, piece.first), end = std::min(first + rows, piece.first + piece.rows);
     if (end <= begin) continue;
@@ -300,8 +303,11 @@ void Checkpoint::read_rows(const std::string& name, DType dtype, const Shape& sh
     if (bytes.size() != size_t(piece.rows * row) || checksum(bytes.data(), bytes.size()) != piece.checksum)
       throw Error(file.path() + ": tensor \"" + name +
                   "\" is damaged: its checksum does not match. Use an older checkpoint.");
-    std::memcpy(static_cast<std::byte*>(out) + (begin - first) * row, bytes.data() + (begin - piece.first) * row,
-                size_t((end - begin) * row));
+    const std::byte* from = bytes.data() + (begin - piece.first) * row;
+    if (entry.dtype == dtype)
+      std::memcpy(at(out, dtype, (begin - first) * columns), from, size_t((end - begin) * row));
+    else
+      convert(entry.dtype, from, dtype, at(out, dtype, (begin - first) * columns), (end - begin) * columns);
   }
 }
 

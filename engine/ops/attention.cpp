@@ -101,15 +101,14 @@ void share(Threads& threads, int64_t items, Body&& body) {
   });
 }
 
-void forward(const Binding& b) {
-  const Sizes s(b, b.input(0));
+void forward(const Sizes& s, Threads& threads, const float* qkv, float* out, float* lse, float* workspace) {
   const int64_t blocks = (s.time + kQueries - 1) / kQueries, out_width = s.heads * s.size;
-  share(b.threads(), s.batch * s.heads * blocks, [&](int64_t item, int thread) {
+  share(threads, s.batch * s.heads * blocks, [&](int64_t item, int thread) {
     // The longest rows first, so that the team ends together.
     const int64_t block = blocks - 1 - item / (s.batch * s.heads), head = item % s.heads, n = item / s.heads % s.batch;
-    float* scores = b.workspace<float>() + thread * forward_floats(s);
+    float* scores = workspace + thread * forward_floats(s);
     float *sum = scores + kTile, *top = sum + kQueries * s.size, *total = top + kQueries;
-    const float* base = b.in<float>(0) + n * s.time * s.width;
+    const float* base = qkv + n * s.time * s.width;
     const int64_t q = block * kQueries, rows = std::min(kQueries, s.time - q), end = q + rows;
     const float *query = base + q * s.width + s.query(head), *key = base + s.key(head / s.per_group),
                 *value = base + s.value(head / s.per_group);
@@ -130,23 +129,22 @@ void forward(const Binding& b) {
            k > 0 ? 1.0f : 0.0f, sum, s.size);
     }
     for (int64_t i = 0; i < rows; ++i) {
-      write_row(sum + i * s.size, 1 / total[i], b.out<float>(0) + (n * s.time + q + i) * out_width + head * s.size,
-                s.size);
-      b.out<float>(1)[(n * s.heads + head) * s.time + q + i] = top[i] + std::log(total[i]);
+      write_row(sum + i * s.size, 1 / total[i], out + (n * s.time + q + i) * out_width + head * s.size, s.size);
+      lse[(n * s.heads + head) * s.time + q + i] = top[i] + std::log(total[i]);
     }
   });
 }
 
 // One task owns a key/value head: its gradients are summed over its query heads and their rows in a fixed order.
-void backward(const Binding& b) {
-  const Sizes s(b, b.input(1));
+void backward(const Sizes& s, Threads& threads, const float* d_outs, const float* qkv, const float* outs,
+              const float* lses, float* d_qkv, float* workspace) {
   const int64_t out_width = s.heads * s.size;
-  share(b.threads(), s.batch * s.groups, [&](int64_t item, int thread) {
+  share(threads, s.batch * s.groups, [&](int64_t item, int thread) {
     const int64_t n = item / s.groups, group = item % s.groups;
-    float* scores = b.workspace<float>() + thread * backward_floats();
+    float* scores = workspace + thread * backward_floats();
     float *slopes = scores + kTile, *dots = slopes + kTile;
-    const float* base = b.in<float>(1) + n * s.time * s.width;
-    float* d_base = b.out<float>(0) + n * s.time * s.width;
+    const float* base = qkv + n * s.time * s.width;
+    float* d_base = d_qkv + n * s.time * s.width;
     const float *key = base + s.key(group), *value = base + s.value(group);
     float *d_key = d_base + s.key(group), *d_value = d_base + s.value(group);
     for (int64_t t = 0; t < s.time; ++t) {
@@ -157,9 +155,9 @@ void backward(const Binding& b) {
       for (int64_t q = 0; q < s.time; q += kQueries) {
         const int64_t rows = std::min(kQueries, s.time - q), end = q + rows;
         const float* query = base + q * s.width + s.query(head);
-        const float* d_out = b.in<float>(0) + (n * s.time + q) * out_width + head * s.size;
-        const float* out = b.in<float>(2) + (n * s.time + q) * out_width + head * s.size;
-        const float* lse = b.in<float>(3) + (n * s.heads + head) * s.time + q;
+        const float* d_out = d_outs + (n * s.time + q) * out_width + head * s.size;
+        const float* out = outs + (n * s.time + q) * out_width + head * s.size;
+        const float* lse = lses + (n * s.heads + head) * s.time + q;
         float* d_query = d_base + q * s.width + s.query(head);
         for (int64_t i = 0; i < rows; ++i) dots[i] = dot_row(d_out + i * out_width, out + i * out_width, s.size);
         for (int64_t k = 0; k < end; k += kKeys) {
@@ -180,6 +178,57 @@ void backward(const Binding& b) {
         }
       }
   });
+}
+
+// What has 16 bits is computed in f32, one sequence at a time on copies in the workspace.
+Sizes one_sequence(Sizes s) {
+  s.batch = 1;
+  return s;
+}
+int64_t copied_floats(const OpView& v, const Sizes& s, int64_t widths, int64_t outs) {
+  return is_half(compute_type(v)) ? s.time * (widths * s.width + outs * s.heads * s.size) : 0;
+}
+void copy_in(const Binding& b, int input, int64_t n, int64_t count, float* to) {
+  const DType type = b.input(input).dtype;
+  b.threads().split(count, kGrain, [&](int64_t i, int64_t e) {
+    to_f32(type, at(b.in<void>(input), type, n * count + i), to + i, e - i);
+  });
+}
+void copy_out(const Binding& b, int64_t n, int64_t count, const float* from) {
+  const DType type = b.output(0).dtype;
+  b.threads().split(count, kGrain, [&](int64_t i, int64_t e) {
+    from_f32(type, from + i, at(b.out<void>(0), type, n * count + i), e - i);
+  });
+}
+
+void forward(const Binding& b) {
+  const Sizes s(b, b.input(0));
+  if (!is_half(b.input(0).dtype))
+    return forward(s, b.threads(), b.in<float>(0), b.out<float>(0), b.out<float>(1), b.workspace<float>());
+  const int64_t wide = s.time * s.width, narrow = s.time * s.heads * s.size;
+  float *qkv = b.workspace<float>(), *out = qkv + wide;
+  for (int64_t n = 0; n < s.batch; ++n) {
+    copy_in(b, 0, n, wide, qkv);
+    forward(one_sequence(s), b.threads(), qkv, out, b.out<float>(1) + n * s.heads * s.time, out + narrow);
+    copy_out(b, n, narrow, out);
+  }
+}
+
+void backward(const Binding& b) {
+  const Sizes s(b, b.input(1));
+  if (!is_half(b.input(0).dtype))
+    return backward(s, b.threads(), b.in<float>(0), b.in<float>(1), b.in<float>(2), b.in<float>(3), b.out<float>(0),
+                    b.workspace<float>());
+  const int64_t wide = s.time * s.width, narrow = s.time * s.heads * s.size;
+  float *qkv = b.workspace<float>(), *d_qkv = qkv + wide, *out = d_qkv + wide, *d_out = out + narrow;
+  for (int64_t n = 0; n < s.batch; ++n) {
+    copy_in(b, 0, n, narrow, d_out);
+    copy_in(b, 1, n, wide, qkv);
+    copy_in(b, 2, n, narrow, out);
+    backward(one_sequence(s), b.threads(), d_out, qkv, out, b.in<float>(3) + n * s.heads * s.time, d_qkv,
+             d_out + narrow);
+    copy_out(b, n, wide, d_qkv);
+  }
 }
 
 // Probabilities of one query row, plain.
@@ -277,7 +326,7 @@ const AtLoad registered([] {
          check(v, 0);
          const Sizes s(v, v.input(0));
          return {{{s.batch, s.time, s.heads * s.size}, v.input(0).dtype},
-                 {{s.batch, s.heads, s.time}, v.input(0).dtype}};
+                 {{s.batch, s.heads, s.time}, wide(v.input(0).dtype)}};
        },
        .gradient =
            [](Differentiation& d) {
@@ -288,9 +337,11 @@ const AtLoad registered([] {
            [](const OpView& v) {
              return Cost{flops(v, 0, 2), bytes(v)};
            },
-       .kernels = {{"cpu", cpu_kernel(forward,
+       .half = true,
+       .kernels = {{"cpu", cpu_kernel([](const Binding& b) { forward(b); },
                                       [](const OpView& v, int threads) {
-                                        return threads * forward_floats(Sizes(v, v.input(0))) * 4;
+                                        const Sizes s(v, v.input(0));
+                                        return (threads * forward_floats(s) + copied_floats(v, s, 1, 1)) * 4;
                                       })},
                    {"reference",
                     reference_kernel([](const Binding& b, auto zero) { reference_forward<decltype(zero)>(b); })}}});
@@ -309,8 +360,12 @@ const AtLoad registered([] {
            [](const OpView& v) {
              return Cost{flops(v, 1, 4), bytes(v)};
            },
-       .kernels = {{"cpu",
-                    cpu_kernel(backward, [](const OpView&, int threads) { return threads * backward_floats() * 4; })},
+       .half = true,
+       .kernels = {{"cpu", cpu_kernel([](const Binding& b) { backward(b); },
+                                      [](const OpView& v, int threads) {
+                                        const Sizes s(v, v.input(1));
+                                        return (threads * backward_floats() + copied_floats(v, s, 2, 2)) * 4;
+                                      })},
                    {"reference",
                     reference_kernel([](const Binding& b, auto zero) { reference_backward<decltype(zero)>(b); })}}});
 });

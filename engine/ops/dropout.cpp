@@ -42,11 +42,11 @@ STRATA_INLINE U zip_high(U a, U b) {
   return __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
 }
 
-// Elements [begin, end) of a tensor whose element 0 has global index `first`. Element i keeps its value (times factor)
+// Elements from global index `first` on. Element i keeps its value (times factor)
 // when word i%4 of block i/4 is at least `threshold`.
-STRATA_SIMD void dropout(const float* x, float* y, int64_t begin, int64_t end, int64_t first, uint32_t threshold,
-                         float factor, uint64_t seed, uint64_t stream) {
-  for (int64_t i = begin; i < end;) {
+STRATA_SIMD void dropout(const float* x, float* y, int64_t end, int64_t first, uint32_t threshold, float factor,
+                         uint64_t seed, uint64_t stream) {
+  for (int64_t i = 0; i < end;) {
     const uint64_t block = uint64_t(first + i) / 4;
     const Words words =
         philox_lanes(block, uint32_t(stream), uint32_t(stream >> 32), uint32_t(seed), uint32_t(seed >> 32));
@@ -101,12 +101,12 @@ const AtLoad registered([] {
                                                d.forward().attributes()));
                      },
                  .in_place = {{0, 0}},
-                 .kernels = {{"cpu", cpu_kernel([](const Binding& b) {
+                 .half = true,
+                 .kernels = {{"cpu", elementwise_kernel<1>([](const Binding& b, const auto& in, const auto& out,
+                                                              int64_t n, int64_t begin) {
                                 const Draw draw = draw_of(b);
-                                b.threads().split(elements(b.input(0).shape), kGrain, [&](int64_t i, int64_t e) {
-                                  dropout(b.in<float>(0), b.out<float>(0), i, e, draw.first, draw.threshold,
-                                          float(draw.factor), draw.seed, draw.stream);
-                                });
+                                dropout(in[0], out[0], n, draw.first + begin, draw.threshold, float(draw.factor),
+                                        draw.seed, draw.stream);
                               })},
                              {"reference", reference_kernel([](const Binding& b, auto zero) {
                                 using T = decltype(zero);

@@ -81,35 +81,42 @@ const AtLoad registered([] {
                        d.set(1, d.output_gradient(0));
                      },
                  .in_place = {{0, 0}, {0, 1}},
-                 .kernels = {{"cpu", cpu_kernel([](const Binding& b) {
-                                b.threads().split(count(b), kGrain, [&](int64_t i, int64_t e) {
-                                  add(b.in<float>(0) + i, b.in<float>(1) + i, b.out<float>(0) + i, e - i);
-                                });
-                              })},
+                 .half = true,
+                 .kernels = {{"cpu", elementwise_kernel<2>([](const Binding&, const auto& in, const auto& out,
+                                                              int64_t n, int64_t) { add(in[0], in[1], out[0], n); })},
                              {"reference", reference_kernel([](const Binding& b, auto zero) {
                                 using T = decltype(zero);
                                 for (int64_t i = 0; i < count(b); ++i) b.out<T>(0)[i] = b.in<T>(0)[i] + b.in<T>(1)[i];
                               })}}});
 
-  register_kind({.name = "scale",
-                 .summary = "x (…) times a f64 scalar",
+  register_kind(
+      {.name = "scale",
+       .summary = "x (…) times a f64 scalar",
+       .shape = [](const OpView& v) -> std::vector<TensorSpec> {
+         require(v.inputs() == 2 && v.has_input(0) && v.has_input(1) && is_float(v.input(0)) && is_scalar(v.input(1)),
+                 v, "x and a f64 (1) factor");
+         return {like(v.input(0))};
+       },
+       .in_place = {{0, 0}},
+       .half = true,
+       .kernels = {{"cpu", elementwise_kernel<1>([](const Binding& b, const auto& in, const auto& out, int64_t n,
+                                                    int64_t) { scale(in[0], float(*b.in<double>(1)), out[0], n); })},
+                   {"reference", reference_kernel([](const Binding& b, auto zero) {
+                      using T = decltype(zero);
+                      for (int64_t i = 0; i < count(b); ++i) b.out<T>(0)[i] = b.in<T>(0)[i] * T(*b.in<double>(1));
+                    })}}});
+
+  const Kernel product{
+      [](const Binding& b) -> Launch { return [b] { *b.out<double>(0) = *b.in<double>(0) * *b.in<double>(1); }; }, {}};
+  register_kind({.name = "multiply_scalars",
+                 .summary = "two f64 scalars -> their product",
                  .shape = [](const OpView& v) -> std::vector<TensorSpec> {
-                   require(v.inputs() == 2 && v.has_input(0) && v.has_input(1) && is_float(v.input(0)) &&
+                   require(v.inputs() == 2 && v.has_input(0) && v.has_input(1) && is_scalar(v.input(0)) &&
                                is_scalar(v.input(1)),
-                           v, "x and a f64 (1) factor");
+                           v, "two f64 (1) scalars");
                    return {like(v.input(0))};
                  },
-                 .in_place = {{0, 0}},
-                 .kernels = {{"cpu", cpu_kernel([](const Binding& b) {
-                                b.threads().split(count(b), kGrain, [&](int64_t i, int64_t e) {
-                                  scale(b.in<float>(0) + i, float(*b.in<double>(1)), b.out<float>(0) + i, e - i);
-                                });
-                              })},
-                             {"reference", reference_kernel([](const Binding& b, auto zero) {
-                                using T = decltype(zero);
-                                for (int64_t i = 0; i < count(b); ++i)
-                                  b.out<T>(0)[i] = b.in<T>(0)[i] * T(*b.in<double>(1));
-                              })}}});
+                 .kernels = {{"cpu", product}, {"reference", product}}});
 
   register_kind({.name = "clamp",
                  .summary = "x (…) cut to [-limit, limit]",
@@ -119,12 +126,11 @@ const AtLoad registered([] {
                    return {like(v.input(0))};
                  },
                  .in_place = {{0, 0}},
-                 .kernels = {{"cpu", cpu_kernel([](const Binding& b) {
-                                const float limit = float(b.attributes().real("limit"));
-                                b.threads().split(count(b), kGrain, [&](int64_t i, int64_t e) {
-                                  clamp(b.in<float>(0) + i, limit, b.out<float>(0) + i, e - i);
-                                });
-                              })},
+                 .half = true,
+                 .kernels = {{"cpu", elementwise_kernel<1>(
+                                         [](const Binding& b, const auto& in, const auto& out, int64_t n, int64_t) {
+                                           clamp(in[0], float(b.attributes().real("limit")), out[0], n);
+                                         })},
                              {"reference", reference_kernel([](const Binding& b, auto zero) {
                                 using T = decltype(zero);
                                 const T limit = T(b.attributes().real("limit"));
@@ -140,11 +146,9 @@ const AtLoad registered([] {
                        d.set(0, d.build().emit("gelu_gradient", {d.output_gradient(0), d.input(0)}));
                      },
                  .in_place = {{0, 0}},
-                 .kernels = {{"cpu", cpu_kernel([](const Binding& b) {
-                                b.threads().split(count(b), kGrain, [&](int64_t i, int64_t e) {
-                                  gelu(b.in<float>(0) + i, b.out<float>(0) + i, e - i);
-                                });
-                              })},
+                 .half = true,
+                 .kernels = {{"cpu", elementwise_kernel<1>([](const Binding&, const auto& in, const auto& out,
+                                                              int64_t n, int64_t) { gelu(in[0], out[0], n); })},
                              {"reference", reference_kernel([](const Binding& b, auto zero) {
                                 using T = decltype(zero);
                                 for (int64_t i = 0; i < count(b); ++i) {
@@ -154,20 +158,18 @@ const AtLoad registered([] {
                                       (1 + std::tanh(T(0.7978845608028654) * (x + T(0.044715) * x * x * x)));
                                 }
                               })}}});
-  register_kind({.name = "gelu_gradient",
-                 .summary = "dy, x -> dx",
-                 .shape = same_shape(2),
-                 .in_place = {{0, 0}},
-                 .kernels = {{"cpu", cpu_kernel([](const Binding& b) {
-                                b.threads().split(count(b), kGrain, [&](int64_t i, int64_t e) {
-                                  gelu_gradient(b.in<float>(0) + i, b.in<float>(1) + i, b.out<float>(0) + i, e - i);
-                                });
-                              })},
-                             {"reference", reference_kernel([](const Binding& b, auto zero) {
-                                using T = decltype(zero);
-                                for (int64_t i = 0; i < count(b); ++i)
-                                  b.out<T>(0)[i] = b.in<T>(0)[i] * gelu_slope(b.in<T>(1)[i]);
-                              })}}});
+  register_kind(
+      {.name = "gelu_gradient",
+       .summary = "dy, x -> dx",
+       .shape = same_shape(2),
+       .in_place = {{0, 0}},
+       .half = true,
+       .kernels = {{"cpu", elementwise_kernel<2>([](const Binding&, const auto& in, const auto& out, int64_t n,
+                                                    int64_t) { gelu_gradient(in[0], in[1], out[0], n); })},
+                   {"reference", reference_kernel([](const Binding& b, auto zero) {
+                      using T = decltype(zero);
+                      for (int64_t i = 0; i < count(b); ++i) b.out<T>(0)[i] = b.in<T>(0)[i] * gelu_slope(b.in<T>(1)[i]);
+                    })}}});
 
   register_kind(
       {.name = "swiglu",
@@ -180,11 +182,9 @@ const AtLoad registered([] {
              d.set(1, out[1]);
            },
        .in_place = {{0, 0}, {0, 1}},
-       .kernels = {{"cpu", cpu_kernel([](const Binding& b) {
-                      b.threads().split(count(b), kGrain, [&](int64_t i, int64_t e) {
-                        swiglu(b.in<float>(0) + i, b.in<float>(1) + i, b.out<float>(0) + i, e - i);
-                      });
-                    })},
+       .half = true,
+       .kernels = {{"cpu", elementwise_kernel<2>([](const Binding&, const auto& in, const auto& out, int64_t n,
+                                                    int64_t) { swiglu(in[0], in[1], out[0], n); })},
                    {"reference", reference_kernel([](const Binding& b, auto zero) {
                       using T = decltype(zero);
                       for (int64_t i = 0; i < count(b); ++i) {
@@ -192,28 +192,27 @@ const AtLoad registered([] {
                         b.out<T>(0)[i] = g / (1 + std::exp(-g)) * b.in<T>(1)[i];
                       }
                     })}}});
-  register_kind({.name = "swiglu_gradient",
-                 .summary = "dy, gate, up -> dgate, dup",
-                 .shape = [](const OpView& v) -> std::vector<TensorSpec> {
-                   const auto one = same_shape(3)(v);
-                   return {one[0], one[0]};
-                 },
-                 .in_place = {{0, 0}, {1, 1}, {1, 2}},
-                 .kernels = {{"cpu", cpu_kernel([](const Binding& b) {
-                                b.threads().split(count(b), kGrain, [&](int64_t i, int64_t e) {
-                                  swiglu_gradient(b.in<float>(0) + i, b.in<float>(1) + i, b.in<float>(2) + i,
-                                                  b.out<float>(0) + i, b.out<float>(1) + i, e - i);
-                                });
-                              })},
-                             {"reference", reference_kernel([](const Binding& b, auto zero) {
-                                using T = decltype(zero);
-                                for (int64_t i = 0; i < count(b); ++i) {
-                                  const T d = b.in<T>(0)[i], g = b.in<T>(1)[i], u = b.in<T>(2)[i],
-                                          s = 1 / (1 + std::exp(-g));
-                                  b.out<T>(0)[i] = d * u * s * (1 + g * (1 - s));
-                                  b.out<T>(1)[i] = d * g * s;
-                                }
-                              })}}});
+  register_kind(
+      {.name = "swiglu_gradient",
+       .summary = "dy, gate, up -> dgate, dup",
+       .shape = [](const OpView& v) -> std::vector<TensorSpec> {
+         const auto one = same_shape(3)(v);
+         return {one[0], one[0]};
+       },
+       .in_place = {{0, 0}, {1, 1}, {1, 2}},
+       .half = true,
+       .kernels = {
+           {"cpu", elementwise_kernel<3, 2>([](const Binding&, const auto& in, const auto& out, int64_t n, int64_t) {
+              swiglu_gradient(in[0], in[1], in[2], out[0], out[1], n);
+            })},
+           {"reference", reference_kernel([](const Binding& b, auto zero) {
+              using T = decltype(zero);
+              for (int64_t i = 0; i < count(b); ++i) {
+                const T d = b.in<T>(0)[i], g = b.in<T>(1)[i], u = b.in<T>(2)[i], s = 1 / (1 + std::exp(-g));
+                b.out<T>(0)[i] = d * u * s * (1 + g * (1 - s));
+                b.out<T>(1)[i] = d * g * s;
+              }
+            })}}});
 });
 
 }  // namespace

@@ -28,6 +28,35 @@ void embed_row(const Binding& b, int64_t row) {
   for (int64_t i = 0; i < columns; ++i) x[i] = w[i] + (p ? p[i] : T(0));
 }
 
+void embed_half_row(const Binding& b, int64_t row) {
+  constexpr int64_t kChunk = 512;
+  const DType type = b.input(1).dtype;
+  const int64_t columns = b.columns(1), time = b.input(0).shape[1];
+  float x[kChunk], p[kChunk];
+  for (int64_t i = 0; i < columns; i += kChunk) {
+    const int64_t count = std::min(kChunk, columns - i);
+    to_f32(type, at(b.in<void>(1), type, int64_t(b.in<int32_t>(0)[row]) * columns + i), x, count);
+    if (b.has_input(2)) {
+      to_f32(type, at(b.in<void>(2), type, row % time * columns + i), p, count);
+      add_to(x, p, count);
+    }
+    from_f32(type, x, at(b.out<void>(0), type, row * columns + i), count);
+  }
+}
+
+// sum (n) += row `row` of the first input.
+void add_row_to(const Binding& b, float* sum, int64_t row, int64_t columns) {
+  constexpr int64_t kChunk = 512;
+  const DType type = b.input(0).dtype;
+  if (!is_half(type)) return add_to(sum, b.in<float>(0) + row * columns, columns);
+  float x[kChunk];
+  for (int64_t i = 0; i < columns; i += kChunk) {
+    const int64_t count = std::min(kChunk, columns - i);
+    to_f32(type, at(b.in<void>(0), type, row * columns + i), x, count);
+    add_to(sum + i, x, count);
+  }
+}
+
 void register_embedding() {
   register_kind(
       {.name = "embedding",
@@ -38,7 +67,7 @@ void register_embedding() {
                       is_float(v.input(1));
          if (right && v.has_input(2))
            right = v.input(2).shape.size() == 2 && v.input(2).shape[1] == v.columns(1) &&
-                   v.input(2).shape[0] >= v.input(0).shape[1];
+                   v.input(2).shape[0] >= v.input(0).shape[1] && v.input(2).dtype == v.input(1).dtype;
          require(right, v, "tokens i32 (B, T), w (V, C) and at most positions (P, C) with P >= T");
          return {{{v.input(0).shape[0], v.input(0).shape[1], v.columns(1)}, v.input(1).dtype}};
        },
@@ -56,9 +85,14 @@ void register_embedding() {
              return Cost{0,
                          3.0 * double(elements(v.input(0).shape) * v.columns(1)) * double(size_of(v.input(1).dtype))};
            },
+       .half = true,
        .kernels = {{"cpu", cpu_kernel([](const Binding& b) {
                       b.threads().split(elements(b.input(0).shape), 16, [&](int64_t r, int64_t e) {
-                        for (; r < e; ++r) embed_row<float>(b, r);
+                        for (; r < e; ++r)
+                          if (is_half(b.input(1).dtype))
+                            embed_half_row(b, r);
+                          else
+                            embed_row<float>(b, r);
                       });
                     })},
                    {"reference", reference_kernel([](const Binding& b, auto zero) {
@@ -72,13 +106,14 @@ void register_embedding() {
                      v.input(1).dtype == DType::i32 && v.rows(0) == elements(v.input(1).shape) &&
                      v.attributes().has("rows"),
                  v, "dx (B, T, C), tokens i32 (B, T) and an attribute rows");
-         return {{{v.attributes().integer("rows"), v.columns(0)}, v.input(0).dtype}};
+         return {{{v.attributes().integer("rows"), v.columns(0)}, wide(v.input(0).dtype)}};
        },
        .cost =
            [](const OpView& v) {
              return Cost{0, 3.0 * double(v.input(0).bytes()) + (v.accumulates(0) ? 0.0 : double(v.output(0).bytes()))};
            },
        .accumulates = 1,
+       .half = true,
        // Every thread owns the rows of the tokens that are its own modulo the team: no two write one row, and each row
        // is summed in the order of the tokens whatever the number of threads.
        .kernels = {{"cpu", cpu_kernel([](const Binding& b) {
@@ -90,7 +125,7 @@ void register_embedding() {
                       b.threads().parallel([&](int t) {
                         for (int64_t r = 0; r < rows; ++r)
                           if (const int64_t token = b.in<int32_t>(1)[r]; token % b.threads().count() == t)
-                            add_to(dw + token * columns, b.in<float>(0) + r * columns, columns);
+                            add_row_to(b, dw + token * columns, r, columns);
                       });
                     })},
                    {"reference", reference_kernel([](const Binding& b, auto zero) {
@@ -107,9 +142,10 @@ void register_embedding() {
                    require(v.inputs() == 1 && v.has_input(0) && is_float(v.input(0)) && v.input(0).shape.size() == 3 &&
                                v.attributes().has("rows") && v.attributes().integer("rows") >= v.input(0).shape[1],
                            v, "dx (B, T, C) and an attribute rows >= T");
-                   return {{{v.attributes().integer("rows"), v.columns(0)}, v.input(0).dtype}};
+                   return {{{v.attributes().integer("rows"), v.columns(0)}, wide(v.input(0).dtype)}};
                  },
                  .accumulates = 1,
+                 .half = true,
                  .kernels = {{"cpu", cpu_kernel([](const Binding& b) {
                                 const Shape& s = b.input(0).shape;
                                 b.threads().split(b.output(0).shape[0], 8, [&](int64_t t, int64_t e) {
@@ -117,7 +153,7 @@ void register_embedding() {
                                     float* dp = b.out<float>(0) + t * s[2];
                                     if (!b.accumulates(0)) std::memset(dp, 0, size_t(s[2]) * 4);
                                     for (int64_t n = 0; t < s[1] && n < s[0]; ++n)
-                                      add_to(dp, b.in<float>(0) + (n * s[1] + t) * s[2], s[2]);
+                                      add_row_to(b, dp, n * s[1] + t, s[2]);
                                   }
                                 });
                               })},
@@ -172,24 +208,37 @@ std::shared_ptr<const std::vector<T>> shared_rotary_table(int64_t time, int64_t 
   return table;
 }
 
+// One head whose numbers have 16 bits, in f32 between.
+constexpr int64_t kMostHead = 1024;
+void rotate_half(const void* x, void* y, DType type, const float* cosine, const float* sine, int64_t half) {
+  float from[kMostHead], to[kMostHead];
+  to_f32(type, x, from, 2 * half);
+  rotate(from, to, cosine, sine, half);
+  from_f32(type, to, y, 2 * half);
+}
+
 template <class T>
 Launch bind_rotary(const Binding& b) {
   const int64_t heads = b.attributes().integer("heads"), groups = b.attributes().integer("kv_heads"),
                 width = b.columns(0);
   const int64_t size = width / (heads + 2 * groups), per_group = heads / groups + 2, time = b.input(0).shape[1];
+  const DType type = b.input(0).dtype;
+  require(!is_half(type) || size <= kMostHead, b, "heads of at most 1024 where numbers have 16 bits");
   const auto table =
       shared_rotary_table<T>(time, size, b.attributes().real("base"), b.attributes().integer("inverse") != 0);
   return [=] {
     b.threads().split(b.rows(0), 4, [&](int64_t r, int64_t e) {
       for (; r < e; ++r)
         for (int64_t h = 0; h < heads + 2 * groups; ++h) {
-          const T* x = b.in<T>(0) + r * width + h * size;
-          T* y = b.out<T>(0) + r * width + h * size;
+          const void* x = at(b.in<void>(0), type, r * width + h * size);
+          void* y = at(b.out<void>(0), type, r * width + h * size);
           const T* angles = table->data() + r % time * size;
           if (h % per_group == per_group - 1) {
-            if (x != y) std::memcpy(y, x, size_t(size) * sizeof(T));  // a value head
+            if (x != y) std::memcpy(y, x, size_t(size * size_of(type)));  // a value head
+          } else if (is_half(type)) {
+            if constexpr (std::is_same_v<T, float>) rotate_half(x, y, type, angles, angles + size / 2, size / 2);
           } else {
-            rotate(x, y, angles, angles + size / 2, size / 2);
+            rotate(static_cast<const T*>(x), static_cast<T*>(y), angles, angles + size / 2, size / 2);
           }
         }
     });
@@ -218,9 +267,11 @@ void register_rotary() {
              d.set(0, d.build().emit("rotary", {d.output_gradient(0)}, attributes));
            },
        .in_place = {{0, 0}},
+       .half = true,
        .kernels = {{"cpu", {bind_rotary<float>, {}}},
                    {"reference",
                     {[](const Binding& b) {
+                       require(!is_half(compute_type(b)), b, "f32 or f64 tensors on the reference backend");
                        return compute_type(b) == DType::f64 ? bind_rotary<double>(b) : bind_rotary<float>(b);
                      },
                      {}}}}});

@@ -5,8 +5,13 @@
 
 #include <dnnl.h>
 
+#include <algorithm>
+#include <dnnl.hpp>
 #include <string>
+#include <unordered_map>
 
+#include "engine/ops/vector.h"
+#include "strata/convert.h"
 #include "strata/error.h"
 
 namespace strata {
@@ -32,6 +37,154 @@ void gemm(Threads& threads, Transpose a, Transpose b, int64_t m, int64_t n, int6
     threads.split(m, kBlock, [&](int64_t i, int64_t e) {
       gemm(a, b, e - i, n, k, A + (a == Transpose::yes ? i : i * lda), lda, B, ldb, beta, C + i * ldc, ldc);
     });
+}
+
+namespace {
+
+constexpr int64_t kPanel = 512;  // rows, columns and depth of a panel: three of them are 3 MiB in f32
+constexpr int64_t kBlock = 16;
+
+int64_t panel_bytes(int threads) { return threads * (3 * kPanel + 1) * kPanel * 4; }
+
+bool has_bf16() {
+  static const bool has = dnnl_get_effective_cpu_isa() >= dnnl_cpu_isa_avx512_core_bf16;
+  return has;
+}
+
+// Rows [row, row + rows) and columns [column, column + columns) of a stored matrix as f32, rows kPanel apart.
+void panel(DType type, const void* matrix, int64_t stride, int64_t row, int64_t rows, int64_t column, int64_t columns,
+           float* out) {
+  for (int64_t r = 0; r < rows; ++r)
+    to_f32(type, at(matrix, type, (row + r) * stride + column), out + r * kPanel, columns);
+}
+
+STRATA_SIMD void add_row(const float* x, float* y, int64_t n) {
+  simd::map(n, [&](int64_t i, int64_t c)
+                   STRATA_INLINE_LAMBDA { simd::put(y + i, simd::get(y + i, c) + simd::get(x + i, c), c); });
+}
+
+}  // namespace
+
+struct HalfGemm::Native {
+  struct Slice {
+    int64_t first, count;  // of columns, or of rows
+    dnnl::matmul primitive;
+    dnnl::memory a, b, bias, c;
+    dnnl::stream stream;
+    std::unordered_map<int, dnnl::memory> arguments;
+  };
+  dnnl::engine engine{dnnl::engine::kind::cpu, 0};
+  bool by_columns;
+  std::vector<std::unique_ptr<Slice>> slices;
+
+  Native(int threads, const HalfShape& s) : by_columns(s.n >= s.m) {
+    using dnnl::memory;
+    const auto type = memory::data_type::bf16;
+    const auto result = s.result == DType::f32 ? memory::data_type::f32 : type;
+    const auto strides = [](Transpose t, int64_t ld) {
+      return t == Transpose::yes ? memory::dims{1, ld} : memory::dims{ld, 1};
+    };
+    const int64_t size = by_columns ? s.n : s.m, blocks = (size + kBlock - 1) / kBlock;
+    for (int t = 0; t < threads; ++t) {
+      const int64_t first = blocks * t / threads * kBlock, end = std::min(size, blocks * (t + 1) / threads * kBlock);
+      if (end <= first) continue;
+      const int64_t m = by_columns ? s.m : end - first, n = by_columns ? end - first : s.n;
+      auto slice = std::make_unique<Slice>();
+      slice->first = first;
+      slice->count = end - first;
+      const memory::desc a({m, s.k}, type, strides(s.a, s.lda)), b({s.k, n}, type, strides(s.b, s.ldb)),
+          bias({1, n}, type, memory::dims{n, 1}), c({m, n}, result, memory::dims{s.ldc, 1});
+      dnnl::primitive_attr attributes;
+      if (s.accumulate) {
+        dnnl::post_ops sum;
+        sum.append_sum(1.0f);
+        attributes.set_post_ops(sum);
+      }
+      const dnnl::matmul::desc what = s.bias ? dnnl::matmul::desc(a, b, bias, c) : dnnl::matmul::desc(a, b, c);
+      slice->primitive = dnnl::matmul(dnnl::matmul::primitive_desc(what, attributes, engine));
+      slice->a = memory(a, engine, nullptr);
+      slice->b = memory(b, engine, nullptr);
+      slice->c = memory(c, engine, nullptr);
+      slice->arguments = {{DNNL_ARG_SRC, slice->a}, {DNNL_ARG_WEIGHTS, slice->b}, {DNNL_ARG_DST, slice->c}};
+      if (s.bias) {
+        slice->bias = memory(bias, engine, nullptr);
+        slice->arguments.emplace(DNNL_ARG_BIAS, slice->bias);
+      }
+      slice->stream = dnnl::stream(engine);
+      slices.push_back(std::move(slice));
+    }
+  }
+
+  void run(const HalfShape& s, int t, const void* A, const void* B, const void* bias, void* C) const {
+    if (t >= int(slices.size())) return;
+    Slice& slice = *slices[size_t(t)];
+    const int64_t i = slice.first;
+    const int64_t a = by_columns ? 0 : s.a == Transpose::yes ? i : i * s.lda;
+    const int64_t b = !by_columns ? 0 : s.b == Transpose::yes ? i * s.ldb : i;
+    slice.a.set_data_handle(const_cast<void*>(at(A, s.type, a)));
+    slice.b.set_data_handle(const_cast<void*>(at(B, s.type, b)));
+    slice.c.set_data_handle(at(C, s.result, by_columns ? i : i * s.ldc));
+    if (s.bias) slice.bias.set_data_handle(const_cast<void*>(at(bias, s.type, by_columns ? i : 0)));
+    slice.primitive.execute(slice.stream, slice.arguments);
+    slice.stream.wait();
+  }
+};
+
+HalfGemm::HalfGemm(Threads& threads, const HalfShape& shape, How how) : threads_(threads), shape_(shape) {
+  if (how == How::native || (how == How::best && shape.type == DType::bf16 && has_bf16()))
+    native_ = std::make_unique<Native>(threads.count(), shape);
+}
+HalfGemm::~HalfGemm() = default;
+
+int64_t HalfGemm::workspace(DType type, int threads) {
+  return type == DType::bf16 && has_bf16() ? 0 : panel_bytes(threads);
+}
+
+void HalfGemm::run(const void* A, const void* B, const void* bias, void* C, void* workspace) const {
+  if (!native_) return panels(A, B, bias, C, workspace);
+  threads_.parallel([&](int t) { native_->run(shape_, t, A, B, bias, C); });
+}
+
+// Each thread owns a slice of C, tile by tile; a tile is summed in f32 over the depth and rounded once.
+void HalfGemm::panels(const void* A, const void* B, const void* bias, void* C, void* workspace) const {
+  const HalfShape& s = shape_;
+  const bool by_columns = s.n >= s.m;
+  const int64_t size = by_columns ? s.n : s.m, blocks = (size + kBlock - 1) / kBlock;
+  threads_.parallel([&](int t) {
+    float* a = static_cast<float*>(workspace) + t * (3 * kPanel + 1) * kPanel;
+    float *b = a + kPanel * kPanel, *c = b + kPanel * kPanel, *add = c + kPanel * kPanel;
+    const int64_t begin = blocks * t / threads_.count() * kBlock,
+                  end = std::min(size, blocks * (t + 1) / threads_.count() * kBlock);
+    const int64_t rows_end = by_columns ? s.m : end, columns_end = by_columns ? end : s.n;
+    for (int64_t j = by_columns ? begin : 0; j < columns_end; j += kPanel)
+      for (int64_t i = by_columns ? 0 : begin; i < rows_end; i += kPanel) {
+        const int64_t columns = std::min(kPanel, columns_end - j), rows = std::min(kPanel, rows_end - i);
+        for (int64_t l = 0; l < s.k; l += kPanel) {
+          const int64_t depth = std::min(kPanel, s.k - l);
+          if (s.a == Transpose::no)
+            panel(s.type, A, s.lda, i, rows, l, depth, a);
+          else
+            panel(s.type, A, s.lda, l, depth, i, rows, a);
+          if (s.b == Transpose::no)
+            panel(s.type, B, s.ldb, l, depth, j, columns, b);
+          else
+            panel(s.type, B, s.ldb, j, columns, l, depth, b);
+          gemm(s.a, s.b, rows, columns, depth, a, kPanel, b, kPanel, l > 0 ? 1.0f : 0.0f, c, kPanel);
+        }
+        for (int64_t r = 0; r < rows; ++r) {
+          void* row = at(C, s.result, (i + r) * s.ldc + j);
+          if (s.bias) {
+            to_f32(s.type, at(bias, s.type, j), add, columns);
+            add_row(add, c + r * kPanel, columns);
+          }
+          if (s.accumulate) {
+            to_f32(s.result, row, add, columns);
+            add_row(add, c + r * kPanel, columns);
+          }
+          from_f32(s.result, c + r * kPanel, row, columns);
+        }
+      }
+  });
 }
 
 }  // namespace strata

@@ -1,7 +1,10 @@
-// Matrix products on the CPU: oneDNN's, one slice of the result a thread. Row-major, f32.
+// Matrix products on the CPU: oneDNN's, one slice of the result a thread. Row-major; f32, or bf16 and f16 summed in
+// f32.
 #pragma once
 #include <cstdint>
+#include <memory>
 
+#include "strata/tensor.h"
 #include "strata/threads.h"
 
 namespace strata {
@@ -16,5 +19,34 @@ void gemm(Transpose a, Transpose b, int64_t m, int64_t n, int64_t k, const float
 // The same with the larger dimension of C split over the team.
 void gemm(Threads& threads, Transpose a, Transpose b, int64_t m, int64_t n, int64_t k, const float* A, int64_t lda,
           const float* B, int64_t ldb, float beta, float* C, int64_t ldc);
+
+// What a product of matrices of 16 bits is about: C (m, n) = op(A) op(B) [+ bias (n)] [+ C], where A, B and bias are of
+// `type` and C is of `type` or f32. Strides are those of the matrices as stored.
+struct HalfShape {
+  Transpose a, b;
+  int64_t m, n, k, lda, ldb, ldc;
+  DType type, result;
+  bool bias = false, accumulate = false;
+};
+
+// Prepared once, run many times: bf16 by oneDNN's matmul where the CPU has instructions for it, anything else panel by
+// panel in f32.
+class HalfGemm {
+ public:
+  // How: what the CPU is best at, or one of the two (for tests).
+  enum class How { best, native, panels };
+  HalfGemm(Threads& threads, const HalfShape& shape, How how = How::best);
+  ~HalfGemm();
+  // Bytes of scratch memory that run() needs.
+  static int64_t workspace(DType type, int threads);
+  void run(const void* A, const void* B, const void* bias, void* C, void* workspace) const;
+
+ private:
+  struct Native;
+  void panels(const void* A, const void* B, const void* bias, void* C, void* workspace) const;
+  Threads& threads_;
+  HalfShape shape_;
+  std::unique_ptr<Native> native_;
+};
 
 }  // namespace strata

@@ -2,6 +2,7 @@
 // In training the loss and its gradients come from one pass, so that the logits are computed once.
 #include <cmath>
 #include <cstring>
+#include <memory>
 
 #include "engine/ops/gemm.h"
 #include "engine/ops/registration.h"
@@ -58,30 +59,57 @@ STRATA_SIMD double row_loss(float* logits, int64_t n, int64_t target, float scal
 
 struct Sizes {
   int64_t rows, hidden, vocabulary, chunk, stride;
+  DType type;
   explicit Sizes(const OpView& v)
       : rows(v.rows(0)),
         hidden(v.columns(0)),
         vocabulary(v.input(1).shape[0]),
         chunk(chunk_rows(rows, vocabulary)),
-        stride(row_stride(vocabulary)) {}
-  int64_t loss_offset() const {
-    return chunk * stride;
-  }  // in floats; losses of the chunk's rows in double follow the logits
-  int64_t workspace() const { return chunk * stride * 4 + chunk * 8; }
+        stride(row_stride(vocabulary)),
+        type(v.input(0).dtype) {}
+  // The workspace: logits, losses of a chunk's rows in f64, and where the model has 16 bits the logits' gradient in
+  // those, and what products need.
+  int64_t losses_at() const { return chunk * stride * 4; }
+  int64_t halves_at() const { return losses_at() + (chunk * 8 + 63) / 64 * 64; }
+  int64_t product_at() const { return halves_at() + (is_half(type) ? chunk * stride * 2 : 0); }
+  int64_t workspace(int threads) const {
+    return product_at() + (is_half(type) ? HalfGemm::workspace(type, threads) : 0);
+  }
 };
 
-void loss_on_cpu(const Binding& b, bool gradient) {
+// The three products of a chunk of at most `m` rows.
+struct Products {
+  HalfGemm logits, dx, dw_first, dw;
+  Products(const Binding& b, const Sizes& s, int64_t m)
+      : logits(b.threads(), {Transpose::no, Transpose::yes, m, s.vocabulary, s.hidden, s.hidden, s.hidden, s.stride,
+                             s.type, DType::f32}),
+        dx(b.threads(), {Transpose::no, Transpose::no, m, s.hidden, s.vocabulary, s.stride, s.hidden, s.hidden, s.type,
+                         s.type, false, b.accumulates(1)}),
+        dw_first(b.threads(), {Transpose::yes, Transpose::no, s.vocabulary, s.hidden, m, s.stride, s.hidden, s.hidden,
+                               s.type, DType::f32, false, b.accumulates(2)}),
+        dw(b.threads(), {Transpose::yes, Transpose::no, s.vocabulary, s.hidden, m, s.stride, s.hidden, s.hidden, s.type,
+                         DType::f32, false, true}) {}
+};
+
+// Input 3, where there is one: the gradient of the loss, a scalar that loss scaling sets.
+void loss_on_cpu(const Binding& b, bool gradient, const Products* full, const Products* last) {
   const Sizes s(b);
-  float* logits = b.workspace<float>();
-  double* losses = reinterpret_cast<double*>(logits + s.loss_offset());
-  const float *x = b.in<float>(0), *w = b.in<float>(1);
+  auto* const base = b.workspace<std::byte>();
+  auto* logits = reinterpret_cast<float*>(base);
+  auto* losses = reinterpret_cast<double*>(base + s.losses_at());
+  void *const halves = base + s.halves_at(), *const scratch = base + s.product_at();
   const int32_t* targets = b.in<int32_t>(2);
-  const float scale = float(b.attributes().real("scale"));
+  const float scale = float(b.attributes().real("scale") * (b.has_input(3) ? *b.in<double>(3) : 1));
   double total = 0;
   for (int64_t row = 0; row < s.rows; row += s.chunk) {
     const int64_t m = std::min(s.chunk, s.rows - row);
-    gemm(b.threads(), Transpose::no, Transpose::yes, m, s.vocabulary, s.hidden, x + row * s.hidden, s.hidden, w,
-         s.hidden, 0, logits, s.stride);
+    const Products* products = m == s.chunk ? full : last;
+    const void* x = at(b.in<void>(0), s.type, row * s.hidden);
+    if (products)
+      products->logits.run(x, b.in<void>(1), nullptr, logits, scratch);
+    else
+      gemm(b.threads(), Transpose::no, Transpose::yes, m, s.vocabulary, s.hidden, b.in<float>(0) + row * s.hidden,
+           s.hidden, b.in<float>(1), s.hidden, 0, logits, s.stride);
     b.threads().split(m, 1, [&](int64_t i, int64_t e) {
       for (; i < e; ++i) {
         const int64_t target = targets[row + i];
@@ -90,22 +118,42 @@ void loss_on_cpu(const Binding& b, bool gradient) {
           losses[i] = row_loss(logits + i * s.stride, s.vocabulary, target, scale, gradient);
         else if (gradient)
           std::memset(logits + i * s.stride, 0, size_t(s.vocabulary) * 4);
+        if (gradient && products)
+          from_f32(s.type, logits + i * s.stride, at(halves, s.type, i * s.stride), s.vocabulary);
       }
     });
     for (int64_t i = 0; i < m; ++i) total += losses[i];
     if (!gradient) continue;
-    gemm(b.threads(), Transpose::no, Transpose::no, m, s.hidden, s.vocabulary, logits, s.stride, w, s.hidden,
-         b.accumulates(1) ? 1.0f : 0.0f, b.out<float>(1) + row * s.hidden, s.hidden);
-    gemm(b.threads(), Transpose::yes, Transpose::no, s.vocabulary, s.hidden, m, logits, s.stride, x + row * s.hidden,
-         s.hidden, row > 0 || b.accumulates(2) ? 1.0f : 0.0f, b.out<float>(2), s.hidden);
+    if (products) {
+      products->dx.run(halves, b.in<void>(1), nullptr, at(b.out<void>(1), s.type, row * s.hidden), scratch);
+      (row > 0 ? products->dw : products->dw_first).run(halves, x, nullptr, b.out<void>(2), scratch);
+      continue;
+    }
+    gemm(b.threads(), Transpose::no, Transpose::no, m, s.hidden, s.vocabulary, logits, s.stride, b.in<float>(1),
+         s.hidden, b.accumulates(1) ? 1.0f : 0.0f, b.out<float>(1) + row * s.hidden, s.hidden);
+    gemm(b.threads(), Transpose::yes, Transpose::no, s.vocabulary, s.hidden, m, logits, s.stride,
+         b.in<float>(0) + row * s.hidden, s.hidden, row > 0 || b.accumulates(2) ? 1.0f : 0.0f, b.out<float>(2),
+         s.hidden);
   }
   *b.out<float>(0) = float(total * b.attributes().real("scale"));
+}
+
+Kernel head_kernel(bool gradient) {
+  return {[=](const Binding& b) -> Launch {
+            require(compute_type(b) != DType::f64, b, "f32, bf16 or f16 tensors on the cpu backend");
+            const Sizes s(b);
+            if (!is_half(s.type)) return [=] { loss_on_cpu(b, gradient, nullptr, nullptr); };
+            const auto full = std::make_shared<Products>(b, s, s.chunk);
+            const auto last = s.rows % s.chunk ? std::make_shared<Products>(b, s, s.rows % s.chunk) : full;
+            return [=] { loss_on_cpu(b, gradient, full.get(), last.get()); };
+          },
+          [](const OpView& v, int threads) { return Sizes(v).workspace(threads); }};
 }
 
 template <class T>
 void reference_loss(const Binding& b, bool gradient) {
   const int64_t rows = b.rows(0), hidden = b.columns(0), vocabulary = b.input(1).shape[0];
-  const double scale = b.attributes().real("scale");
+  const double scale = b.attributes().real("scale"), upstream = b.has_input(3) ? *b.in<double>(3) : 1;
   if (gradient && !b.accumulates(1)) std::fill_n(b.out<T>(1), rows * hidden, T(0));
   if (gradient && !b.accumulates(2)) std::fill_n(b.out<T>(2), vocabulary * hidden, T(0));
   double total = 0;
@@ -124,7 +172,7 @@ void reference_loss(const Binding& b, bool gradient) {
     for (double& value : p) sum += value = std::exp(value - top);
     total += std::log(sum) - at_target;
     for (int64_t v = 0; gradient && v < vocabulary; ++v) {
-      const double d = scale * (p[v] / sum - (v == target));
+      const double d = upstream * scale * (p[v] / sum - (v == target));
       for (int64_t i = 0; i < hidden; ++i) {
         b.out<T>(1)[r * hidden + i] += T(d * double(b.in<T>(1)[v * hidden + i]));
         b.out<T>(2)[v * hidden + i] += T(d * double(b.in<T>(0)[r * hidden + i]));
@@ -135,9 +183,10 @@ void reference_loss(const Binding& b, bool gradient) {
 }
 
 void check(const OpView& v) {
-  require(v.inputs() == 3 && v.has_input(0) && v.has_input(1) && v.has_input(2) && is_float(v.input(0)) &&
-              is_float(v.input(1)) && v.input(1).shape.size() == 2 && v.columns(0) == v.columns(1) &&
-              v.input(2).dtype == DType::i32 && elements(v.input(2).shape) == v.rows(0) && v.attributes().has("scale"),
+  require((v.inputs() == 3 || (v.inputs() == 4 && v.has_input(3) && is_scalar(v.input(3)))) && v.has_input(0) &&
+              v.has_input(1) && v.has_input(2) && is_float(v.input(0)) && v.input(1).dtype == v.input(0).dtype &&
+              v.input(1).shape.size() == 2 && v.columns(0) == v.columns(1) && v.input(2).dtype == DType::i32 &&
+              elements(v.input(2).shape) == v.rows(0) && v.attributes().has("scale"),
           v, "x (B, T, C), w (V, C), targets i32 (B, T) and an attribute scale");
 }
 Cost head_cost(const OpView& v, double products) {
@@ -145,8 +194,6 @@ Cost head_cost(const OpView& v, double products) {
   return {2 * products * double(v.rows(0)) * double(v.columns(0)) * double(v.input(1).shape[0]),
           products * size * (double(elements(v.input(0).shape)) + double(elements(v.input(1).shape)))};
 }
-int64_t workspace(const OpView& v, int) { return Sizes(v).workspace(); }
-
 const AtLoad registered([] {
   register_kind(
       {.name = "lm_head_loss",
@@ -154,32 +201,36 @@ const AtLoad registered([] {
                   "not count",
        .shape = [](const OpView& v) -> std::vector<TensorSpec> {
          check(v);
-         return {{{1}, v.input(0).dtype}};
+         return {{{1}, wide(v.input(0).dtype)}};
        },
        .gradient =
            [](Differentiation& d) {
-             const auto out = d.build().emit_all("lm_head_loss_with_gradient", {d.input(0), d.input(1), d.input(2)},
-                                                 d.forward().attributes(), {d.output(0), {}, {}});
+             std::vector<TensorId> inputs{d.input(0), d.input(1), d.input(2)};
+             if (d.output_gradient(0)) inputs.push_back(d.output_gradient(0));
+             const auto out = d.build().emit_all("lm_head_loss_with_gradient", inputs, d.forward().attributes(),
+                                                 {d.output(0), {}, {}});
              d.replaces_forward();
              d.set(0, out[1]);
              d.set(1, out[2]);
            },
        .cost = [](const OpView& v) { return head_cost(v, 1); },
-       .kernels = {{"cpu", cpu_kernel([](const Binding& b) { loss_on_cpu(b, false); }, workspace)},
-                   {"reference",
-                    reference_kernel([](const Binding& b, auto zero) { reference_loss<decltype(zero)>(b, false); })}}});
-  register_kind({.name = "lm_head_loss_with_gradient",
-                 .summary = "x, w, targets -> loss (1), dx (B, T, C), dw (V, C)",
-                 .shape = [](const OpView& v) -> std::vector<TensorSpec> {
-                   check(v);
-                   return {{{1}, v.input(0).dtype}, like(v.input(0)), like(v.input(1))};
-                 },
-                 .cost = [](const OpView& v) { return head_cost(v, 3); },
-                 .accumulates = 6,
-                 .kernels = {{"cpu", cpu_kernel([](const Binding& b) { loss_on_cpu(b, true); }, workspace)},
-                             {"reference", reference_kernel([](const Binding& b, auto zero) {
-                                reference_loss<decltype(zero)>(b, true);
-                              })}}});
+       .half = true,
+       .kernels = {{"cpu", head_kernel(false)}, {"reference", reference_kernel([](const Binding& b, auto zero) {
+                                                   reference_loss<decltype(zero)>(b, false);
+                                                 })}}});
+  register_kind(
+      {.name = "lm_head_loss_with_gradient",
+       .summary = "x, w, targets, [dloss f64 (1)] -> loss (1), dx (B, T, C), dw (V, C)",
+       .shape = [](const OpView& v) -> std::vector<TensorSpec> {
+         check(v);
+         return {{{1}, wide(v.input(0).dtype)}, like(v.input(0)), {v.input(1).shape, wide(v.input(1).dtype)}};
+       },
+       .cost = [](const OpView& v) { return head_cost(v, 3); },
+       .accumulates = 6,
+       .half = true,
+       .kernels = {{"cpu", head_kernel(true)}, {"reference", reference_kernel([](const Binding& b, auto zero) {
+                                                  reference_loss<decltype(zero)>(b, true);
+                                                })}}});
 });
 
 }  // namespace

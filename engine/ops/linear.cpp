@@ -30,6 +30,26 @@ void plain_product(int64_t m, int64_t n, int64_t k, const T* a, int64_t ai, int6
     }
 }
 
+// The kernel of a product of either precision. `shape` says what is multiplied; its type is that of the op.
+Kernel product_kernel(std::function<HalfShape(const OpView&)> shape, std::function<void(const Binding&)> in_f32) {
+  return {[=](const Binding& b) -> Launch {
+            const DType type = compute_type(b);
+            require(type != DType::f64, b, "f32, bf16 or f16 tensors on the cpu backend");
+            if (!is_half(type)) return [in_f32, b] { in_f32(b); };
+            HalfShape half = shape(b);
+            half.type = type;
+            half.result = b.output(0).dtype;
+            half.bias = b.has_input(2);
+            half.accumulate = b.accumulates(0);
+            return [b, product = std::make_shared<HalfGemm>(b.threads(), half)] {
+              product->run(b.in<void>(0), b.in<void>(1), b.in<void>(2), b.out<void>(0), b.workspace());
+            };
+          },
+          [](const OpView& v, int threads) {
+            return is_half(compute_type(v)) ? HalfGemm::workspace(compute_type(v), threads) : 0;
+          }};
+}
+
 bool is_matrix(const Tensor& tensor) { return is_float(tensor) && tensor.shape.size() == 2; }
 Shape with_last(Shape shape, int64_t last) {
   shape.back() = last;
@@ -65,17 +85,23 @@ const AtLoad registered([] {
                        return product_cost(v, double(v.rows(0)), double(v.input(1).shape[0]), double(v.columns(0)));
                      },
                  .accumulates = 1,
-                 .kernels = {{"cpu", cpu_kernel([](const Binding& b) {
-                                const int64_t m = b.rows(0), n = b.input(1).shape[0], k = b.columns(0);
-                                float* y = b.out<float>(0);
-                                const float* bias = b.in<float>(2);
-                                if (bias)
-                                  b.threads().split(m, 4, [&](int64_t i, int64_t e) {
-                                    bias_rows(y + i * n, bias, e - i, n, b.accumulates(0));
-                                  });
-                                gemm(b.threads(), Transpose::no, Transpose::yes, m, n, k, b.in<float>(0), k,
-                                     b.in<float>(1), k, bias || b.accumulates(0) ? 1.0f : 0.0f, y, n);
-                              })},
+                 .half = true,
+                 .kernels = {{"cpu", product_kernel(
+                                         [](const OpView& v) -> HalfShape {
+                                           const int64_t m = v.rows(0), n = v.input(1).shape[0], k = v.columns(0);
+                                           return {Transpose::no, Transpose::yes, m, n, k, k, k, n, {}, {}};
+                                         },
+                                         [](const Binding& b) {
+                                           const int64_t m = b.rows(0), n = b.input(1).shape[0], k = b.columns(0);
+                                           float* y = b.out<float>(0);
+                                           const float* bias = b.in<float>(2);
+                                           if (bias)
+                                             b.threads().split(m, 4, [&](int64_t i, int64_t e) {
+                                               bias_rows(y + i * n, bias, e - i, n, b.accumulates(0));
+                                             });
+                                           gemm(b.threads(), Transpose::no, Transpose::yes, m, n, k, b.in<float>(0), k,
+                                                b.in<float>(1), k, bias || b.accumulates(0) ? 1.0f : 0.0f, y, n);
+                                         })},
                              {"reference", reference_kernel([](const Binding& b, auto zero) {
                                 using T = decltype(zero);
                                 const int64_t m = b.rows(0), n = b.input(1).shape[0], k = b.columns(0);
@@ -84,48 +110,60 @@ const AtLoad registered([] {
                                 if (const T* bias = b.in<T>(2))
                                   for (int64_t i = 0; i < m * n; ++i) b.out<T>(0)[i] += bias[i % n];
                               })}}});
-  register_kind({.name = "linear_input_gradient",
-                 .summary = "dy (…, out), w (out, in) -> dx (…, in) = dy w",
-                 .shape = [](const OpView& v) -> std::vector<TensorSpec> {
-                   require(v.inputs() == 2 && v.has_input(0) && v.has_input(1) && is_float(v.input(0)) &&
-                               is_matrix(v.input(1)) && v.columns(0) == v.input(1).shape[0],
-                           v, "dy (…, out) and w (out, in)");
-                   return {{with_last(v.input(0).shape, v.columns(1)), v.input(0).dtype}};
-                 },
-                 .cost =
-                     [](const OpView& v) {
-                       return product_cost(v, double(v.rows(0)), double(v.columns(1)), double(v.columns(0)));
-                     },
-                 .accumulates = 1,
-                 .kernels = {{"cpu", cpu_kernel([](const Binding& b) {
-                                const int64_t m = b.rows(0), n = b.columns(1), k = b.columns(0);
-                                gemm(b.threads(), Transpose::no, Transpose::no, m, n, k, b.in<float>(0), k,
-                                     b.in<float>(1), n, b.accumulates(0) ? 1.0f : 0.0f, b.out<float>(0), n);
-                              })},
-                             {"reference", reference_kernel([](const Binding& b, auto zero) {
-                                using T = decltype(zero);
-                                const int64_t m = b.rows(0), n = b.columns(1), k = b.columns(0);
-                                plain_product<T>(m, n, k, b.in<T>(0), k, 1, b.in<T>(1), n, 1, b.accumulates(0),
-                                                 b.out<T>(0));
-                              })}}});
+  register_kind(
+      {.name = "linear_input_gradient",
+       .summary = "dy (…, out), w (out, in) -> dx (…, in) = dy w",
+       .shape = [](const OpView& v) -> std::vector<TensorSpec> {
+         require(v.inputs() == 2 && v.has_input(0) && v.has_input(1) && is_float(v.input(0)) && is_matrix(v.input(1)) &&
+                     v.input(1).dtype == v.input(0).dtype && v.columns(0) == v.input(1).shape[0],
+                 v, "dy (…, out) and w (out, in)");
+         return {{with_last(v.input(0).shape, v.columns(1)), v.input(0).dtype}};
+       },
+       .cost =
+           [](const OpView& v) {
+             return product_cost(v, double(v.rows(0)), double(v.columns(1)), double(v.columns(0)));
+           },
+       .accumulates = 1,
+       .half = true,
+       .kernels = {{"cpu", product_kernel(
+                               [](const OpView& v) -> HalfShape {
+                                 const int64_t m = v.rows(0), n = v.columns(1), k = v.columns(0);
+                                 return {Transpose::no, Transpose::no, m, n, k, k, n, n, {}, {}};
+                               },
+                               [](const Binding& b) {
+                                 const int64_t m = b.rows(0), n = b.columns(1), k = b.columns(0);
+                                 gemm(b.threads(), Transpose::no, Transpose::no, m, n, k, b.in<float>(0), k,
+                                      b.in<float>(1), n, b.accumulates(0) ? 1.0f : 0.0f, b.out<float>(0), n);
+                               })},
+                   {"reference", reference_kernel([](const Binding& b, auto zero) {
+                      using T = decltype(zero);
+                      const int64_t m = b.rows(0), n = b.columns(1), k = b.columns(0);
+                      plain_product<T>(m, n, k, b.in<T>(0), k, 1, b.in<T>(1), n, 1, b.accumulates(0), b.out<T>(0));
+                    })}}});
   register_kind({.name = "linear_weight_gradient",
                  .summary = "dy (…, out), x (…, in) -> dw (out, in) = dyᵀ x",
                  .shape = [](const OpView& v) -> std::vector<TensorSpec> {
                    require(v.inputs() == 2 && v.has_input(0) && v.has_input(1) && is_float(v.input(0)) &&
-                               is_float(v.input(1)) && v.rows(0) == v.rows(1),
+                               v.input(1).dtype == v.input(0).dtype && v.rows(0) == v.rows(1),
                            v, "dy (…, out) and x (…, in) with as many rows");
-                   return {{{v.columns(0), v.columns(1)}, v.input(0).dtype}};
+                   return {{{v.columns(0), v.columns(1)}, wide(v.input(0).dtype)}};
                  },
                  .cost =
                      [](const OpView& v) {
                        return product_cost(v, double(v.columns(0)), double(v.columns(1)), double(v.rows(0)));
                      },
                  .accumulates = 1,
-                 .kernels = {{"cpu", cpu_kernel([](const Binding& b) {
-                                const int64_t m = b.columns(0), n = b.columns(1), k = b.rows(0);
-                                gemm(b.threads(), Transpose::yes, Transpose::no, m, n, k, b.in<float>(0), m,
-                                     b.in<float>(1), n, b.accumulates(0) ? 1.0f : 0.0f, b.out<float>(0), n);
-                              })},
+                 .half = true,
+                 .kernels = {{"cpu", product_kernel(
+                                         [](const OpView& v) -> HalfShape {
+                                           const int64_t m = v.columns(0), n = v.columns(1), k = v.rows(0);
+                                           return {Transpose::yes, Transpose::no, m, n, k, m, n, n, {}, {}};
+                                         },
+                                         [](const Binding& b) {
+                                           const int64_t m = b.columns(0), n = b.columns(1), k = b.rows(0);
+                                           gemm(b.threads(), Transpose::yes, Transpose::no, m, n, k, b.in<float>(0), m,
+                                                b.in<float>(1), n, b.accumulates(0) ? 1.0f : 0.0f, b.out<float>(0), n);
+                                         })},
                              {"reference", reference_kernel([](const Binding& b, auto zero) {
                                 using T = decltype(zero);
                                 const int64_t m = b.columns(0), n = b.columns(1), k = b.rows(0);

@@ -125,6 +125,67 @@ void reference_gradient(const Binding& b, bool layer) {
 
 int64_t padded(int64_t columns) { return (columns + 15) / 16 * 16; }
 
+// Scratch bytes for `shared` rows in f32 and `own` rows a thread, where what is stored has 16 bits.
+int64_t half_rows(const OpView& v, int threads, int shared, int own) {
+  return is_half(compute_type(v)) ? (shared + own * threads) * padded(v.columns(0)) * 4 : 0;
+}
+
+void forward(const Binding& b, bool layer) {
+  const DType type = b.input(0).dtype;
+  const int64_t columns = b.columns(0), width = padded(columns), per_row = layer ? 2 : 1;
+  const float epsilon = float(b.attributes().real("epsilon"));
+  const auto run = [&](const float* x, const float* w, const float* bias, float* y, int64_t r, int64_t rows) {
+    float* statistics = b.out<float>(1) + per_row * r;
+    if (layer)
+      layer_norm(x, w, bias, y, statistics, rows, columns, epsilon);
+    else
+      rms_norm(x, w, y, statistics, rows, columns, epsilon);
+  };
+  if (!is_half(type))
+    return b.threads().split(b.rows(0), 8, [&](int64_t r, int64_t e) {
+      run(b.in<float>(0) + r * columns, b.in<float>(1), b.in<float>(2), b.out<float>(0) + r * columns, r, e - r);
+    });
+  float *w = b.workspace<float>(), *bias = w + width;
+  to_f32(type, b.in<void>(1), w, columns);
+  if (layer) to_f32(type, b.in<void>(2), bias, columns);
+  b.threads().parallel([&](int t) {
+    float *x = bias + (1 + 2 * t) * width, *y = x + width;
+    for (int64_t r = b.rows(0) * t / b.threads().count(), e = b.rows(0) * (t + 1) / b.threads().count(); r < e; ++r) {
+      to_f32(type, at(b.in<void>(0), type, r * columns), x, columns);
+      run(x, w, bias, y, r, 1);
+      from_f32(type, y, at(b.out<void>(0), type, r * columns), columns);
+    }
+  });
+}
+
+void backward(const Binding& b, bool layer) {
+  const DType type = b.input(0).dtype;
+  const int64_t columns = b.columns(0), width = padded(columns), stride = 2 * width, per_row = layer ? 2 : 1;
+  const int count = b.threads().count();
+  float *sums = b.workspace<float>(), *w = sums + count * stride;
+  if (is_half(type)) to_f32(type, b.in<void>(2), w, columns);
+  b.threads().parallel([&](int t) {
+    const int64_t first = b.rows(0) * t / count, end = b.rows(0) * (t + 1) / count;
+    float* mine = sums + t * stride;
+    std::fill_n(mine, stride, 0.0f);
+    if (!is_half(type))
+      return norm_gradient(b.in<float>(0) + first * columns, b.in<float>(1) + first * columns, b.in<float>(2),
+                           b.in<float>(3) + first * per_row, b.out<float>(0) + first * columns, mine, mine + stride / 2,
+                           end - first, columns, layer, b.accumulates(0));
+    float *dy = w + (1 + 3 * t) * width, *x = dy + width, *dx = x + width;
+    for (int64_t r = first; r < end; ++r) {
+      to_f32(type, at(b.in<void>(0), type, r * columns), dy, columns);
+      to_f32(type, at(b.in<void>(1), type, r * columns), x, columns);
+      if (b.accumulates(0)) to_f32(type, at(b.out<void>(0), type, r * columns), dx, columns);
+      norm_gradient(dy, x, w, b.in<float>(3) + r * per_row, dx, mine, mine + stride / 2, 1, columns, layer,
+                    b.accumulates(0));
+      from_f32(type, dx, at(b.out<void>(0), type, r * columns), columns);
+    }
+  });
+  add_rows(sums, stride, count, b.out<float>(1), columns, b.accumulates(1));
+  if (layer) add_rows(sums + stride / 2, stride, count, b.out<float>(2), columns, b.accumulates(2));
+}
+
 void register_norm(const std::string& name, bool layer) {
   const int inputs = layer ? 3 : 2, per_row = layer ? 2 : 1;
   register_kind(
@@ -138,7 +199,7 @@ void register_norm(const std::string& name, bool layer) {
          require(
              right, v,
              layer ? "x (…, C), w (C), b (C) and an attribute epsilon" : "x (…, C), w (C) and an attribute epsilon");
-         return {like(v.input(0)), {{v.rows(0), per_row}, v.input(0).dtype}};
+         return {like(v.input(0)), {{v.rows(0), per_row}, wide(v.input(0).dtype)}};
        },
        .gradient =
            [=](Differentiation& d) {
@@ -146,59 +207,36 @@ void register_norm(const std::string& name, bool layer) {
                  d.build().emit_all(name + "_gradient", {d.output_gradient(0), d.input(0), d.input(1), d.output(1)});
              for (int i = 0; i < inputs; ++i) d.set(i, out[i]);
            },
-       .kernels = {{"cpu", cpu_kernel([layer](const Binding& b) {
-                      const int64_t columns = b.columns(0);
-                      const float epsilon = float(b.attributes().real("epsilon"));
-                      b.threads().split(b.rows(0), 8, [&](int64_t r, int64_t e) {
-                        const int64_t at = r * columns;
-                        if (layer)
-                          layer_norm(b.in<float>(0) + at, b.in<float>(1), b.in<float>(2), b.out<float>(0) + at,
-                                     b.out<float>(1) + 2 * r, e - r, columns, epsilon);
-                        else
-                          rms_norm(b.in<float>(0) + at, b.in<float>(1), b.out<float>(0) + at, b.out<float>(1) + r,
-                                   e - r, columns, epsilon);
-                      });
-                    })},
+       .half = true,
+       .kernels = {{"cpu", cpu_kernel([layer](const Binding& b) { forward(b, layer); },
+                                      [](const OpView& v, int threads) { return half_rows(v, threads, 2, 2); })},
                    {"reference", reference_kernel([layer](const Binding& b, auto zero) {
                       reference_norm<decltype(zero)>(b, layer);
                     })}}});
-  register_kind(
-      {.name = name + "_gradient",
-       .summary = layer ? "dy, x, w, statistics -> dx, dw, db" : "dy, x, w, statistics -> dx, dw",
-       .shape = [=](const OpView& v) -> std::vector<TensorSpec> {
-         const bool right = v.inputs() == 4 && v.has_input(0) && v.has_input(1) && v.has_input(2) && v.has_input(3) &&
-                            is_float(v.input(0)) && v.input(0).shape == v.input(1).shape &&
-                            v.input(2).shape == Shape{v.columns(0)} && v.input(3).shape == Shape{v.rows(0), per_row};
-         require(right, v, "dy and x (…, C), w (C) and the statistics of the forward op");
-         std::vector<TensorSpec> specs{like(v.input(0)), like(v.input(2))};
-         if (layer) specs.push_back(like(v.input(2)));
-         return specs;
-       },
-       .accumulates = layer ? 7u : 3u,
-       .in_place = {{0, 0}},
-       .kernels = {{"cpu", cpu_kernel(
-                               [layer](const Binding& b) {
-                                 const int64_t columns = b.columns(0), stride = 2 * padded(columns);
-                                 const int count = b.threads().count();
-                                 float* sums = b.workspace<float>();
-                                 b.threads().parallel([&](int t) {
-                                   const int64_t r = b.rows(0) * t / count, e = b.rows(0) * (t + 1) / count,
-                                                 at = r * columns;
-                                   float* mine = sums + t * stride;
-                                   std::fill_n(mine, stride, 0.0f);
-                                   norm_gradient(b.in<float>(0) + at, b.in<float>(1) + at, b.in<float>(2),
-                                                 b.in<float>(3) + r * (layer ? 2 : 1), b.out<float>(0) + at, mine,
-                                                 mine + stride / 2, e - r, columns, layer, b.accumulates(0));
-                                 });
-                                 add_rows(sums, stride, count, b.out<float>(1), columns, b.accumulates(1));
-                                 if (layer)
-                                   add_rows(sums + stride / 2, stride, count, b.out<float>(2), columns,
-                                            b.accumulates(2));
-                               },
-                               [](const OpView& v, int threads) { return threads * 2 * padded(v.columns(0)) * 4; })},
-                   {"reference", reference_kernel([layer](const Binding& b, auto zero) {
-                      reference_gradient<decltype(zero)>(b, layer);
-                    })}}});
+  register_kind({.name = name + "_gradient",
+                 .summary = layer ? "dy, x, w, statistics -> dx, dw, db" : "dy, x, w, statistics -> dx, dw",
+                 .shape = [=](const OpView& v) -> std::vector<TensorSpec> {
+                   const bool right = v.inputs() == 4 && v.has_input(0) && v.has_input(1) && v.has_input(2) &&
+                                      v.has_input(3) && is_float(v.input(0)) && v.input(0).shape == v.input(1).shape &&
+                                      v.input(2).shape == Shape{v.columns(0)} &&
+                                      v.input(3).shape == Shape{v.rows(0), per_row};
+                   require(right, v, "dy and x (…, C), w (C) and the statistics of the forward op");
+                   const TensorSpec sums{v.input(2).shape, wide(v.input(2).dtype)};
+                   std::vector<TensorSpec> specs{like(v.input(0)), sums};
+                   if (layer) specs.push_back(sums);
+                   return specs;
+                 },
+                 .accumulates = layer ? 7u : 3u,
+                 .in_place = {{0, 0}},
+                 .half = true,
+                 .kernels = {{"cpu", cpu_kernel([layer](const Binding& b) { backward(b, layer); },
+                                                [](const OpView& v, int threads) {
+                                                  return threads * 2 * padded(v.columns(0)) * 4 +
+                                                         half_rows(v, threads, 1, 3);
+                                                })},
+                             {"reference", reference_kernel([layer](const Binding& b, auto zero) {
+                                reference_gradient<decltype(zero)>(b, layer);
+                              })}}});
 }
 
 const AtLoad registered([] {

@@ -12,10 +12,10 @@ using simd::F;
 using simd::get;
 using simd::put;
 
+constexpr int64_t kWidth = 64;  // a cache line or four of each row at a time
 // Columns [begin, end) of x (rows, columns).
 STRATA_SIMD void sum_rows(const float* x, float* y, int64_t rows, int64_t columns, int64_t begin, int64_t end,
                           bool accumulate) {
-  constexpr int64_t kWidth = 64;  // a cache line or four of each row at a time
   for (int64_t j = begin; j < end; j += kWidth) {
     const int64_t width = std::min(kWidth, end - j);
     float sums[kWidth] = {};
@@ -23,6 +23,19 @@ STRATA_SIMD void sum_rows(const float* x, float* y, int64_t rows, int64_t column
       simd::map(width, [&](int64_t i, int64_t c) STRATA_INLINE_LAMBDA {
         put(sums + i, get(sums + i, c) + get(x + r * columns + j + i, c), c);
       });
+    for (int64_t i = 0; i < width; ++i) y[j + i] = (accumulate ? y[j + i] : 0.0f) + sums[i];
+  }
+}
+
+void sum_half_rows(DType type, const void* x, float* y, int64_t rows, int64_t columns, int64_t begin, int64_t end,
+                   bool accumulate) {
+  for (int64_t j = begin; j < end; j += kWidth) {
+    const int64_t width = std::min(kWidth, end - j);
+    float sums[kWidth] = {}, row[kWidth];
+    for (int64_t r = 0; r < rows; ++r) {
+      to_f32(type, at(x, type, r * columns + j), row, width);
+      for (int64_t i = 0; i < width; ++i) sums[i] += row[i];
+    }
     for (int64_t i = 0; i < width; ++i) y[j + i] = (accumulate ? y[j + i] : 0.0f) + sums[i];
   }
 }
@@ -38,10 +51,19 @@ STRATA_SIMD float sum_of_squares(const float* x, int64_t n) {
   return simd::sum(total);
 }
 
-// A long row chunk by chunk, in order.
-double row_squares(const float* x, int64_t n) {
+// A long row from element `first` on, chunk by chunk, in order.
+double row_squares(DType type, const void* x, int64_t first, int64_t n) {
   double total = 0;
-  for (int64_t i = 0; i < n; i += kChunk) total += double(sum_of_squares(x + i, std::min(kChunk, n - i)));
+  float wide[kChunk];
+  for (int64_t i = 0; i < n; i += kChunk) {
+    const int64_t count = std::min(kChunk, n - i);
+    const float* chunk = wide;
+    if (is_half(type))
+      to_f32(type, at(x, type, first + i), wide, count);
+    else
+      chunk = static_cast<const float*>(x) + first + i;
+    total += double(sum_of_squares(chunk, count));
+  }
   return total;
 }
 
@@ -67,11 +89,16 @@ const AtLoad registered([] {
                  .summary = "x (…, n) -> (n)",
                  .shape = [](const OpView& v) -> std::vector<TensorSpec> {
                    require(v.inputs() == 1 && v.has_input(0) && is_float(v.input(0)), v, "one floating-point tensor");
-                   return {{{v.columns(0)}, v.input(0).dtype}};
+                   return {{{v.columns(0)}, wide(v.input(0).dtype)}};
                  },
                  .accumulates = 1,
+                 .half = true,
                  .kernels = {{"cpu", cpu_kernel([](const Binding& b) {
+                                const DType type = b.input(0).dtype;
                                 b.threads().split(b.columns(0), 64, [&](int64_t i, int64_t e) {
+                                  if (is_half(type))
+                                    return sum_half_rows(type, b.in<void>(0), b.out<float>(0), b.rows(0), b.columns(0),
+                                                         i, e, b.accumulates(0));
                                   sum_rows(b.in<float>(0), b.out<float>(0), b.rows(0), b.columns(0), i, e,
                                            b.accumulates(0));
                                 });
@@ -89,6 +116,7 @@ const AtLoad registered([] {
                    require(v.inputs() == 1 && v.has_input(0) && is_float(v.input(0)), v, "one floating-point tensor");
                    return {{{kExactSum}, DType::f64}};
                  },
+                 .half = true,
                  .kernels = {{"cpu", cpu_kernel(
                                          [](const Binding& b) {
                                            const Rows rows(b);
@@ -96,8 +124,8 @@ const AtLoad registered([] {
                                            b.threads().split(rows.count, std::max<int64_t>(1, kChunk / rows.length),
                                                              [&](int64_t i, int64_t e) {
                                                                for (; i < e; ++i)
-                                                                 parts[i] = row_squares(
-                                                                     b.in<float>(0) + i * rows.length, rows.length);
+                                                                 parts[i] = row_squares(b.input(0).dtype, b.in<void>(0),
+                                                                                        i * rows.length, rows.length);
                                                              });
                                            sum_exactly(parts, rows.count, b.out<double>(0));
                                          },

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "strata/builder.h"
+#include "strata/convert.h"
 #include "strata/op_kind.h"
 
 namespace strata {
@@ -15,11 +16,20 @@ struct AtLoad {
   }
 };
 
-// The dtype a kernel computes in: that of its first floating-point input, or of its output.
+inline bool is_float(const Tensor& tensor) {
+  return tensor.dtype == DType::f32 || tensor.dtype == DType::f64 || is_half(tensor.dtype);
+}
+inline bool is_scalar(const Tensor& tensor) { return tensor.dtype == DType::f64 && tensor.shape == Shape{1}; }
+inline TensorSpec like(const Tensor& tensor) { return {tensor.shape, tensor.dtype}; }
+// Statistics, and gradients of parameters, are kept in f32 where activations have 16 bits.
+inline DType wide(DType dtype) { return is_half(dtype) ? DType::f32 : dtype; }
+
+constexpr int64_t kGrain = 4096;  // elements worth handing to another thread
+
+// The dtype of an op's activations: that of its first floating-point input, or of its output.
 inline DType compute_type(const OpView& view) {
   for (int i = 0; i < view.inputs(); ++i)
-    if (view.has_input(i) && (view.input(i).dtype == DType::f32 || view.input(i).dtype == DType::f64))
-      return view.input(i).dtype;
+    if (view.has_input(i) && is_float(view.input(i))) return view.input(i).dtype;
   return view.output(0).dtype;
 }
 
@@ -27,26 +37,33 @@ inline DType compute_type(const OpView& view) {
 template <class Body>
 Kernel cpu_kernel(Body body, std::function<int64_t(const OpView&, int)> workspace = {}) {
   return {[body](const Binding& binding) -> Launch {
-            require(compute_type(binding) == DType::f32, binding, "f32 tensors on the cpu backend");
+            require(compute_type(binding) != DType::f64, binding, "f32, bf16 or f16 tensors on the cpu backend");
             return [body, binding] { body(binding); };
           },
           std::move(workspace)};
+}
+
+// A kernel on elements of the first kIn inputs and kOut outputs as f32: body(binding, in, out, count, begin).
+template <int kIn, int kOut = 1, class Body>
+Kernel elementwise_kernel(Body body) {
+  return cpu_kernel([body](const Binding& b) {
+    b.threads().split(elements(b.input(0).shape), kGrain, [&](int64_t i, int64_t e) {
+      over_f32<kIn, kOut>(b, i, e, [&](const auto& in, const auto& out, int64_t count, int64_t begin) {
+        body(b, in, out, count, begin);
+      });
+    });
+  });
 }
 
 // body(binding, T{}) runs the op once in T = float or double.
 template <class Body>
 Kernel reference_kernel(Body body) {
   return {[body](const Binding& binding) -> Launch {
+            require(!is_half(compute_type(binding)), binding, "f32 or f64 tensors on the reference backend");
             if (compute_type(binding) == DType::f64) return [body, binding] { body(binding, double{}); };
             return [body, binding] { body(binding, float{}); };
           },
           {}};
 }
-
-inline bool is_float(const Tensor& tensor) { return tensor.dtype == DType::f32 || tensor.dtype == DType::f64; }
-inline bool is_scalar(const Tensor& tensor) { return tensor.dtype == DType::f64 && tensor.shape == Shape{1}; }
-inline TensorSpec like(const Tensor& tensor) { return {tensor.shape, tensor.dtype}; }
-
-constexpr int64_t kGrain = 4096;  // elements worth handing to another thread
 
 }  // namespace strata

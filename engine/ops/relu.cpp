@@ -41,10 +41,10 @@ std::function<std::vector<TensorSpec>(const OpView&)> same_shape(int inputs) {
 }
 
 // One elementwise kind: f32 loop `fast`, and `plain` on one element in any type.
-template <class Fast, class Plain>
+template <int kIn, class Fast, class Plain>
 std::map<std::string, Kernel, std::less<>> kernels(Fast fast, Plain plain) {
-  return {{"cpu", cpu_kernel([fast](const Binding& b) {
-             b.threads().split(elements(b.input(0).shape), kGrain, [&](int64_t i, int64_t e) { fast(b, i, e - i); });
+  return {{"cpu", elementwise_kernel<kIn>([fast](const Binding&, const auto& in, const auto& out, int64_t n, int64_t) {
+             fast(in, out[0], n);
            })},
           {"reference", reference_kernel([plain](const Binding& b, auto zero) {
              using T = decltype(zero);
@@ -63,28 +63,27 @@ void add_pair(const std::string& name, const std::string& summary, std::map<std:
                        d.set(0, d.build().emit(name + "_gradient", {d.output_gradient(0), d.output(0)}));
                      },
                  .in_place = {{0, 0}},
+                 .half = true,
                  .kernels = std::move(forward)});
   register_kind({.name = name + "_gradient",
                  .summary = "dy, y -> dx",
                  .shape = same_shape(2),
                  .in_place = {{0, 0}},
+                 .half = true,
                  .kernels = std::move(backward)});
 }
 
 const AtLoad registered([] {
   add_pair("relu", "x (…) -> max(x, 0)",
-           kernels([](const Binding& b, int64_t i, int64_t n) { relu(b.in<float>(0) + i, b.out<float>(0) + i, n); },
-                   [](auto x, auto) { return x < 0 ? decltype(x)(0) : x; }),
-           kernels([](const Binding& b, int64_t i,
-                      int64_t n) { relu_gradient(b.in<float>(0) + i, b.in<float>(1) + i, b.out<float>(0) + i, n); },
-                   [](auto dy, auto y) { return y > 0 ? dy : decltype(dy)(0); }));
-  add_pair(
-      "squared_relu", "x (…) -> max(x, 0)²",
-      kernels([](const Binding& b, int64_t i, int64_t n) { squared_relu(b.in<float>(0) + i, b.out<float>(0) + i, n); },
-              [](auto x, auto) { return x < 0 ? decltype(x)(0) : x * x; }),
-      kernels([](const Binding& b, int64_t i,
-                 int64_t n) { squared_relu_gradient(b.in<float>(0) + i, b.in<float>(1) + i, b.out<float>(0) + i, n); },
-              [](auto dy, auto y) { return dy * 2 * std::sqrt(y); }));
+           kernels<1>([](const auto& in, float* out, int64_t n) { relu(in[0], out, n); },
+                      [](auto x, auto) { return x < 0 ? decltype(x)(0) : x; }),
+           kernels<2>([](const auto& in, float* out, int64_t n) { relu_gradient(in[0], in[1], out, n); },
+                      [](auto dy, auto y) { return y > 0 ? dy : decltype(dy)(0); }));
+  add_pair("squared_relu", "x (…) -> max(x, 0)²",
+           kernels<1>([](const auto& in, float* out, int64_t n) { squared_relu(in[0], out, n); },
+                      [](auto x, auto) { return x < 0 ? decltype(x)(0) : x * x; }),
+           kernels<2>([](const auto& in, float* out, int64_t n) { squared_relu_gradient(in[0], in[1], out, n); },
+                      [](auto dy, auto y) { return dy * 2 * std::sqrt(y); }));
 });
 
 }  // namespace

@@ -5,6 +5,7 @@
 
 #include "engine/planning/unroll.h"
 #include "engine/program/autodiff.h"
+#include "strata/convert.h"
 
 namespace strata {
 namespace {
@@ -35,6 +36,21 @@ void rewrite(std::span<const NamedPlugin> plugins, std::string_view stage, Progr
 // What a gradient of one microbatch has yet to be summed over: the axes that split the batch.
 std::vector<std::string> partial_over(const Mesh& mesh) {
   return mesh.size("data") > 1 ? std::vector<std::string>{"data"} : std::vector<std::string>{};
+}
+
+// Each gradient as a type of 16 bits: rounded as soon as it is made, and summed over microbatches in that type.
+void narrow(Program& program, std::vector<Gradient>& list, DType dtype) {
+  Builder build(program);
+  build.stage = Stage::backward;
+  build.role = Role::gradient;
+  for (Gradient& gradient : list) {
+    for (const Op& op : program.ops)
+      if (std::find(op.outputs.begin(), op.outputs.end(), gradient.tensor) != op.outputs.end())
+        build.block_index = op.block;
+    gradient.tensor =
+        build.emit("cast", {gradient.tensor}, {{"dtype", std::string(name_of(dtype))}}, program[gradient.tensor].name);
+  }
+  hoist(program, program.ops.size() - list.size());
 }
 
 void require_summed(const std::vector<Gradient>& list) {
@@ -82,13 +98,14 @@ BuiltProgram build_program(std::span<const NamedPlugin> plugins, const BatchShap
   std::vector<Gradient> list;
   if (goal == Goal::train) {
     std::vector<Root> roots;
-    for (TensorId loss : single.losses) roots.push_back({loss, {}});
+    for (TensorId loss : single.losses) roots.push_back({loss, forward.loss_gradient});
     gradients = differentiate(single, roots, parameters);
     verify(single, "differentiation");
     for (size_t i = 0; i < parameters.size(); ++i)
       if (gradients[i])
         list.push_back(
             {.parameter = parameters[i], .tensor = gradients[i], .scale = {}, .partial = partial_over(mesh)});
+    if (is_half(forward.gradient_dtype)) narrow(single, list, forward.gradient_dtype);
     const size_t first = single.ops.size();
     ProgramStage backward{.program = single, .batch = batch, .goal = goal, .mesh = mesh, .gradients = &list};
     rewrite(plugins, "backward", single, [&](Plugin& plugin) { plugin.backward(backward); });

@@ -67,12 +67,31 @@ class Materializer {
       if (in_[id].persistent) before_write(in_.whole(id), original);
     for (TensorId& id : op.inputs)
       if (id) id = as_used(id, acquire(in_.whole(id), op.tier, original));
-    std::vector<TensorId> home_again;  // persistent tensors written away from home
+    std::vector<TensorId> home_again;                      // persistent tensors written away from home
+    std::vector<std::pair<TensorId, TensorId>> into_part;  // what was made away from home, and the part it is
     for (TensorId& id : op.outputs) {
       const TensorId used = id, logical = in_.whole(id);
-      const bool in_place = std::any_of(original.inputs.begin(), original.inputs.end(),
-                                        [&](TensorId input) { return in_.whole(input) == logical; });
-      STRATA_CHECK(in_place || used == logical);
+      const bool read = std::any_of(original.inputs.begin(), original.inputs.end(),
+                                    [&](TensorId input) { return in_.whole(input) == logical; });
+      if (!read && used != logical) {  // a part, whose whole keeps the rest
+        const Tier home = in_[logical].home;
+        STRATA_CHECK(in_[logical].persistent);
+        if (op.tier != home && home != Tier::nvme) {  // it alone is made here and then moved into the whole
+          acquire(logical, home, original);
+          id = incarnation(used, op.tier);
+          result_.program[id].part_of = {};
+          result_.program[id].part_offset = 0;
+          into_part.push_back({id, used});
+          Copies& whole = copies(logical);
+          const TensorId kept = whole.at[int(home)];
+          whole.at = {};
+          whole.at[int(home)] = kept;
+          whole.form = -1;
+          continue;
+        }
+        acquire(logical, op.tier, original);
+      }
+      const bool in_place = read || used != logical;
       Copies& c = copies(logical);
       if (in_place)
         id = c.at[int(op.tier)];
@@ -95,6 +114,7 @@ class Materializer {
       emit(move(copies(id).at[int(original.tier)], id, original, Purpose::rest));
       copies(id).at[int(home)] = id;
     }
+    for (const auto& [from, part] : into_part) emit(move(from, part, original, Purpose::rest));
     for (const auto& [id, tier] : touched_) give_up(id, original);
   }
 

@@ -160,6 +160,9 @@ class Planner {
         const bool away = tensor.persistent ? whole.home != Tier::device : tensor.farthest != Tier::device;
         (away ? to_device : to_host) += tensor.bytes() * (written ? 2 : 1);
       }
+      for (TensorId id : op.outputs)  // written without being read
+        if (seen.insert(id).second && program_[id].persistent)
+          (program_[program_.whole(id)].home != Tier::device ? to_device : to_host) += program_[id].bytes();
       if (to_host >= to_device) continue;
       op.tier = Tier::host;
       if (settings_.host_stream) op.stream = Stream::host;

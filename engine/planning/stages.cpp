@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <numeric>
 
+#include "strata/convert.h"
+
 namespace strata {
 namespace {
 
@@ -56,7 +58,10 @@ void GradientStage::append(std::string_view kind, std::initializer_list<std::ref
 }
 
 void GradientStage::scale(Gradient& gradient, TensorId factor) {
-  if (gradient.scale) materialize(gradient);
+  if (gradient.scale) {
+    build_.role = Role::workspace;
+    factor = build_.emit("multiply_scalars", {gradient.scale, factor});
+  }
   gradient.scale = factor;
 }
 
@@ -110,6 +115,18 @@ std::vector<std::vector<size_t>> buckets_of(const Program& program, const std::v
     room -= program[gradients[g].tensor].bytes();
   }
   return buckets;
+}
+
+Gradient UpdateStage::in_f32(const Gradient& gradient) {
+  if (!is_half(build_[gradient.tensor].dtype)) return gradient;
+  Gradient wide = gradient;
+  build_.role = Role::gradient;
+  // The scale is no factor here: it only keeps the wide copy from being made before the update can run.
+  wide.tensor =
+      build_.emit("cast", {gradient.tensor, gradient.scale}, {{"dtype", "f32"}}, build_[gradient.tensor].name);
+  keep_layout(build_.program(), gradient.tensor, wide.tensor);
+  build_.role = Role::workspace;
+  return wide;
 }
 
 TensorId UpdateStage::state(const Gradient& gradient, std::string_view name, const Shape& shape, DType dtype,

@@ -29,8 +29,10 @@ std::vector<NamedPlugin> in_order(const std::vector<NamedPlugin>& plugins) {
                       "\" cannot work together: the first conflicts with \"" + bad + "\", which the second provides.");
   }
   const auto before = [&](size_t a, size_t b) {  // a must run before b
-    return a != b && std::any_of(capabilities[b].requires_.begin(), capabilities[b].requires_.end(),
-                                 [&](const std::string& needed) { return holds(capabilities[a].provides, needed); });
+    const auto gives = [&](const std::string& needed) { return holds(capabilities[a].provides, needed); };
+    const Capabilities& c = capabilities[b];
+    return a != b && (std::any_of(c.requires_.begin(), c.requires_.end(), gives) ||
+                      std::any_of(c.after.begin(), c.after.end(), gives));
   };
   std::vector<NamedPlugin> ordered;
   std::vector<char> done(count, false);

@@ -70,6 +70,13 @@ TensorId Program::find(std::string_view name) const {
   return found == names_.end() ? TensorId{} : TensorId{found->second};
 }
 
+void Program::rename(TensorId id, const std::string& name) {
+  STRATA_CHECK(!names_.contains(name));
+  names_.erase((*this)[id].name);
+  (*this)[id].name = name;
+  names_.emplace(name, id.value);
+}
+
 std::vector<TensorId> Program::with_role(Role role) const {
   std::vector<TensorId> result;
   for (int32_t i = 0; i < int32_t(tensors.size()); ++i)

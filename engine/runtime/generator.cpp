@@ -6,6 +6,8 @@
 #include <numeric>
 
 #include "engine/checkpoint/store.h"
+#include "engine/runtime/saver.h"
+#include "strata/convert.h"
 #include "strata/random.h"
 
 namespace strata {
@@ -40,8 +42,7 @@ Generator::Generator(const Session& session, const std::string& checkpoint)
       window_(session.data.sequence_length) {
   Checkpoint source(checkpoint);
   for (const Tensor& tensor : storage_.persistent_tensors())
-    if (tensor.role == Role::parameter)
-      storage_.fill(tensor, [&](void* out) { source.read(tensor.name, tensor.dtype, tensor.shape, out); });
+    if (tensor.role == Role::parameter) storage_.fill(tensor, [&](void* out) { read_into(source, tensor, out); });
   storage_.release_scratch();
 }
 
@@ -51,8 +52,10 @@ std::vector<float> Generator::logits(const std::vector<int32_t>& tokens) {
   std::fill(std::copy(tokens.begin(), tokens.end(), input), input + window_,
             0);  // attention is causal: what follows has no effect
   executor_.run();
-  const auto* values = static_cast<const float*>(executor_.pointer(planned_.built.logits));
-  return std::vector<float>(values, values + int64_t(tokens.size()) * vocabulary());
+  std::vector<float> values(tokens.size() * size_t(vocabulary()));
+  to_f32(planned_.program()[planned_.built.logits].dtype, executor_.pointer(planned_.built.logits), values.data(),
+         int64_t(values.size()));
+  return values;
 }
 
 void Generator::generate(std::vector<int32_t> tokens, const SamplingOptions& options,

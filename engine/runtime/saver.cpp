@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <set>
 
 #include "strata/error.h"
 
@@ -13,8 +14,14 @@ int64_t room(const Tensor& tensor) { return (tensor.bytes() + kAlignment - 1) / 
 
 }  // namespace
 
+void read_into(const Checkpoint& checkpoint, const Tensor& tensor, void* out) {
+  const std::string& name = tensor.rounded_from.empty() ? tensor.name : tensor.rounded_from;
+  const int64_t first = tensor.layout.empty() ? 0 : tensor.layout[0].first;
+  checkpoint.read_rows(name, tensor.dtype, tensor.full_shape(), first, tensor.shape[0], out);
+}
+
 bool writes(const Tensor& tensor, const Mesh& mesh) {
-  if (tensor.role == Role::scalar) return false;
+  if (tensor.role == Role::scalar || !tensor.rounded_from.empty()) return false;
   const auto splits = [&](std::string_view axis) {
     return std::any_of(tensor.layout.begin(), tensor.layout.end(), [&](const Split& s) { return s.axis == axis; });
   };
@@ -48,12 +55,11 @@ Saver::~Saver() {
 
 CheckpointInfo Saver::load(const std::string& path, bool everything) {
   const Checkpoint checkpoint(path);
+  std::set<std::string> masters;
+  for (const Tensor& tensor : storage_.persistent_tensors()) masters.insert(tensor.rounded_from);
   for (const Tensor& tensor : storage_.persistent_tensors())
-    if (tensor.role == Role::parameter || (everything && tensor.role != Role::scalar))
-      storage_.fill(tensor, [&](void* out) {
-        const int64_t first = tensor.layout.empty() ? 0 : tensor.layout[0].first;
-        checkpoint.read_rows(tensor.name, tensor.dtype, tensor.full_shape(), first, tensor.shape[0], out);
-      });
+    if (tensor.role == Role::parameter || masters.contains(tensor.name) || (everything && tensor.role != Role::scalar))
+      storage_.fill(tensor, [&](void* out) { read_into(checkpoint, tensor, out); });
   storage_.release_scratch();
   return checkpoint.info();
 }

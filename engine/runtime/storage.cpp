@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "strata/convert.h"
 #include "strata/op_kind.h"
 #include "strata/random.h"
 
@@ -108,15 +109,24 @@ void Storage::initialize(uint64_t seed, Threads& threads) {
         case Initializer::Kind::zeros:
           std::memset(data, 0, size_t(tensor.bytes()));
           break;
-        case Initializer::Kind::ones:
-          STRATA_CHECK(tensor.dtype == DType::f32);
-          std::fill_n(static_cast<float*>(data), count, 1.0f);
+        case Initializer::Kind::constant:
+          STRATA_CHECK(tensor.dtype == DType::f64);
+          std::fill_n(static_cast<double*>(data), count, tensor.initializer.value);
           break;
+        case Initializer::Kind::ones:
         case Initializer::Kind::normal:
-          STRATA_CHECK(tensor.dtype == DType::f32);
           threads.split(count, 4096, [&](int64_t begin, int64_t end) {
-            fill_normal(static_cast<float*>(data) + begin, first_element(tensor) + begin, end - begin,
-                        tensor.initializer.standard_deviation, seed, stream_of(tensor.name));
+            constexpr int64_t kChunk = 1024;
+            float values[kChunk];
+            const uint64_t stream = stream_of(tensor.rounded_from.empty() ? tensor.name : tensor.rounded_from);
+            for (int64_t i = begin; i < end; i += kChunk) {
+              const int64_t some = std::min(kChunk, end - i);
+              if (tensor.initializer.kind == Initializer::Kind::ones)
+                std::fill_n(values, some, 1.0f);
+              else
+                fill_normal(values, first_element(tensor) + i, some, tensor.initializer.value, seed, stream);
+              from_f32(tensor.dtype, values, at(data, tensor.dtype, i), some);
+            }
           });
           break;
       }

@@ -1,5 +1,7 @@
 // The Adafactor optimizer as a plugin: its options, its op kind and the op for each parameter.
 // The mathematics is in adafactor_kernel.h.
+#include <cmath>
+
 #include "plugins/adafactor/adafactor_kernel.h"
 #include "plugins/adafactor/adafactor_part.h"
 #include "plugins/adafactor/adafactor_reference.h"
@@ -100,6 +102,7 @@ strata::Launch bind_cpu(const Binding& b) {
   require(b.input(kParameter).dtype == DType::f32, b, "f32 tensors on the cpu backend");
   return [b, a = Arrays<float>(b)] {
     const Settings s = settings(b);
+    if (std::isnan(s.gradient_scale)) return;
     if (factored(b))
       update_matrix(b.threads(), a.parameter, a.gradient, a.second, a.column, a.m, matrix(b), s, b.workspace());
     else
@@ -111,6 +114,7 @@ strata::Launch bind_cpu(const Binding& b) {
 template <class T>
 strata::Launch bind_reference(const Binding& b) {
   return [b, a = Arrays<T>(b)] {
+    if (std::isnan(settings(b).gradient_scale)) return;
     if (factored(b))
       strata::adafactor::reference_matrix(a.parameter, a.gradient, a.second, a.column, a.m, matrix(b), settings(b));
     else
@@ -170,7 +174,8 @@ class Adafactor final : public strata::Plugin {
   void update(strata::UpdateStage& stage) override {
     strata::Builder& build = stage.build();
     const TensorId step = build.scalar(strata::kStepScalar), factor = build.scalar(strata::kLearningRateFactor);
-    for (const strata::Gradient& gradient : stage.gradients()) {
+    for (const strata::Gradient& stored : stage.gradients()) {
+      const strata::Gradient gradient = stage.in_f32(stored);
       const Shape shape = build[gradient.parameter].shape;  // a copy: adding states moves the list
       std::vector<TensorId> inputs{gradient.parameter, gradient.tensor, step, factor, gradient.scale, {}};
       std::vector<TensorId> outputs{gradient.parameter};

@@ -43,6 +43,7 @@ Launch bind_statistics(const Binding& b) {
     const int64_t rows = b.rows(1), columns = b.columns(1);
     const double decay = beta2(s);
     std::fill_n(out, columns + 2, 0.0);
+    if (std::isnan(s.gradient_scale)) return;
     double row_total = 0, squares = 0;
     for (int64_t i = 0; i < rows; ++i) {
       const T *g = gradient + i * columns, *p = parameter + i * columns;
@@ -72,6 +73,8 @@ Launch bind_update_squares(const Binding& b) {
     T* column = b.out<T>(0);
     const double *sum = b.in<double>(3), decay = beta2(s), all_rows = double(b.input(0).full_shape()[0]);
     const int64_t rows = b.rows(0), columns = b.columns(0);
+    *b.out<double>(1) = 0;
+    if (std::isnan(s.gradient_scale)) return;
     for (int64_t j = 0; j < columns; ++j) column[j] = T(decay * double(column[j]) + (1 - decay) * sum[j] / all_rows);
     const double mean = sum[columns] / all_rows;
     double squares = 0;
@@ -95,6 +98,7 @@ Launch bind_apply(const Binding& b) {
     T *parameter = b.out<T>(0), *m = b.has_input(4) ? b.out<T>(1) : nullptr;
     const T *gradient = b.in<T>(1), *row = b.in<T>(2), *column = b.in<T>(3);
     const double* sum = b.in<double>(5);
+    if (std::isnan(s.gradient_scale)) return;
     const int64_t rows = b.rows(1), columns = b.columns(1);
     const double all_rows = double(b.input(1).full_shape()[0]), count = all_rows * double(columns);
     const double rate = step_size(s, std::sqrt(sum[columns + 1] / count));

@@ -1,7 +1,11 @@
 // The AdamW optimizer as a plugin: its options, its op kind and the op for each parameter.
 // The mathematics is in adamw_kernel.h.
+#include <cmath>
+
 #include "plugins/adamw/adamw_kernel.h"
+#include "strata/convert.h"
 #include "strata/plugin.h"
+#include "strata/random.h"
 
 namespace {
 
@@ -12,21 +16,30 @@ using strata::OpView;
 using strata::TensorId;
 using strata::TensorSpec;
 
-// Inputs: parameter, gradient, m, v (…, one shape and type), step, learning_rate_factor, [gradient scale] (f64 {1}).
+// Inputs: parameter, gradient, m, v (…, one shape), step, learning_rate_factor, [gradient scale], [seed] (f64 {1}).
+// Beside an f32 parameter the gradient may have 16 bits, and m and v may be bf16, which is rounded to stochastically.
 // Outputs: parameter, m, v, in place.
 std::vector<TensorSpec> shape(const OpView& view) {
   const auto scalar = [&](int i) {
     return view.input(i).dtype == DType::f64 && view.input(i).shape == strata::Shape{1};
   };
-  bool right = view.inputs() == 6 || view.inputs() == 7;
+  bool right = view.inputs() >= 6 && view.inputs() <= 8;
   for (int i = 0; right && i < 6; ++i) right = view.has_input(i);
-  for (int i = 1; right && i < 4; ++i)
-    right = view.input(i).shape == view.input(0).shape && view.input(i).dtype == view.input(0).dtype;
-  right = right && (view.input(0).dtype == DType::f32 || view.input(0).dtype == DType::f64) && scalar(4) && scalar(5) &&
-          (!view.has_input(6) || scalar(6));
-  require(right, view, "parameter, gradient, m and v of one shape, then the f64 (1) scalars step, factor and scale");
-  const TensorSpec spec{view.input(0).shape, view.input(0).dtype};
-  return {spec, spec, spec};
+  for (int i = 1; right && i < 4; ++i) {
+    const DType type = view.input(i).dtype, own = view.input(0).dtype;
+    right = view.input(i).shape == view.input(0).shape &&
+            (type == own ||
+             (own == DType::f32 && (i == 1 ? strata::is_half(type) : type == DType::bf16 && view.has_input(7))));
+  }
+  right = right && view.input(2).dtype == view.input(3).dtype &&
+          (view.input(0).dtype == DType::f32 || view.input(0).dtype == DType::f64) && scalar(4) && scalar(5) &&
+          (!view.has_input(6) || scalar(6)) && (!view.has_input(7) || scalar(7));
+  require(
+      right, view,
+      "parameter, gradient, m and v of one shape, then the f64 (1) scalars step, factor, scale and, with moments in "
+      "bf16, seed");
+  const auto like = [&](int i) { return TensorSpec{view.input(i).shape, view.input(i).dtype}; };
+  return {like(0), like(2), like(3)};
 }
 
 strata::adamw::Settings settings(const Binding& b) {
@@ -41,16 +54,33 @@ strata::adamw::Settings settings(const Binding& b) {
 
 strata::Launch bind_cpu(const Binding& b) {
   require(b.input(0).dtype == DType::f32, b, "f32 tensors on the cpu backend");
-  return [b] {
-    const auto factors = strata::adamw::factors<float>(settings(b), *b.in<double>(4));
-    strata::adamw::update(b.threads(), b.out<float>(0), b.in<float>(1), b.out<float>(1), b.out<float>(2),
-                          strata::elements(b.input(0).shape), factors);
+  const int64_t count = strata::elements(b.input(0).shape);
+  const DType gradient = b.input(1).dtype, moment = b.input(2).dtype;
+  strata::adamw::Rounding rounding;
+  for (const strata::Split& split : b.input(0).layout) rounding.first = split.first * (count / b.input(0).shape[0]);
+  const uint64_t streams[] = {strata::stream_of(b.input(2).name), strata::stream_of(b.input(3).name)};
+  return [=]() mutable {
+    const strata::adamw::Settings s = settings(b);
+    if (std::isnan(s.gradient_scale)) return;
+    const double step = *b.in<double>(4);
+    const auto factors = strata::adamw::factors<float>(s, step);
+    if (gradient == DType::f32 && moment == DType::f32)
+      return strata::adamw::update(b.threads(), b.out<float>(0), b.in<float>(1), b.out<float>(1), b.out<float>(2),
+                                   count, factors);
+    const uint64_t of_step = uint64_t(step) * 0x9E3779B97F4A7C15;
+    if (moment != DType::f32)
+      rounding = {uint64_t(*b.in<double>(7)), streams[0] ^ of_step, streams[1] ^ of_step, rounding.first};
+    strata::adamw::update(b.threads(), b.out<float>(0), b.in<void>(1), gradient, b.out<void>(1), b.out<void>(2), moment,
+                          count, factors, rounding);
   };
 }
 
 template <class T>
 strata::Launch bind_reference(const Binding& b) {
+  strata::require(!strata::is_half(b.input(1).dtype) && !strata::is_half(b.input(2).dtype), b,
+                  "f32 or f64 tensors on the reference backend");
   return [b] {
+    if (std::isnan(settings(b).gradient_scale)) return;
     strata::adamw::reference_update(b.out<T>(0), b.in<T>(1), b.out<T>(1), b.out<T>(2),
                                     strata::elements(b.input(0).shape), settings(b), *b.in<double>(4));
   };
@@ -63,12 +93,14 @@ void register_once() {
   done = true;
   strata::OpKind kind;
   kind.name = "adamw";
-  kind.summary = "parameter, gradient, m, v, step, factor, [scale] -> parameter, m, v";
+  kind.summary = "parameter, gradient, m, v, step, factor, [scale], [seed] -> parameter, m, v";
   kind.shape = shape;
   // About 12 operations an element; every tensor is read once and all but the gradient written.
   kind.cost = [](const OpView& view) {
     const double count = double(strata::elements(view.input(0).shape));
-    return strata::Cost{.flops = 12 * count, .bytes = 7 * double(view.input(0).bytes())};
+    return strata::Cost{.flops = 12 * count,
+                        .bytes = 2 * double(view.input(0).bytes() + view.input(2).bytes() + view.input(3).bytes()) +
+                                 double(view.input(1).bytes())};
   };
   kind.kernels["cpu"] = {bind_cpu, {}};
   kind.kernels["reference"] = {[](const Binding& b) {
@@ -99,10 +131,12 @@ class AdamW final : public strata::Plugin {
     const TensorId step = build.scalar(strata::kStepScalar), factor = build.scalar(strata::kLearningRateFactor);
     for (const strata::Gradient& gradient : stage.gradients()) {
       const strata::Tensor parameter = build[gradient.parameter];  // a copy: adding states moves the list
-      const TensorId m = stage.state(gradient, "adamw.m", parameter.shape);
-      const TensorId v = stage.state(gradient, "adamw.v", parameter.shape);
+      const DType type = stage.rounded_state();
+      const TensorId m = stage.state(gradient, "adamw.m", parameter.shape, type);
+      const TensorId v = stage.state(gradient, "adamw.v", parameter.shape, type);
       std::vector<TensorId> inputs{gradient.parameter, gradient.tensor, m, v, step, factor};
-      if (gradient.scale) inputs.push_back(gradient.scale);
+      if (gradient.scale || type != DType::f32) inputs.push_back(gradient.scale);
+      if (type != DType::f32) inputs.push_back(build.scalar(strata::kSeedScalar));
       build.emit_all("adamw", inputs,
                      {{"beta1", settings_.beta1},
                       {"beta2", settings_.beta2},

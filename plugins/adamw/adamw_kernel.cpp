@@ -2,6 +2,9 @@
 // written were just read, so ordinary stores cost no extra fetch and non-temporal ones gain nothing.
 #include "plugins/adamw/adamw_kernel.h"
 
+#include <algorithm>
+
+#include "strata/convert.h"
 #include "strata/simd.h"
 
 namespace strata::adamw {
@@ -28,6 +31,29 @@ void update(Threads& threads, float* parameter, const float* gradient, float* m,
   constexpr int64_t kGrain = 4096;  // elements: below this another thread costs more than it saves
   threads.split(count, kGrain, [&](int64_t begin, int64_t end) {
     update_range(parameter + begin, gradient + begin, m + begin, v + begin, end - begin, factors);
+  });
+}
+
+void update(Threads& threads, float* parameter, const void* gradient, DType gradient_type, void* m, void* v,
+            DType moment_type, int64_t count, const Factors<float>& factors, const Rounding& rounding) {
+  constexpr int64_t kChunk = 1024;  // of each, as f32 in the first cache
+  threads.split(count, 4 * kChunk, [&](int64_t begin, int64_t end) {
+    float g[kChunk], first[kChunk], second[kChunk];
+    for (int64_t i = begin; i < end; i += kChunk) {
+      const int64_t some = std::min(kChunk, end - i);
+      to_f32(gradient_type, at(gradient, gradient_type, i), g, some);
+      if (moment_type == DType::f32) {
+        update_range(parameter + i, g, static_cast<float*>(m) + i, static_cast<float*>(v) + i, some, factors);
+        continue;
+      }
+      to_f32(moment_type, at(m, moment_type, i), first, some);
+      to_f32(moment_type, at(v, moment_type, i), second, some);
+      update_range(parameter + i, g, first, second, some, factors);
+      to_bf16_stochastically(first, static_cast<uint16_t*>(m) + i, some, rounding.seed, rounding.m_stream,
+                             rounding.first + i);
+      to_bf16_stochastically(second, static_cast<uint16_t*>(v) + i, some, rounding.seed, rounding.v_stream,
+                             rounding.first + i);
+    }
   });
 }
 

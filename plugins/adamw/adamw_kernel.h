@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "strata/tensor.h"
 #include "strata/threads.h"
 
 namespace strata::adamw {
@@ -40,6 +41,16 @@ Factors<T> factors(const Settings& s, double step) {
 // parameter, gradient, m (first moment), v (second moment): `count` elements each; all but the gradient are updated.
 void update(Threads& threads, float* parameter, const float* gradient, float* m, float* v, int64_t count,
             const Factors<float>& factors);
+
+// How moments are rounded to bf16: stochastically, keyed by the run's seed, a stream for each tensor and step, and the
+// global index of the elements.
+struct Rounding {
+  uint64_t seed = 0, m_stream = 0, v_stream = 0;
+  int64_t first = 0;
+};
+// The same with a gradient and moments that may be of 16 bits, each of one type.
+void update(Threads& threads, float* parameter, const void* gradient, DType gradient_type, void* m, void* v,
+            DType moment_type, int64_t count, const Factors<float>& factors, const Rounding& rounding);
 
 // The same, plainly, term by term as torch.optim.AdamW writes it.
 template <class T>

@@ -1,4 +1,6 @@
 // AdamW with 8-bit moments as a plugin. The mathematics is in adamw8bit_kernel.h.
+#include <cmath>
+
 #include "plugins/adamw8bit/adamw8bit_kernel.h"
 #include "strata/plugin.h"
 
@@ -43,6 +45,7 @@ strata::Launch bind(const Binding& b) {
                                                .learning_rate = a.real("learning_rate") * *b.in<double>(7),
                                                .weight_decay = a.real("weight_decay"),
                                                .gradient_scale = b.has_input(8) ? *b.in<double>(8) : 1.0};
+    if (std::isnan(settings.gradient_scale)) return;
     strata::adamw8bit::update(b.threads(), b.out<float>(0), b.in<float>(1), b.out<uint8_t>(1), b.out<float>(2),
                               b.out<uint8_t>(3), b.out<float>(4), rows_of(b.input(0).shape),
                               strata::elements(b.input(0).shape) / rows_of(b.input(0).shape), settings,
@@ -85,7 +88,8 @@ class AdamW8Bit final : public strata::Plugin {
   void update(strata::UpdateStage& stage) override {
     strata::Builder& build = stage.build();
     const TensorId step = build.scalar(strata::kStepScalar), factor = build.scalar(strata::kLearningRateFactor);
-    for (const strata::Gradient& gradient : stage.gradients()) {
+    for (const strata::Gradient& stored : stage.gradients()) {
+      const strata::Gradient gradient = stage.in_f32(stored);
       const Shape shape = build[gradient.parameter].shape;  // a copy: adding states moves the list
       const Shape scales = scales_of(shape);
       std::vector<TensorId> states;

@@ -9,12 +9,14 @@
 
 namespace {
 
-// norm = √Σ, factor = min(1, max_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_.
+// norm = scale·√Σ, factor = min(1, max_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_. In a step that
+// overflowed (the scale is NaN) the norm is told as 0, and the factor does not matter.
 strata::Kernel factor_kernel() {
   return {[](const strata::Binding& b) -> strata::Launch {
             const double limit = b.attributes().real("max_norm");
             return [b, limit] {
-              const double norm = std::sqrt(strata::value_of_sum(b.in<double>(0)));
+              const double scale = b.has_input(1) ? *b.in<double>(1) : 1;
+              const double norm = std::isnan(scale) ? 0 : scale * std::sqrt(strata::value_of_sum(b.in<double>(0)));
               *b.out<double>(0) = std::min(1.0, limit / (norm + 1e-6));
               *b.out<double>(1) = norm;
             };
@@ -27,10 +29,11 @@ class Clip final : public strata::Plugin {
   Clip() {
     static const bool once = [] {
       strata::register_kind({.name = "clip_factor",
-                             .summary = "exact sum of squares -> factor f64 (1), norm f64 (1)",
+                             .summary = "exact sum of squares, [scale f64 (1)] -> factor f64 (1), norm f64 (1)",
                              .shape = [](const strata::OpView& v) -> std::vector<strata::TensorSpec> {
-                               strata::require(v.inputs() == 1 && v.input(0).shape == strata::Shape{strata::kExactSum},
-                                               v, "an exact sum");
+                               strata::require((v.inputs() == 1 || v.inputs() == 2) &&
+                                                   v.input(0).shape == strata::Shape{strata::kExactSum},
+                                               v, "an exact sum and at most a scalar");
                                return {{{1}, strata::DType::f64}, {{1}, strata::DType::f64}};
                              },
                              .kernels = {{"cpu", factor_kernel()}, {"reference", factor_kernel()}}});
@@ -41,13 +44,21 @@ class Clip final : public strata::Plugin {
 
   void options(strata::Options& o) override { o.add("max_norm", max_norm_, "largest global norm").positive(); }
 
+  strata::Capabilities capabilities() const override { return {.after = {"summed_gradients", "unscaled_gradients"}}; }
+
   void gradients(strata::GradientStage& stage) override {
     auto& build = stage.build();
+    // One scale that is pending on all of them is a factor of their norm.
+    strata::TensorId scale;
+    if (!stage.gradients().empty()) scale = stage.gradients().front().scale;
+    const bool shared = std::all_of(stage.gradients().begin(), stage.gradients().end(),
+                                    [&](const strata::Gradient& gradient) { return gradient.scale == scale; });
+    if (!shared) scale = {};
     build.role = strata::Role::workspace;
     // By what the gradients are split over: each rank has the sum of its parts.
     std::map<std::string, std::pair<strata::Layout, std::vector<strata::TensorId>>> squares;
     for (auto& gradient : stage.gradients()) {
-      stage.materialize(gradient);
+      if (!shared) stage.materialize(gradient);
       build.role = strata::Role::workspace;
       const strata::Layout layout = build[gradient.tensor].layout;
       std::string axes;
@@ -59,8 +70,9 @@ class Clip final : public strata::Plugin {
     std::vector<strata::TensorId> sums;
     for (const auto& [axes, parts] : squares)
       sums.push_back(stage.sum_over(build.emit("add_sums", parts.second), parts.first));
-    const auto out = build.emit_all("clip_factor", {sums.size() == 1 ? sums[0] : build.emit("add_sums", sums)},
-                                    {{"max_norm", max_norm_}}, {}, "clip");
+    std::vector<strata::TensorId> inputs{sums.size() == 1 ? sums[0] : build.emit("add_sums", sums)};
+    if (scale) inputs.push_back(scale);
+    const auto out = build.emit_all("clip_factor", inputs, {{"max_norm", max_norm_}}, {}, "clip");
     norm_ = build[out[1]].name;
     build.program()[out[1]].step_output = true;
     for (auto& gradient : stage.gradients()) stage.scale(gradient, out[0]);

@@ -4,6 +4,7 @@
 
 #include "plugins/gist/codec_kernels.h"
 #include "plugins/gist/codecs.h"
+#include "strata/convert.h"
 #include "strata/plugin.h"
 
 namespace {
@@ -54,8 +55,8 @@ class Gist final : public strata::Plugin {
         for (const Op& op : form.restore) reads(op);
     for (TensorId id : made) {
       const Tensor& tensor = program[id];
-      if (readers[id.value].empty() || tensor.dtype != DType::f32 || tensor.persistent || tensor.step_output ||
-          tensor.bytes() < minimum_.count)
+      if (readers[id.value].empty() || (tensor.dtype != DType::f32 && !strata::is_half(tensor.dtype)) ||
+          tensor.persistent || tensor.step_output || tensor.bytes() < minimum_.count)
         continue;
       const Op& producer = producers[id.value];
       const bool rectified = producer.kind->name == "relu" || producer.kind->name == "squared_relu";
@@ -67,7 +68,7 @@ class Gist final : public strata::Plugin {
         else
           add(program, id, producer, "sparse", {{"capacity", capacity_}});
       } else if (lossy_ == "bf16") {
-        add(program, id, producer, "bf16", {});
+        if (tensor.dtype == DType::f32) add(program, id, producer, "bf16", {});
       } else if (lossy_ != "none") {
         const std::string format = lossy_.substr(lossy_.find('_') + 1);
         add(program, id, producer, "8bit", {{"format", format}});
@@ -95,6 +96,7 @@ class Gist final : public strata::Plugin {
     decode.inputs = encode.outputs;
     decode.outputs = {id};
     decode.attributes = strata::gist::shape_attributes(program[id].shape);
+    if (program[id].dtype != DType::f32) decode.attributes.set("dtype", int64_t(program[id].dtype));
     for (const auto& [name, value] : attributes.all()) decode.attributes.set(name, value);
     program.forms[id.value].push_back({.name = codec, .rest = {encode}, .restore = {decode}});
   }

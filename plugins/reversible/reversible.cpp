@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "strata/convert.h"
 #include "strata/plugin.h"
 
 namespace {
@@ -17,24 +18,24 @@ using strata::Program;
 using strata::Stage;
 using strata::TensorId;
 
-template <class T>
 strata::Launch bind_subtract(const Binding& b) {
-  return [b] {
-    const T *x = b.in<T>(0), *y = b.in<T>(1);
-    T* z = b.out<T>(0);
-    b.threads().split(strata::elements(b.input(0).shape), 4096, [=](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) z[i] = x[i] - y[i];
+  const int64_t count = strata::elements(b.input(0).shape);
+  if (b.input(0).dtype == strata::DType::f64)
+    return [b, count] {
+      for (int64_t i = 0; i < count; ++i) b.out<double>(0)[i] = b.in<double>(0)[i] - b.in<double>(1)[i];
+    };
+  return [b, count] {
+    b.threads().split(count, 4096, [&](int64_t begin, int64_t end) {
+      strata::over_f32<2, 1>(b, begin, end, [](const auto& in, const auto& out, int64_t n, int64_t) {
+        for (int64_t i = 0; i < n; ++i) out[0][i] = in[0][i] - in[1][i];
+      });
     });
   };
 }
 
 void register_once() {
   static const bool once = [] {
-    const strata::Kernel kernel{[](const Binding& b) {
-                                  return b.input(0).dtype == strata::DType::f64 ? bind_subtract<double>(b)
-                                                                                : bind_subtract<float>(b);
-                                },
-                                {}};
+    const strata::Kernel kernel{bind_subtract, {}};
     strata::register_kind({.name = "subtract",
                            .summary = "x (…) - y (…): one half of a reversible block, inverted",
                            .shape = [](const OpView& v) -> std::vector<strata::TensorSpec> {
@@ -45,6 +46,7 @@ void register_once() {
                              return {{v.input(0).shape, v.input(0).dtype}};
                            },
                            .in_place = {{0, 0}, {0, 1}},
+                           .half = true,
                            .kernels = {{"cpu", kernel}, {"reference", kernel}}});
     return true;
   }();

@@ -1,4 +1,6 @@
 // SM3 as a plugin: one number a row and one a column instead of one an element. The mathematics is in sm3_kernel.h.
+#include <cmath>
+
 #include "plugins/sm3/sm3_kernel.h"
 #include "strata/plugin.h"
 
@@ -49,6 +51,7 @@ T* state(const Binding& b, int input) {
 strata::Launch bind_cpu(const Binding& b) {
   strata::require(b.input(0).dtype == DType::f32, b, "f32 tensors on the cpu backend");
   return [b] {
+    if (std::isnan(settings(b).gradient_scale)) return;
     float *p = b.out<float>(0), *row = state<float>(b, 2), *column = state<float>(b, 3), *m = state<float>(b, 4);
     if (column)
       strata::sm3::update_matrix(b.threads(), p, b.in<float>(1), row, column, m, rows_of(b), columns_of(b), settings(b),
@@ -61,6 +64,7 @@ strata::Launch bind_cpu(const Binding& b) {
 template <class T>
 strata::Launch bind_reference(const Binding& b) {
   return [b] {
+    if (std::isnan(settings(b).gradient_scale)) return;
     strata::sm3::reference_update(b.out<T>(0), b.in<T>(1), state<T>(b, 2), state<T>(b, 3), state<T>(b, 4), rows_of(b),
                                   columns_of(b), settings(b), b.workspace<T>());
   };
@@ -107,7 +111,8 @@ class Sm3 final : public strata::Plugin {
   void update(strata::UpdateStage& stage) override {
     strata::Builder& build = stage.build();
     const TensorId factor = build.scalar(strata::kLearningRateFactor);
-    for (const strata::Gradient& gradient : stage.gradients()) {
+    for (const strata::Gradient& stored : stage.gradients()) {
+      const strata::Gradient gradient = stage.in_f32(stored);
       const Shape shape = build[gradient.parameter].shape;  // a copy: adding states moves the list
       const bool matrix = shape.size() >= 2;
       const int64_t columns = matrix ? shape.back() : 1;

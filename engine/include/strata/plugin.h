@@ -20,6 +20,7 @@ struct Capabilities {
   std::vector<std::string> provides{};
   std::vector<std::string> requires_{};
   std::vector<std::string> conflicts{};
+  std::vector<std::string> after{};  // as `requires_`, but only where something enabled provides it
   bool early = false;  // before those that do not say so: what completes gradients, so that others see them whole
 };
 

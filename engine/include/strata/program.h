@@ -97,7 +97,8 @@ struct Program {
   TensorId add(Tensor tensor);  // names are made unique
   // A part of `whole`: `shape` from `offset` bytes on.
   TensorId add_part(TensorId whole, std::string name, Shape shape, int64_t offset);
-  TensorId find(std::string_view name) const;  // invalid when there is none
+  TensorId find(std::string_view name) const;         // invalid when there is none
+  void rename(TensorId id, const std::string& name);  // to a name that no tensor has
   // The tensor whose memory this one lies in: itself, unless it is a part.
   TensorId whole(TensorId id) const {
     return id && tensors[size_t(id.value)].part_of ? tensors[size_t(id.value)].part_of : id;

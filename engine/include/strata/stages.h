@@ -57,6 +57,7 @@ class ModelStage {
 
 // A parameter's gradient, complete over all microbatches. `scale` is a pending factor (f64 {1}) that update kernels
 // multiply in as they read, so that scaling costs no pass over memory; invalid means 1.
+// A scale that is NaN says that the step overflowed: update kernels then change nothing (loss scaling skips a step).
 struct Gradient {
   TensorId parameter;
   TensorId tensor;
@@ -77,6 +78,8 @@ struct ProgramStage {
   Goal goal = Goal::train;
   Mesh mesh{};                                 // as rank 0 sees it: every rank plans the same
   std::vector<Gradient>* gradients = nullptr;  // backward: of one microbatch; a plugin may reduce them there
+  TensorId loss_gradient{};                    // forward: the f64 {1} gradient of each loss; invalid means 1
+  DType gradient_dtype = DType::f32;           // forward: of parameters' gradients; in a 16-bit type they are summed so
 };
 
 // stage `schedule`: in which order the passes of microbatches run; the engine unrolls.
@@ -100,7 +103,7 @@ class GradientStage {
   // Emits a kind whose first input is the gradient and whose first output becomes the gradient from then on.
   void append(std::string_view kind, std::initializer_list<std::reference_wrapper<Gradient>> gradients,
               Attributes attributes = {});
-  // Multiplies a gradient by a scalar tensor, lazily.
+  // Multiplies a gradient by a scalar tensor, lazily; on top of a scale that is pending.
   void scale(Gradient& gradient, TensorId factor);
   // Multiplies the pending scale in, for ops that need the final values.
   void materialize(Gradient& gradient);
@@ -125,6 +128,12 @@ class UpdateStage {
   // as the parameter's where they are of one size, unless `whole`.
   TensorId state(const Gradient& gradient, std::string_view name, const Shape& shape, DType dtype = DType::f32,
                  bool whole = false);
+  // The gradient as f32, for kernels that take nothing else: converted just before its update.
+  Gradient in_f32(const Gradient& gradient);
+  // The type for states of a number an element that can be rounded stochastically: f32 unless a plugin asks for bf16.
+  DType rounded_state() { return rounded_asked_ = true, rounded_state_; }
+  void ask_for_rounded_states() { rounded_state_ = DType::bf16; }
+  bool keeps_rounded_states() const { return rounded_asked_; }
   // Combines over the ranks that hold other parts of the gradient's parameter, states in place; nothing where it is not
   // split.
   TensorId sum_over_parts(const Gradient& gradient, TensorId partial) { return over_parts(gradient, partial, "sum"); }
@@ -132,6 +141,8 @@ class UpdateStage {
 
  private:
   TensorId over_parts(const Gradient& gradient, TensorId partial, const std::string& reduction);
+  DType rounded_state_ = DType::f32;
+  bool rounded_asked_ = false;
   Builder& build_;
   const std::vector<Gradient>& gradients_;
   const Mesh& mesh_;

@@ -38,8 +38,8 @@ struct TensorId {
 // How a persistent tensor gets its first values. Normal values come from Philox keyed by the run's seed, the
 // tensor's name and the global element index, so they do not depend on layout, order or thread count.
 struct Initializer {
-  enum class Kind : uint8_t { zeros, ones, normal } kind = Kind::zeros;
-  double standard_deviation = 0;
+  enum class Kind : uint8_t { zeros, ones, normal, constant } kind = Kind::zeros;
+  double value = 0;  // the standard deviation, or the constant
 };
 
 // A dimension that is split over a mesh axis: of its `full` size each rank holds the share that comm's share_of gives
@@ -70,6 +70,9 @@ struct Tensor {
   // Readable on the host after the step: stays allocated to the step's end.
   bool step_output = false;
   Initializer initializer{};
+  // A working copy: the name of the persistent f32 tensor (the master) of which this one is the value in fewer bits.
+  // First values and those of a checkpoint come from the master's; checkpoints hold the master alone.
+  std::string rounded_from{};
   Layout layout{};
   // A part of another tensor's memory, this many bytes after its start: an op that writes a part updates the whole in
   // place. Parts of parts are not used.
