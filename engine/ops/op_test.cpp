@@ -7,10 +7,12 @@
 #include <random>
 
 #include "engine/planning/memory_plan.h"
+#include "engine/ops/gemm.h"
 #include "engine/program/autodiff.h"
 #include "engine/runtime/executor.h"
 #include "strata/exact_sum.h"
 #include "strata/builder.h"
+#include "strata/convert.h"
 
 namespace strata {
 namespace {
@@ -79,6 +81,12 @@ Values run(const Built& b, const std::string& backend, const Values& inputs, con
         case DType::f64:
           static_cast<double*>(executor.pointer(id))[i] = values[i];
           break;
+        case DType::bf16:
+        case DType::f16: {
+          const float value = float(values[i]);
+          from_f32(b.program[id].dtype, &value, at(executor.pointer(id), b.program[id].dtype, int64_t(i)), 1);
+          break;
+        }
         default:
           static_cast<int32_t*>(executor.pointer(id))[i] = int32_t(values[i]);
       }
@@ -89,9 +97,12 @@ Values run(const Built& b, const std::string& backend, const Values& inputs, con
   Values results;
   const auto take = [&](TensorId id) {
     std::vector<double> values(size_t(elements(b.program[id].shape)));
-    for (size_t i = 0; i < values.size(); ++i)
-      values[i] = b.program[id].dtype == DType::f32 ? double(static_cast<float*>(executor.pointer(id))[i])
-                                                    : static_cast<double*>(executor.pointer(id))[i];
+    for (size_t i = 0; i < values.size(); ++i) {
+      float value = 0;
+      if (b.program[id].dtype != DType::f64)
+        to_f32(b.program[id].dtype, at(executor.pointer(id), b.program[id].dtype, int64_t(i)), &value, 1);
+      values[i] = b.program[id].dtype == DType::f64 ? static_cast<double*>(executor.pointer(id))[i] : double(value);
+    }
     results.push_back(std::move(values));
   };
   take(b.outputs[0]);
@@ -167,6 +178,97 @@ void check(const Case& c, uint32_t seed) {
     for (size_t i = 0; i < want[r].size(); ++i)
       ASSERT_NEAR(got[r][i], want[r][i], 2e-5 * scale) << "result " << r << " element " << i;
   }
+
+  // The same on numbers of 16 bits: results are rounded once, what the backward pass keeps of the forward pass too.
+  for (const DType half : {DType::bf16, DType::f16}) {
+    Values rounded = inputs;
+    std::vector<double> rounded_cotangent = cotangent;
+    const auto round = [&](std::vector<double>& values) {
+      for (double& value : values) {
+        float wide = float(value);
+        uint16_t bits;
+        from_f32(half, &wide, &bits, 1);
+        to_f32(half, &bits, &wide, 1);
+        value = double(wide);
+      }
+    };
+    for (int f : floats) round(rounded[size_t(f)]);
+    round(rounded_cotangent);
+    const Values wide = run(reference, "reference", rounded, rounded_cotangent, threads),
+                 narrow = run(build(c, half), "cpu", rounded, rounded_cotangent, threads);
+    const double unit = half == DType::bf16 ? 0x1p-8 : 0x1p-11;
+    for (size_t r = 0; r < wide.size(); ++r) {
+      double scale = 1;
+      for (double value : wide[r]) scale = std::max(scale, std::abs(value));
+      for (size_t i = 0; i < wide[r].size(); ++i)
+        ASSERT_NEAR(narrow[r][i], wide[r][i], 8 * unit * scale)
+            << name_of(half) << ", result " << r << " element " << i;
+    }
+  }
+}
+
+// oneDNN's products of bf16 and those of panels in f32, in every form, against sums in double.
+TEST(Ops, HalfProducts) {
+  Threads threads(2);
+  std::mt19937 random(3);
+  std::normal_distribution<float> normal;
+  const auto matrix = [&](DType type, int64_t count) {
+    std::vector<float> values(static_cast<size_t>(count));
+    for (float& value : values) value = normal(random);
+    std::vector<std::byte> bytes(size_t(count * size_of(type)));
+    from_f32(type, values.data(), bytes.data(), count);
+    return bytes;
+  };
+  const auto value = [](DType type, const std::vector<std::byte>& bytes, int64_t i) {
+    float result;
+    to_f32(type, at(bytes.data(), type, i), &result, 1);
+    return double(result);
+  };
+  std::vector<std::byte> workspace(size_t(2 * (3 * 512 + 1) * 512 * 4));
+  for (const auto [m, n, k] : {std::array<int64_t, 3>{3, 5, 7}, {33, 530, 17}, {530, 20, 600}})
+    for (const Transpose a : {Transpose::no, Transpose::yes})
+      for (const Transpose b : {Transpose::no, Transpose::yes})
+        for (int code = 0; code < 8; ++code) {
+          const DType type = code & 4 ? DType::f16 : DType::bf16, result = code & 1 ? type : DType::f32;
+          const HalfShape shape{a,
+                                b,
+                                m,
+                                n,
+                                k,
+                                a == Transpose::yes ? m + 2 : k + 2,
+                                b == Transpose::yes ? k : n,
+                                n + 3,
+                                type,
+                                result,
+                                code % 4 == 3,
+                                bool(code & 2)};
+          const auto A = matrix(type, (std::max(m, k) + 2) * (std::max(m, k) + 2)), B = matrix(type, n * k),
+                     bias = matrix(type, n), C = matrix(result, m * (n + 3));
+          for (const auto how : {HalfGemm::How::panels, HalfGemm::How::native}) {
+            if (how == HalfGemm::How::native && type == DType::f16) continue;
+            auto got = C;
+            HalfGemm(threads, shape, how).run(A.data(), B.data(), bias.data(), got.data(), workspace.data());
+            for (int probe = 0; probe < 200; ++probe) {
+              const int64_t i = random() % m, j = random() % n;
+              double sum = 0, size = 1;
+              for (int64_t l = 0; l < k; ++l) {
+                const double term = value(type, A, a == Transpose::yes ? l * (m + 2) + i : i * (k + 2) + l) *
+                                    value(type, B, b == Transpose::yes ? j * k + l : l * n + j);
+                sum += term;
+                size += std::abs(term);
+              }
+              if (shape.bias) sum += value(type, bias, j);
+              if (shape.accumulate) sum += value(result, C, i * (n + 3) + j);
+              const double unit = result == DType::f32 ? 1e-6 : result == DType::bf16 ? 0x1p-8 : 0x1p-11;
+              ASSERT_NEAR(value(result, got, i * (n + 3) + j), sum, unit * (1 + std::abs(sum)) + 1e-6 * size)
+                  << m << " " << n << " " << k << " form " << int(a) << int(b) << " code " << code << " how "
+                  << int(how);
+            }
+            for (int64_t i = 0; i < m; ++i)  // nothing beside the matrix
+              for (int64_t j = n; j < n + 3; ++j)
+                ASSERT_EQ(value(result, got, i * (n + 3) + j), value(result, C, i * (n + 3) + j));
+          }
+        }
 }
 
 std::vector<Case> cases(std::mt19937& random) {

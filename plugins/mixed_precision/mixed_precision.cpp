@@ -27,7 +27,7 @@ class MixedPrecision final : public strata::Plugin {
         .choices({"f32", "bf16"});
     o.add("states", states_, "type of the optimizer's moments; bf16 is rounded to stochastically (arXiv 1502.02551)")
         .choices({"f32", "bf16"});
-    o.add("loss_scale", loss_scale_, "first factor of the loss; only with fp16").positive();
+    o.add("loss_scale", loss_scale_, "first factor of the loss, only with fp16; 0: 65536").non_negative();
     o.add("loss_scale_window", window_, "steps without overflow after which the factor doubles; 0: it is fixed")
         .non_negative()
         .unit("steps");
@@ -41,10 +41,19 @@ class MixedPrecision final : public strata::Plugin {
 
   void forward(strata::ProgramStage& stage) override {
     half_ = dtype_ == "bf16" ? DType::bf16 : DType::f16;
-    if (half_ == DType::f16 && loss_scale_ <= 1)
+    const double scale = loss_scale_ == 0 ? 65536 : loss_scale_;
+    if (half_ == DType::f16 && scale <= 1)
       throw Error(
           "dtype = \"fp16\" needs loss scaling, or small gradients become zero; leave out loss_scale, or set it "
           "above 1.");
+    if (half_ != DType::f16 && (loss_scale_ != 0 || window_ != 2000))
+      throw Error(
+          "loss_scale and loss_scale_window work only with dtype = \"fp16\"; bf16 has the range of f32 and needs "
+          "no scaling.");
+    if (gradients_ == "bf16" && stage.batch.reproducible && stage.batch.ranks > 1)
+      throw Error(
+          "gradients = \"bf16\" are rounded after each sum, which depends on the number of ranks, but "
+          "run.reproducible is set; sum gradients in f32, or unset it.");
     Program& program = stage.program;
     for (TensorId id : program.with_role(Role::parameter)) {
       const std::string name = program[id].name;
@@ -57,7 +66,7 @@ class MixedPrecision final : public strata::Plugin {
     narrow(program);
     if (gradients_ == "bf16") stage.gradient_dtype = DType::bf16;
     if (half_ == DType::f16 && stage.goal == strata::Goal::train)
-      stage.loss_gradient = persistent(program, "loss_scale", loss_scale_);
+      stage.loss_gradient = persistent(program, "loss_scale", scale);
   }
 
   // From here on the parameter that is updated is the master: as much of it as this rank updates.
@@ -155,7 +164,7 @@ class MixedPrecision final : public strata::Plugin {
   }
 
   std::string dtype_ = "bf16", gradients_ = "f32", states_ = "f32";
-  double loss_scale_ = 65536;
+  double loss_scale_ = 0;
   int64_t window_ = 2000;
   DType half_ = DType::bf16;
   std::map<int32_t, TensorId> working_;  // by master
