@@ -82,9 +82,18 @@ for directory in alone run four; do
   cmp exported-alone/model.safetensors exported-$directory/model.safetensors || fail "the export of $directory differs"
 done
 nothing_left "good runs"
-# Bytes through libfabric instead.
-expect 0 '' "$strata" train config.toml --set run.directory=fabric --set 'network.provider="tcp"'
-losses alone/log.jsonl | cmp - <(losses fabric/log.jsonl) || fail "ranks over libfabric differ"
+# Bytes through shared memory or libfabric, any stage, with and without bf16.
+for provider in auto tcp; do
+  for stage in 1 2 3; do
+    expect 0 '' "$strata" train config.toml --set run.directory=$provider$stage --set network.provider=\"$provider\" --set plugins.zero.stage=$stage
+    losses alone/log.jsonl | cmp - <(losses $provider$stage/log.jsonl) || fail "stage $stage over $provider differs"
+  done
+done
+cat config.toml - >mixed.toml <<<'[plugins.mixed_precision]'
+expect 0 '' "$strata" train mixed.toml --set mesh.data=1 --set run.directory=mixed1
+expect 0 '' "$strata" train mixed.toml --set mesh.data=4 --set run.directory=mixed4 --set 'network.provider="tcp"'
+losses mixed1/log.jsonl | cmp - <(losses mixed4/log.jsonl) || fail "four ranks differ from one in bf16"
+! losses alone/log.jsonl | cmp -s - <(losses mixed1/log.jsonl) || fail "bf16 changes nothing"
 
 # A checkpoint of two ranks goes on with one and with four.
 expect 0 '' "$strata" train config.toml --set run.directory=half --set run.steps=3

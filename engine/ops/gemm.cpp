@@ -100,8 +100,15 @@ struct HalfGemm::Native {
         sum.append_sum(1.0f);
         attributes.set_post_ops(sum);
       }
+#if DNNL_VERSION_MAJOR >= 3
+      const dnnl::matmul::primitive_desc what =
+          s.bias ? dnnl::matmul::primitive_desc(engine, a, b, bias, c, attributes)
+                 : dnnl::matmul::primitive_desc(engine, a, b, c, attributes);
+      slice->primitive = dnnl::matmul(what);
+#else
       const dnnl::matmul::desc what = s.bias ? dnnl::matmul::desc(a, b, bias, c) : dnnl::matmul::desc(a, b, c);
       slice->primitive = dnnl::matmul(dnnl::matmul::primitive_desc(what, attributes, engine));
+#endif
       slice->a = memory(a, engine, nullptr);
       slice->b = memory(b, engine, nullptr);
       slice->c = memory(c, engine, nullptr);

@@ -3,6 +3,8 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+
 #include "strata/json.h"
 
 namespace strata {
@@ -12,6 +14,24 @@ int64_t parameter_count(const Program& program) {
   int64_t count = 0;
   for (TensorId id : program.with_role(Role::parameter)) count += elements(program[id].full_shape());
   return count;
+}
+
+// What ZeRO's paper calls model states, on the device: parameters and states as they rest, and the most that gradients
+// take while none is being made: between microbatches, and where all of them wait for something (clipping).
+Json::Object model_states(const PlannedProgram& planned) {
+  const Program& program = planned.built.program;
+  int64_t parameters = 0, states = 0, gradients = 0;
+  for (const Tensor& tensor : program.tensors) {
+    if (!tensor.persistent || tensor.part_of || tensor.home != Tier::device) continue;
+    if (tensor.role == Role::parameter) parameters += tensor.bytes();
+    if (tensor.role == Role::optimizer_state) states += tensor.bytes();
+  }
+  const std::vector<Ledger> alive = timeline(program, planned.memory);
+  for (size_t i = 0; i < program.ops.size(); ++i)
+    if (program.ops[i].purpose == Purpose::work &&
+        (program.ops[i].stage == Stage::forward || program.ops[i].stage == Stage::update))
+      gradients = std::max(gradients, alive[i][int(Role::gradient)]);
+  return {{"parameters", parameters}, {"gradients", gradients}, {"optimizer_state", states}};
 }
 
 }  // namespace
@@ -79,6 +99,7 @@ std::string plan_json(const PlannedProgram& planned) {
                    {"ops", int64_t(program.ops.size())},
                    {"model_flops", planned.built.model_flops},
                    {"snapshot_bytes", planned.snapshot_bytes},
+                   {"model_states", model_states(planned)},
                    {"tiers", std::move(tiers)}};
   if (planned.prediction) {
     const Stalls& stalls = planned.prediction->stalls;
