@@ -50,8 +50,9 @@ void declare(Options& options, DataSection& data) {
 }
 
 void declare(Options& options, DeviceSection& device) {
-  options.add("backend", device.backend, "kernels: cpu, or reference (plain loops, for checking)")
-      .choices({"cpu", "reference"});
+  options.add("backend", device.backend, "kernels: cpu, cuda, or reference (plain loops, for checking)")
+      .choices({"cpu", "cuda", "reference"});
+  options.add("index", device.index, "which device, where there are several").range(0, 1023);
   options.add("memory", device.memory, "hard limit of the plan; 0: none").non_negative().unit("bytes");
   options.add("threads", device.threads, "threads of the compute stream; 0: one per processor").range(0, 4096);
 }

@@ -36,6 +36,7 @@ struct DataSection {
 
 struct DeviceSection {
   std::string backend = "cpu";
+  int64_t index = 0;
   Bytes memory;
   int64_t threads = 0;
 };

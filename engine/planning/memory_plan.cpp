@@ -80,7 +80,7 @@ void add_workspaces(const Program& program, const std::string& backend, int thre
   plan.workspace_of.assign(program.ops.size(), -1);
   for (int32_t i = 0; i < int32_t(program.ops.size()); ++i) {
     const Op& op = program.ops[i];
-    const auto kernel = op.kind->kernels.find(backend);
+    const auto kernel = op.kind->kernels.find(backend_of(op, backend));
     if (kernel == op.kind->kernels.end())
       throw Error("op kind \"" + op.kind->name + "\" has no kernel for the backend \"" + backend + "\".");
     const int64_t bytes = kernel->second.workspace ? kernel->second.workspace(OpView(program, op), threads) : 0;

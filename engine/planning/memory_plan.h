@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "strata/device.h"
 #include "strata/op_kind.h"
 
 namespace strata {
@@ -48,6 +49,11 @@ struct MemoryPlan {
   const TierPlan& operator[](Tier tier) const { return tiers[int(tier)]; }
   const TierPlan& device() const { return tiers[int(Tier::device)]; }
 };
+
+// The backend whose kernel runs an op: beside an asynchronous device the host's streams are the cpu backend's.
+inline std::string_view backend_of(const Op& op, std::string_view backend) {
+  return is_asynchronous(backend) && !on_device(op.stream) ? "cpu" : backend;
+}
 
 // `threads` and `backend` decide the kernels' workspaces. Throws Error when a kind lacks a kernel for the backend.
 // `alignment` is in bytes; 0: what the program needs.

@@ -154,7 +154,7 @@ TEST(Schema, WholeConfiguration) {
   const Json* steps = properties->find("run")->find("properties")->find("steps");
   EXPECT_EQ(steps->find("type")->string("type"), "integer");
   const Json* backend = properties->find("device")->find("properties")->find("backend");
-  EXPECT_EQ(backend->find("enum")->array("enum").size(), 2u);
+  EXPECT_EQ(backend->find("enum")->array("enum").size(), 3u);
   EXPECT_EQ(properties->find("data")->find("required")->array("required").front().string("required"), "train");
 }
 

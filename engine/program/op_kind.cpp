@@ -12,6 +12,11 @@ std::map<std::string, OpKind, std::less<>>& registry() {
   static auto& kinds = *new std::map<std::string, OpKind, std::less<>>;
   return kinds;
 }
+// Kernels of kinds that no plugin has registered yet.
+std::map<std::string, std::map<std::string, Kernel, std::less<>>>& early_kernels() {
+  static auto& kernels = *new std::map<std::string, std::map<std::string, Kernel, std::less<>>>;
+  return kernels;
+}
 // Ranks that are threads load plugins, which register kinds, at the same time.
 std::shared_mutex& registry_mutex() {
   static auto& mutex = *new std::shared_mutex;
@@ -30,14 +35,17 @@ OpKind& register_kind(OpKind kind) {
   if (!kind.shape) throw Error("op kind \"" + kind.name + "\" has no shape rule; every kind needs one.");
   std::unique_lock lock(registry_mutex());
   const auto [at, inserted] = registry().emplace(kind.name, kind);
+  if (const auto early = early_kernels().find(kind.name); inserted && early != early_kernels().end())
+    for (auto& [backend, kernel] : early->second) at->second.kernels.insert_or_assign(backend, kernel);
   if (!inserted) throw Error("op kind \"" + kind.name + "\" is registered twice; give the new kind another name.");
   return at->second;
 }
 
 void register_kernel(std::string_view kind, std::string_view backend, Kernel kernel) {
-  find_kind(kind);
   std::unique_lock lock(registry_mutex());
-  registry().find(kind)->second.kernels.insert_or_assign(std::string(backend), std::move(kernel));
+  const auto found = registry().find(kind);
+  auto& kernels = found == registry().end() ? early_kernels()[std::string(kind)] : found->second.kernels;
+  kernels.insert_or_assign(std::string(backend), std::move(kernel));
 }
 
 const OpKind& find_kind(std::string_view name) {

@@ -12,6 +12,7 @@
 #include <thread>
 
 #include "engine/planning/dependencies.h"
+#include "strata/device.h"
 
 namespace strata {
 namespace {
@@ -41,11 +42,17 @@ struct Executor::Step {
   std::vector<Wait> waits;
   std::vector<TensorId> watched;
   Stream stream;
+  int32_t position = 0;  // among the ops of its stream
+  int event = -1;        // of the device, recorded after this op; -1: nobody waits for it
 };
 
 // Progress of each stream in this step, and the threads of the streams beside compute.
 struct Executor::Streams {
   std::array<std::vector<int32_t>, kStreams> ops;
+  int graph = -1;          // the whole step as a graph of the device, once there is one
+  bool has_graph = false;  // the program may become one
+  int start = -1;          // event at the start of a step
+  int64_t steps = 0;       // run so far
   std::array<std::atomic<int32_t>, kStreams> done{};
   std::atomic<int64_t> started{0};
   std::atomic<int> running{0};
@@ -71,11 +78,44 @@ struct Executor::Streams {
   }
 };
 
-Executor::Executor(const Program& program, const MemoryPlan& plan, const Storage& storage, const std::string& backend,
+void Executor::copy_addends(Step& step, const OpView& view, const std::vector<void*>& outputs, Threads& threads,
+                            const std::string& backend) {
+  std::vector<std::tuple<void*, const void*, size_t>> copies;
+  for (int o = 0; o < view.outputs(); ++o)
+    if (view.accumulates(o) && pointers_[view.addend(o).value] != outputs[size_t(o)])
+      copies.push_back({outputs[size_t(o)], pointers_[view.addend(o).value], size_t(view.output(o).bytes())});
+  if (copies.empty()) return;
+  if (device_ && on_device(view.op().stream)) {  // by the device's own kernel of `move`, in the op's queue
+    static const OpKind& kind = find_kind("move");
+    std::vector<Launch> launches;
+    for (int o = 0; o < view.outputs(); ++o)
+      if (const TensorId addend = view.addend(o); addend && pointers_[addend.value] != outputs[size_t(o)]) {
+        const Op copy{.kind = &kind, .inputs = {addend}, .outputs = {view.op().outputs[size_t(o)]}};
+        launches.push_back(kind.kernels.find(backend)->second.bind(
+            Binding(OpView(program_, copy), {pointers_[addend.value]}, {outputs[size_t(o)]}, nullptr, threads, nullptr,
+                    device_->queue(view.op().stream))));
+      }
+    step.launch = [launches, launch = std::move(step.launch)] {
+      for (const Launch& copy : launches) copy();
+      launch();
+    };
+    return;
+  }
+  step.launch = [copies, &threads, launch = std::move(step.launch)] {
+    for (const auto& [to, from, bytes] : copies)
+      threads.split(int64_t(bytes), 1 << 16, [&, to = to, from = from](int64_t begin, int64_t end) {
+        std::memcpy(static_cast<char*>(to) + begin, static_cast<const char*>(from) + begin, size_t(end - begin));
+      });
+    launch();
+  };
+}
+
+Executor::Executor(const Program& program, const MemoryPlan& plan, Storage& storage, const std::string& backend,
                    Threads& compute, int host_threads, const Groups* groups)
     : program_(program),
       plan_(plan),
       storage_(storage),
+      device_(storage.device()),
       pointers_(program.tensors.size(), nullptr),
       streams_(std::make_unique<Streams>()) {
   const auto on_host = [](const Op& op) { return op.stream == Stream::host; };
@@ -85,6 +125,8 @@ Executor::Executor(const Program& program, const MemoryPlan& plan, const Storage
     if (program.tensors[t].persistent) {
       pointers_[t] = storage.persistent(program.tensors[t].name);
       STRATA_CHECK(pointers_[t] || program.tensors[t].part_of);
+    } else if (device_ && (program.tensors[t].role == Role::data || program.tensors[t].step_output)) {
+      pointers_[t] = storage.shared_memory(program.tensors[t].bytes());  // the host writes or reads it
     } else if (plan.buffer_of[t] >= 0) {
       const Buffer& buffer = plan.buffers[plan.buffer_of[t]];
       if (buffer.tier == Tier::nvme) {
@@ -109,12 +151,7 @@ Executor::Executor(const Program& program, const MemoryPlan& plan, const Storage
     std::vector<void*> inputs, outputs;
     for (TensorId id : op.inputs) inputs.push_back(id ? pointers_[id.value] : nullptr);
     for (TensorId id : op.outputs) outputs.push_back(pointers_[id.value]);
-    // Where an addend could not share its output's memory it is copied there first.
-    std::vector<std::tuple<void*, const void*, size_t>> copies;
-    for (int o = 0; o < view.outputs(); ++o)
-      if (view.accumulates(o) && pointers_[view.addend(o).value] != outputs[o])
-        copies.push_back({outputs[o], pointers_[view.addend(o).value], size_t(view.output(o).bytes())});
-    const auto kernel = op.kind->kernels.find(backend);
+    const auto kernel = op.kind->kernels.find(backend_of(op, backend));
     STRATA_CHECK(kernel != op.kind->kernels.end());
     Threads& threads = op.stream == Stream::compute ? compute
                        : op.stream == Stream::host  ? *streams_->host
@@ -125,17 +162,12 @@ Executor::Executor(const Program& program, const MemoryPlan& plan, const Storage
       STRATA_CHECK(groups && groups->contains(op.attributes.string("axis")));
       group = groups->find(op.attributes.string("axis"))->second.get();
     }
-    step.launch = kernel->second.bind(Binding(view, inputs, outputs, workspace(i), threads, group));
-    if (!copies.empty())
-      step.launch = [copies, &threads, launch = std::move(step.launch)] {
-        for (const auto& [to, from, bytes] : copies)
-          threads.split(int64_t(bytes), 1 << 16, [&, to = to, from = from](int64_t begin, int64_t end) {
-            std::memcpy(static_cast<char*>(to) + begin, static_cast<const char*>(from) + begin, size_t(end - begin));
-          });
-        launch();
-      };
+    void* const queue = device_ && on_device(op.stream) ? device_->queue(op.stream) : nullptr;
+    step.launch = kernel->second.bind(Binding(view, inputs, outputs, workspace(i), threads, group, queue));
+    copy_addends(step, view, outputs, threads, backend);  // where an addend could not share its output's memory
     step.waits = std::move(waits[i]);
     step.stream = op.stream;
+    step.position = int32_t(streams_->ops[int(op.stream)].size());
     for (TensorId id : op.outputs)
       if (is_watched(program, id)) step.watched.push_back(id);
     streams_->ops[int(op.stream)].push_back(i);
@@ -145,8 +177,23 @@ Executor::Executor(const Program& program, const MemoryPlan& plan, const Storage
       last = i;
     }
   }
+  if (device_) {
+    streams_->has_graph = true;
+    for (const Step& step : steps_) {
+      streams_->has_graph &= on_device(step.stream);
+      for (const Wait& wait : step.waits)
+        if (on_device(wait.stream)) {
+          int& event = steps_[size_t(streams_->ops[int(wait.stream)][size_t(wait.count) - 1])].event;
+          if (event < 0) event = device_->make_event();
+        }
+    }
+    for (int s = 1; s < kStreams; ++s)  // the end of each queue, for the compute queue to wait for
+      if (on_device(Stream(s)) && !streams_->ops[s].empty())
+        if (int& event = steps_[size_t(streams_->ops[s].back())].event; event < 0) event = device_->make_event();
+    streams_->start = device_->make_event();
+  }
   for (int s = 1; s < kStreams; ++s)
-    if (!streams_->ops[s].empty())
+    if (!streams_->ops[s].empty() && !(device_ && on_device(Stream(s))))
       streams_->threads.emplace_back([this, s] {
         int64_t round = 0;
         for (;;) {
@@ -191,6 +238,7 @@ void Executor::run_op(int32_t index) {
     if (exchange) stalls_.exchanging += finish - start;
     if (!spans_.empty()) spans_[size_t(index)] = {start, finish};
   }
+  if (device_ && on_device(step.stream)) return;
   for (TensorId id : step.watched)
     if (!finite(program_[id], pointer(id))) throw NonFinite(program_[id].name);
 }
@@ -208,6 +256,10 @@ void Executor::run_stream(int stream, const StageHook* hook) {
         for (; count < wait.count; count = done.load(std::memory_order_acquire)) done.wait(count);
         if (stream == int(Stream::compute)) stalls_.waited[int(wait.stream)] += now() - start;
       }
+      if (device_)
+        for (const Wait& wait : steps_[i].waits)
+          if (on_device(wait.stream))
+            device_->synchronize(steps_[size_t(streams.ops[int(wait.stream)][size_t(wait.count) - 1])].event);
       if (streams.failed.load(std::memory_order_acquire)) {
         streams.release(stream);
         return;
@@ -219,6 +271,63 @@ void Executor::run_stream(int stream, const StageHook* hook) {
       streams.done[stream].store(++finished, std::memory_order_release);
       if (!streams.threads.empty()) streams.done[stream].notify_all();
     }
+  } catch (...) {
+    streams.fail(std::current_exception());
+  }
+}
+
+void Executor::put_into_queue(int32_t index) {
+  Step& step = steps_[index];
+  for (const Wait& wait : step.waits)
+    if (on_device(wait.stream) && wait.stream != step.stream)
+      device_->wait(step.stream, steps_[size_t(streams_->ops[int(wait.stream)][size_t(wait.count) - 1])].event);
+  run_op(index);
+  if (step.event >= 0) device_->record(step.event, step.stream);
+}
+
+// Ops of the device in the order of the program; those of the host run on their threads meanwhile.
+void Executor::run_on_device(const StageHook* hook) {
+  Streams& streams = *streams_;
+  const auto queue_all = [&] {
+    device_->record(streams.start, Stream::compute);
+    for (int s = 1; s < kStreams; ++s)
+      if (on_device(Stream(s)) && !streams.ops[s].empty()) device_->wait(Stream(s), streams.start);
+    for (int32_t i = 0; i < int32_t(steps_.size()); ++i) {
+      Step& step = steps_[size_t(i)];
+      if (!on_device(step.stream)) continue;
+      for (const Wait& wait : step.waits) {
+        if (on_device(wait.stream)) continue;
+        auto& done = streams.done[int(wait.stream)];
+        const double start = now();
+        for (int32_t count; (count = done.load(std::memory_order_acquire)) < wait.count;) done.wait(count);
+        stalls_.waited[int(wait.stream)] += now() - start;
+      }
+      if (streams.failed.load(std::memory_order_acquire)) break;
+      const auto& [first, last] = stage_span_[int(program_.ops[size_t(i)].stage)];
+      if (hook && i == first) (*hook)(program_.ops[size_t(i)].stage, true);
+      put_into_queue(i);
+      if (hook && i == last) (*hook)(program_.ops[size_t(i)].stage, false);
+      streams.done[int(step.stream)].store(step.position + 1, std::memory_order_release);
+      if (!streams.threads.empty()) streams.done[int(step.stream)].notify_all();
+    }
+    for (int s = 1; s < kStreams; ++s)
+      if (on_device(Stream(s)) && !streams.ops[s].empty())
+        device_->wait(Stream::compute, steps_[size_t(streams.ops[s].back())].event);
+  };
+  try {
+    if (streams.graph >= 0) {
+      for (int s = 0; hook && s < int(stage_span_.size()); ++s)
+        if (stage_span_[size_t(s)].first >= 0) (*hook)(Stage(s), true), (*hook)(Stage(s), false);
+      device_->run_graph(streams.graph);
+    } else if (streams.has_graph && streams.steps > 0 && spans_.empty()) {
+      device_->begin_capture();
+      queue_all();
+      streams.graph = device_->end_capture();
+      device_->run_graph(streams.graph);
+    } else {
+      queue_all();
+    }
+    ++streams.steps;
   } catch (...) {
     streams.fail(std::current_exception());
   }
@@ -237,8 +346,12 @@ void Executor::run(const StageHook& hook) {
     ++streams.started;
     streams.started.notify_all();
   }
-  run_stream(0, hook ? &hook : nullptr);
+  if (device_)
+    run_on_device(hook ? &hook : nullptr);
+  else
+    run_stream(0, hook ? &hook : nullptr);
   for (int s = 1; s < kStreams && !streams.threads.empty(); ++s) {  // what is left when nothing is left to compute
+    if (device_ && on_device(Stream(s))) continue;
     const auto count = int32_t(streams.ops[s].size());
     const double start = now();
     for (int32_t done; (done = streams.done[s].load(std::memory_order_acquire)) < count && !streams.failed;)
@@ -246,6 +359,13 @@ void Executor::run(const StageHook& hook) {
     stalls_.waited[s] += now() - start;
   }
   for (int left = streams.running; left > 0; left = streams.running) streams.running.wait(left);
+  if (device_) {
+    device_->synchronize();
+    for (const Step& step : steps_)
+      for (TensorId id : step.watched)
+        if (!streams.error && on_device(step.stream) && !finite(program_[id], pointer(id)))
+          streams.fail(std::make_exception_ptr(NonFinite(program_[id].name)));
+  }
   if (streams.error) std::rethrow_exception(streams.error);
 }
 
@@ -269,6 +389,7 @@ void Executor::run_poisoned() {
 void Executor::trace() { spans_.resize(steps_.size()); }
 
 std::string Executor::first_non_finite() {
+  if (device_) return "";  // its memory is not the host's to look at
   for (size_t t = 0; t < program_.tensors.size(); ++t)
     if (program_.tensors[t].persistent && program_.tensors[t].home != Tier::nvme &&
         !finite(program_.tensors[t], pointers_[t]))

@@ -31,10 +31,14 @@ class Executor {
 
   // `program`, `plan`, `storage` and `threads` must outlive the executor. Binds every op to its kernel for `backend`.
   // `host_threads` serve the host stream; `groups` the exchanges, where the program has any.
-  Executor(const Program& program, const MemoryPlan& plan, const Storage& storage, const std::string& backend,
+  Executor(const Program& program, const MemoryPlan& plan, Storage& storage, const std::string& backend,
            Threads& threads, int host_threads = 1, const Groups* groups = nullptr);
   ~Executor();
 
+  // On an asynchronous device (the storage's) this thread puts ops into the device's queues in the order of the
+  // program; a program that never waits for the host becomes one graph after its first step. What is watched is looked
+  // at when the step is over, so updates have been made by then.
+  //
   // Runs one step and returns when every op is done. The hook is called on this thread before the first and after the
   // last op of each stage on the compute stream. Rethrows what a kernel threw, with the op's name.
   void run(const StageHook& hook = {});
@@ -59,12 +63,17 @@ class Executor {
   struct Step;  // one bound op
   struct Streams;
   void run_stream(int stream, const StageHook* hook);
+  void run_on_device(const StageHook* hook);
+  void put_into_queue(int32_t index);
+  void copy_addends(Step& step, const OpView& view, const std::vector<void*>& outputs, Threads& threads,
+                    const std::string& backend);
   void run_op(int32_t index);
   double now() const;
 
   const Program& program_;
   const MemoryPlan& plan_;
-  const Storage& storage_;
+  Storage& storage_;
+  Device* device_;
   std::vector<void*> pointers_;  // by tensor
   std::vector<std::unique_ptr<StorageSlot>> slots_;
   std::vector<Step> steps_;

@@ -37,7 +37,8 @@ int32_t draw(const float* logits, int64_t vocabulary, const SamplingOptions& opt
 Generator::Generator(const Session& session, const std::string& checkpoint)
     : threads_(session.threads()),
       planned_(session.plan(Goal::logits)),
-      storage_(planned_.program(), planned_.memory),
+      device_(open_device(session.device.backend, int(session.device.index))),
+      storage_(planned_.program(), planned_.memory, {}, {}, device_.get()),
       executor_(planned_.program(), planned_.memory, storage_, session.device.backend, threads_),
       window_(session.data.sequence_length) {
   Checkpoint source(checkpoint);

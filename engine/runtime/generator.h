@@ -31,6 +31,7 @@ class Generator {
  private:
   Threads threads_;
   PlannedProgram planned_;
+  std::unique_ptr<Device> device_;
   Storage storage_;
   Executor executor_;
   int64_t window_;

@@ -24,7 +24,8 @@ class Loop final : public StepContext {
       : session_(session),
         program_(planned.program()),
         threads_(session.threads()),
-        storage_(program_, planned.memory),
+        device_(open_device(session.device.backend, int(session.device.index))),
+        storage_(program_, planned.memory, {}, {}, device_.get()),
         executor_(program_, planned.memory, storage_, session.device.backend, threads_,
                   std::max(1, int(session.host.threads))),
         feed_(executor_, session.batch(Goal::train)),
@@ -62,8 +63,11 @@ class Loop final : public StepContext {
     result.seconds = seconds[seconds.size() / 2];
     result.stalls = executor_.stalls();
     result.spans = executor_.spans();
-    result.device_resident = resident_bytes(storage_.base(Tier::device), storage_.bytes(Tier::device));
-    result.host_resident = resident_bytes(storage_.base(Tier::host), storage_.bytes(Tier::host));
+    result.device_resident = storage_.device()
+                                 ? storage_.bytes(Tier::device)
+                                 : resident_bytes(storage_.base(Tier::device), storage_.bytes(Tier::device));
+    result.host_resident = storage_.device() ? storage_.bytes(Tier::host)
+                                             : resident_bytes(storage_.base(Tier::host), storage_.bytes(Tier::host));
     result.process_peak = peak_resident_bytes();
     return result;
   }
@@ -84,6 +88,7 @@ class Loop final : public StepContext {
   const Session& session_;
   const Program& program_;
   Threads threads_;
+  std::unique_ptr<Device> device_;
   Storage storage_;
   Executor executor_;
   Feed feed_;

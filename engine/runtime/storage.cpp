@@ -39,13 +39,20 @@ class Storage::Slot final : public StorageSlot {
 };
 
 Storage::Storage(const Program& program, const MemoryPlan& plan, const std::vector<const MemoryPlan*>& also,
-                 NvmeStore::Faults faults) {
+                 NvmeStore::Faults faults, Device* device)
+    : device_(device) {
   for (int t = 0; t < kTiers; ++t) {
     int64_t transient = plan.tiers[t].transient_bytes;
     for (const MemoryPlan* other : also) transient = std::max(transient, other->tiers[t].transient_bytes);
     persistent_bytes_[t] = plan.tiers[t].persistent_bytes;
     bytes_[t] = persistent_bytes_[t] + transient;
-    if (Tier(t) != Tier::nvme) arenas_[t] = Arena(bytes_[t]);
+    if (Tier(t) == Tier::nvme) continue;
+    if (device_) {
+      bases_[t] = static_cast<std::byte*>(device_->allocate(Tier(t), bytes_[t]));
+    } else {
+      arenas_[t] = Arena(bytes_[t]);
+      bases_[t] = arenas_[t].base();
+    }
   }
   if (bytes(Tier::nvme) > 0) {
     if (program.storage_directory.empty())
@@ -62,13 +69,28 @@ Storage::Storage(const Program& program, const MemoryPlan& plan, const std::vect
       continue;
     }
     tensors_.push_back(tensor);
-    if (tensor.home != Tier::nvme) {
+    if (device_ && is_shared(tensor)) {
+      places_[tensor.name] = shared_memory(tensor.bytes());
+    } else if (tensor.home != Tier::nvme) {
       places_[tensor.name] = base(tensor.home) + plan.persistent_offset[i];
     } else {
       slots_.push_back(std::make_unique<Slot>(*nvme_, tensor, plan.persistent_offset[i]));
       places_[tensor.name] = slots_.back().get();
     }
   }
+}
+
+Storage::~Storage() {
+  if (!device_) return;
+  for (Tier tier : {Tier::device, Tier::host})
+    if (bases_[int(tier)]) device_->release(tier, bases_[int(tier)]);
+  for (std::byte* memory : shared_) device_->release(Tier::host, memory);
+}
+
+std::byte* Storage::shared_memory(int64_t bytes) {
+  if (!device_) return shared_arenas_.emplace_back(bytes).base();
+  shared_.push_back(static_cast<std::byte*>(device_->allocate(Tier::host, bytes)));
+  return shared_.back();
 }
 
 void* Storage::persistent(std::string_view name) const {
@@ -87,18 +109,26 @@ void* Storage::scratch(int64_t bytes) {
 
 const void* Storage::view(const Tensor& tensor) {
   void* const place = persistent(tensor.name);
-  if (tensor.home != Tier::nvme) return place;
+  const bool away = device_ && tensor.home == Tier::device && !is_shared(tensor);
+  if (tensor.home != Tier::nvme && !away) return place;
   void* const memory = scratch(tensor.bytes());
-  static_cast<StorageSlot*>(place)->read(memory);
+  if (away)
+    device_->copy(memory, place, tensor.bytes());
+  else
+    static_cast<StorageSlot*>(place)->read(memory);
   return memory;
 }
 
 void Storage::fill(const Tensor& tensor, const std::function<void(void*)>& write) {
   void* const place = persistent(tensor.name);
-  if (tensor.home != Tier::nvme) return write(place);
+  const bool away = device_ && tensor.home == Tier::device && !is_shared(tensor);
+  if (tensor.home != Tier::nvme && !away) return write(place);
   void* const memory = scratch(tensor.bytes());
   write(memory);
-  static_cast<StorageSlot*>(place)->write(memory);
+  if (away)
+    device_->copy(place, memory, tensor.bytes());
+  else
+    static_cast<StorageSlot*>(place)->write(memory);
 }
 
 void Storage::initialize(uint64_t seed, Threads& threads) {

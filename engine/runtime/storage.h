@@ -14,6 +14,7 @@
 #include "engine/planning/memory_plan.h"
 #include "memory/arena.h"
 #include "memory/nvme_store.h"
+#include "strata/device.h"
 #include "strata/threads.h"
 
 namespace strata {
@@ -22,9 +23,11 @@ class Storage {
  public:
   // Persistent tensors live where `plan` says; transient regions hold the most of the plan and of `also`, the plans of
   // other programs that will run here. Throws Error when the NVMe tier's directory cannot be used.
-  // `faults` is for tests.
+  // `device`: where the arenas come from when it is not the host's own memory; outlives this. `faults` is for tests.
   Storage(const Program& program, const MemoryPlan& plan, const std::vector<const MemoryPlan*>& also = {},
-          NvmeStore::Faults faults = {});
+          NvmeStore::Faults faults = {}, Device* device = nullptr);
+  ~Storage();
+  Storage(const Storage&) = delete;
 
   // Fills the persistent tensors from their initializers; normal values depend on seed and name only.
   void initialize(uint64_t seed, Threads& threads);
@@ -40,10 +43,15 @@ class Storage {
   void release_scratch() { scratch_ = Arena(); }
 
   // Start of a tier's arena in RAM, and of its transient region.
-  std::byte* base(Tier tier) const { return arenas_[int(tier)].base(); }
+  std::byte* base(Tier tier) const { return bases_[int(tier)]; }
   std::byte* transient(Tier tier) const { return base(tier) + persistent_bytes_[int(tier)]; }
   int64_t bytes(Tier tier) const { return bytes_[int(tier)]; }
   int64_t persistent_bytes(Tier tier) const { return persistent_bytes_[int(tier)]; }
+  // Memory that the host and the device can read and write at any time; lives as long as this.
+  std::byte* shared_memory(int64_t bytes);
+  // Whether a persistent tensor lies there: scalars do, which the host sets and reads.
+  static bool is_shared(const Tensor& tensor) { return tensor.dtype == DType::f64 && elements(tensor.shape) == 1; }
+  Device* device() const { return device_; }
   // A slot at an offset of the NVMe tier's transient region; lives as long as this.
   std::unique_ptr<StorageSlot> transient_slot(const Tensor& tensor, int64_t offset) const;
   std::string note() const { return nvme_ ? nvme_->store.note() : ""; }
@@ -63,6 +71,10 @@ class Storage {
   std::vector<std::unique_ptr<StorageSlot>> slots_;
   std::array<int64_t, kTiers> persistent_bytes_{}, bytes_{};
   std::array<Arena, kTiers> arenas_;
+  std::array<std::byte*, kTiers> bases_{};
+  Device* device_;
+  std::vector<std::byte*> shared_;  // of the device
+  std::vector<Arena> shared_arenas_;
   std::unique_ptr<Nvme> nvme_;
   Arena scratch_;
 };

@@ -66,7 +66,12 @@ class Loop final : public StepContext {
     require_same_plan(world_, training_.program(), std::to_string(dataset_->tokens()) + " tokens");
     make_own(training_, Goal::train);
     if (validation_) make_own(*validation_, Goal::evaluate);
-    storage_.emplace(training_.program(), training_.memory, also, session.storage_faults);
+    device_ = open_device(session.device.backend, int(session.device.index));
+    if (device_ && session.device.memory.count > device_->free_bytes())
+      throw Error("device.memory = " + bytes_text(session.device.memory.count) + ", but " + device_->describe() +
+                  " has " + bytes_text(device_->free_bytes()) + " free; lower it.");
+    storage_.emplace(training_.program(), training_.memory, also, session.storage_faults, device_.get());
+    if (device_) tell(device_->describe());
     if (!storage_->note().empty()) tell("note: " + storage_->note());
     groups_ = make_groups(world_, session.mesh);
     sampler_.emplace(*dataset_, session.data.sequence_length, session.data.shuffle, uint64_t(session.run.seed));
@@ -96,7 +101,8 @@ class Loop final : public StepContext {
   }
 
   TrainSummary run() {
-    const double peak = measure_fma_peak(threads_.count()) * world_.size();
+    const double peak =
+        device_ ? device_->peak_flops(compute_dtype()) : measure_fma_peak(threads_.count()) * world_.size();
     const double began = seconds_now();
     const int64_t first = step_;
     std::vector<double> durations;
@@ -109,7 +115,7 @@ class Loop final : public StepContext {
       const double seconds = seconds_now() - step_began;
       durations.push_back(seconds);
       const double tokens_per_second = double(training_.built.tokens_per_step) / seconds;
-      const double share = training_.built.model_flops / seconds / peak;
+      const double share = peak > 0 ? training_.built.model_flops / seconds / peak : 0;
       StepLog::Fields fields{{"step", double(step_)},
                              {"loss", loss_},
                              {"tokens_per_second", tokens_per_second},
@@ -136,9 +142,9 @@ class Loop final : public StepContext {
       }
       if (log_) log_->write(fields);
       const double left = (seconds_now() - began) / double(step_ - first) * double(steps() - step_);
-      std::string line = fmt::format(
-          "step {}/{}  loss {:.4f}  {:.0f} tokens/s  {:.0f}% of FMA peak  memory {}  {} left", step_, steps(), loss_,
-          tokens_per_second, share * 100, bytes_text(peak_resident_bytes()), duration_text(left));
+      std::string line = fmt::format("step {}/{}  loss {:.4f}  {:.0f} tokens/s  {:.0f}% of {}peak  memory {}  {} left",
+                                     step_, steps(), loss_, tokens_per_second, share * 100, device_ ? "" : "FMA ",
+                                     bytes_text(peak_resident_bytes()), duration_text(left));
       if (!std::isnan(validation_loss)) line += fmt::format("  validation {:.4f}", validation_loss);
       if (first_rank() && (step_ % session_.run.log_every == 0 || step_ == steps())) progress_.show(line);
       if (step_ == steps() || stopping_ ||
@@ -150,7 +156,7 @@ class Loop final : public StepContext {
     write_trace();
     const double median = median_of(durations);
     if (first_rank())
-      report(durations.empty() ? NAN : training_.built.model_flops / median / peak,
+      report(durations.empty() || peak == 0 ? NAN : training_.built.model_flops / median / peak,
              double(training_.built.tokens_per_step) / median, validation_loss);
     return {step_, loss_, validation_loss, double(training_.built.tokens_per_step) / median,
             stopping_ && step_ < steps()};
@@ -232,11 +238,14 @@ class Loop final : public StepContext {
     } catch (const NonFinite& what) {
       std::string first = executor_->first_non_finite();
       if (first.empty()) first = "none on a second run";
-      throw Error(fmt::format("step {}: {} The first tensor that was not finite: {}. No update was made; the last good "
-                              "checkpoint is {}. "
-                              "A lower learning rate, warm-up or clipping usually helps.",
-                              step_, what.what(), first, saver_->latest().value_or("none")),
-                  ExitCode::failed);
+      throw Error(
+          fmt::format("step {}: {} {} The last good checkpoint is {}. A lower learning rate, warm-up or clipping "
+                      "usually helps.",
+                      step_, what.what(),
+                      device_ ? "It was found when the step was over."
+                              : "The first tensor that was not finite: " + first + ". No update was made.",
+                      saver_->latest().value_or("none")),
+          ExitCode::failed);
     }
     at_stage(Stage::publish, true);
     share_loss();
@@ -259,6 +268,12 @@ class Loop final : public StepContext {
         stopping_ |= values[i] != 0;
   }
 
+  // Of the products: what the first matrix that is multiplied has.
+  DType compute_dtype() const {
+    for (const Op& op : training_.program().ops)
+      if (op.kind->name == "linear") return training_.program()[op.inputs[0]].dtype;
+    return DType::f32;
+  }
   bool first_rank() const { return world_.rank() == 0; }
   void tell(const std::string& text) {
     if (first_rank()) progress_.message(text);
@@ -320,8 +335,9 @@ class Loop final : public StepContext {
 
   void report(double share, double tokens_per_second, double validation_loss) const {
     if (!std::isnan(share))
-      fmt::print("median {:.0f} tokens/s, {:.1f}% of the FMA peak measured on {} threads\n", tokens_per_second,
-                 share * 100, threads_.count());
+      fmt::print("median {:.0f} tokens/s, {:.1f}% of {}\n", tokens_per_second, share * 100,
+                 device_ ? "the dense peak of " + std::string(name_of(compute_dtype())) + " on " + device_->describe()
+                         : fmt::format("the FMA peak measured on {} threads", threads_.count()));
     if (!std::isnan(validation_loss)) fmt::print("validation loss {:.4f} nats a token\n", validation_loss);
     if (const double exchanging = median_of(exchanges_), waiting = median_of(waits_); exchanging > 0)
       fmt::print("exchanges of rank 0: {:.3f} s a step, {:.3f} s of compute waited for them: {:.0f}% hidden\n",
@@ -346,7 +362,7 @@ class Loop final : public StepContext {
     }
     const MemoryPlan& plan = training_.memory;
     for (Tier tier : {Tier::device, Tier::host}) {
-      if (plan[tier].total_bytes() == 0) continue;
+      if (plan[tier].total_bytes() == 0 || device_) continue;  // a device's arenas are allocated whole
       Ledger resident{};
       for (const Tensor& tensor : storage_->persistent_tensors())
         if (tensor.home == tier)
@@ -383,6 +399,7 @@ class Loop final : public StepContext {
   Threads threads_;
   PlannedProgram training_;
   std::optional<PlannedProgram> validation_;
+  std::unique_ptr<Device> device_;
   std::optional<Storage> storage_;
   std::optional<TokenDataset> dataset_, validation_set_;
   std::optional<Sampler> sampler_, validation_sampler_;

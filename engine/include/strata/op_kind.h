@@ -61,13 +61,14 @@ class StorageSlot {
 class Binding : public OpView {
  public:
   Binding(const OpView& view, std::vector<void*> inputs, std::vector<void*> outputs, void* workspace, Threads& threads,
-          Communicator* group = nullptr)
+          Communicator* group = nullptr, void* queue = nullptr)
       : OpView(view),
         inputs_(std::move(inputs)),
         outputs_(std::move(outputs)),
         workspace_(workspace),
         threads_(&threads),
-        group_(group) {}
+        group_(group),
+        queue_(queue) {}
   // Null for an optional input left out.
   template <class T>
   const T* in(int i) const {
@@ -84,15 +85,18 @@ class Binding : public OpView {
   }  // 64-byte aligned
   Threads& threads() const { return *threads_; }
   Communicator& group() const { return *group_; }  // of the mesh axis that attribute "axis" names
+  void* queue() const { return queue_; }           // of an asynchronous device: on cuda a cudaStream_t
 
  private:
   std::vector<void*> inputs_, outputs_;
   void* workspace_;
   Threads* threads_;
   Communicator* group_;
+  void* queue_;
 };
 
-// Runs the op once, on the stream that called it; returns when done (CPU). Must not allocate.
+// Runs the op once, on the stream that called it; returns when done, or on an asynchronous device when it has been put
+// into the queue. Must not allocate.
 using Launch = std::function<void()>;
 
 // One kernel. `workspace` gives the scratch bytes needed during the op with that many threads (may be empty: none);
@@ -135,7 +139,7 @@ struct OpKind {
 
 // Registers a kind; a second one of the same name is an Error. Returns it, so that kernels can be added.
 OpKind& register_kind(OpKind kind);
-// Adds a kernel for a backend to a kind registered before.
+// Adds a kernel for a backend to a kind, which may be registered later.
 void register_kernel(std::string_view kind, std::string_view backend, Kernel kernel);
 const OpKind& find_kind(std::string_view name);  // Error with the nearest name when there is none
 std::vector<const OpKind*> all_kinds();

@@ -1,0 +1,156 @@
+// The CUDA device: memory, a stream for each stream of the program, events, graphs; see strata/device.h.
+#include "strata/device.h"
+
+#include <cuda_runtime.h>
+
+#include <array>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "strata/error.h"
+
+namespace strata::cuda {
+namespace {
+
+std::string version_text(int version) {
+  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+}
+
+void must(cudaError_t error, const std::string& what) {
+  if (error != cudaSuccess) throw Error(what + ": " + cudaGetErrorString(error) + ".", ExitCode::failed);
+}
+
+class CudaDevice final : public Device {
+ public:
+  explicit CudaDevice(int index) : index_(index) {
+    int count = 0, driver = 0;
+    cudaDriverGetVersion(&driver);
+    const cudaError_t found = cudaGetDeviceCount(&count);
+    if (found == cudaErrorInsufficientDriver && driver > 0)
+      throw Error("the NVIDIA driver is for CUDA " + version_text(driver) + ", but this build needs CUDA " +
+                  version_text(CUDART_VERSION) + "; install a newer driver.");
+    if (found != cudaSuccess || count == 0)
+      throw Error(std::string("no CUDA device: ") +
+                  (driver == 0 ? "no NVIDIA driver is installed" : cudaGetErrorString(found)) +
+                  "; set device.backend = \"cpu\" to train without one.");
+    if (index >= count)
+      throw Error("device.index = " + std::to_string(index) + ", but this machine has " + std::to_string(count) +
+                  " CUDA device(s), 0 to " + std::to_string(count - 1) + ".");
+    must(cudaGetDeviceProperties(&properties_, index), "cannot look at CUDA device " + std::to_string(index));
+    if (properties_.major < 8)
+      throw Error(std::string(properties_.name) + " has compute capability " + std::to_string(properties_.major) + "." +
+                  std::to_string(properties_.minor) + ", but this build has code for 8.0 and newer only.");
+    must(cudaSetDevice(index), "cannot use CUDA device " + std::to_string(index));
+    for (cudaStream_t& stream : streams_)
+      must(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cannot make a CUDA stream");
+  }
+  ~CudaDevice() override {
+    cudaDeviceSynchronize();
+    for (cudaGraphExec_t graph : graphs_) cudaGraphExecDestroy(graph);
+    for (cudaEvent_t event : events_) cudaEventDestroy(event);
+    for (cudaStream_t stream : streams_) cudaStreamDestroy(stream);
+  }
+
+  std::string describe() const override {
+    int driver = 0;
+    cudaDriverGetVersion(&driver);
+    return std::string(properties_.name) + " (device " + std::to_string(index_) + ", CUDA " +
+           version_text(CUDART_VERSION) + ", driver for CUDA " + version_text(driver) + ")";
+  }
+  int64_t free_bytes() const override {
+    size_t free = 0, total = 0;
+    must(cudaMemGetInfo(&free, &total), "cannot ask for the free memory of the CUDA device");
+    return int64_t(free);
+  }
+  // Dense figures of NVIDIA's data sheets.
+  double peak_flops(DType dtype) const override {
+    struct Known {
+      const char* name;
+      double half, single;
+    };
+    static constexpr Known list[] = {{"H200", 989e12, 67e12}, {"H100", 989e12, 67e12}, {"A100", 312e12, 19.5e12}};
+    for (const Known& known : list)
+      if (std::string(properties_.name).find(known.name) != std::string::npos)
+        return dtype == DType::f32 ? known.single : known.half;
+    return 0;
+  }
+  double memory_bandwidth() const override {
+    int kilohertz = 0, bits = 0;
+    cudaDeviceGetAttribute(&kilohertz, cudaDevAttrMemoryClockRate, index_);
+    cudaDeviceGetAttribute(&bits, cudaDevAttrGlobalMemoryBusWidth, index_);
+    return 2.0 * 1e3 * kilohertz * bits / 8;  // two transfers a clock
+  }
+
+  void* allocate(Tier tier, int64_t bytes) override {
+    void* memory = nullptr;
+    if (bytes == 0) return memory;
+    const cudaError_t error = tier == Tier::device
+                                  ? cudaMalloc(&memory, size_t(bytes))
+                                  : cudaHostAlloc(&memory, size_t(bytes), cudaHostAllocPortable | cudaHostAllocMapped);
+    if (error == cudaErrorMemoryAllocation) {
+      cudaGetLastError();  // it is not to show up again
+      throw Error("the plan needs " + bytes_text(bytes) + " of " +
+                  (tier == Tier::device
+                       ? "memory of " + describe() + ", of which " + bytes_text(free_bytes()) + " is free"
+                       : std::string("pinned host memory, which the system does not give")) +
+                  "; lower device.memory or host.memory so that less is planned.");
+    }
+    must(error, "cannot allocate memory");
+    must(tier == Tier::device ? cudaMemset(memory, 0, size_t(bytes)) : cudaSuccess, "cannot clear memory");
+    return memory;
+  }
+  void release(Tier tier, void* memory) override { tier == Tier::device ? cudaFree(memory) : cudaFreeHost(memory); }
+  void copy(void* to, const void* from, int64_t bytes) override {
+    must(cudaMemcpy(to, from, size_t(bytes), cudaMemcpyDefault), "cannot copy to or from the CUDA device");
+  }
+
+  void* queue(Stream stream) override { return streams_[size_t(stream)]; }
+  int make_event() override {
+    events_.emplace_back();
+    must(cudaEventCreateWithFlags(&events_.back(), cudaEventDisableTiming), "cannot make a CUDA event");
+    return int(events_.size()) - 1;
+  }
+  void record(int event, Stream stream) override {
+    must(cudaEventRecord(events_[size_t(event)], streams_[size_t(stream)]), "cannot record a CUDA event");
+  }
+  void wait(Stream stream, int event) override {
+    must(cudaStreamWaitEvent(streams_[size_t(stream)], events_[size_t(event)]), "cannot wait for a CUDA event");
+  }
+  void synchronize(int event) override { must(cudaEventSynchronize(events_[size_t(event)]), "a kernel failed"); }
+  void synchronize() override { must(cudaDeviceSynchronize(), "a kernel failed"); }
+
+  // The compute stream is the graph's trunk; the others join through events.
+  void begin_capture() override {
+    must(cudaStreamBeginCapture(streams_[0], cudaStreamCaptureModeThreadLocal), "cannot begin a CUDA graph");
+  }
+  int end_capture() override {
+    cudaGraph_t graph = nullptr;
+    must(cudaStreamEndCapture(streams_[0], &graph), "cannot end a CUDA graph");
+    graphs_.emplace_back();
+    const cudaError_t error = cudaGraphInstantiate(&graphs_.back(), graph, 0);
+    cudaGraphDestroy(graph);
+    must(error, "cannot make a CUDA graph");
+    return int(graphs_.size()) - 1;
+  }
+  void run_graph(int graph) override {
+    must(cudaGraphLaunch(graphs_[size_t(graph)], streams_[0]), "cannot run a graph");
+  }
+
+ private:
+  int index_;
+  cudaDeviceProp properties_{};
+  std::array<cudaStream_t, kStreams> streams_{};
+  std::vector<cudaEvent_t> events_;
+  std::vector<cudaGraphExec_t> graphs_;
+};
+
+}  // namespace
+}  // namespace strata::cuda
+
+extern "C" __attribute__((visibility("default"))) const strata::DeviceEntry* strata_device_v1() {
+  static const strata::DeviceEntry entry{
+      sizeof(strata::DeviceEntry), STRATA_FINGERPRINT,
+      [](int index) -> strata::Device* { return new strata::cuda::CudaDevice(index); }};
+  return &entry;
+}

@@ -1,0 +1,185 @@
+// Runs kernels on the host, for tests on machines without a GPU: each block's threads are fibers that take turns at
+// barriers and shuffles. Checks what kernels compute, not how fast, and not what a GPU's memory model allows beyond it.
+#pragma once
+#include <ucontext.h>
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "strata/convert.h"
+
+#define STRATA_KERNEL inline void
+#define STRATA_DEVICE inline
+#define __shared__ static
+#define __restrict__
+#define __launch_bounds__(...)
+
+namespace strata::cuda {
+
+struct dim3 {
+  unsigned x = 1, y = 1, z = 1;
+  dim3(unsigned x, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+  dim3() = default;
+};
+
+// One block at a time; threads in one dimension.
+class Emulator {
+ public:
+  static Emulator& get() {
+    static Emulator emulator;
+    return emulator;
+  }
+  void run(dim3 grid, int block, int shared, const std::function<void()>& kernel) {
+    grid_size = grid, block_size = dim3(unsigned(block));
+    shared_.assign(size_t(shared) + 256, std::byte{0xFF});
+    kernel_ = &kernel;
+    for (unsigned z = 0; z < grid.z; ++z)
+      for (unsigned y = 0; y < grid.y; ++y)
+        for (unsigned x = 0; x < grid.x; ++x) {
+          block_index = dim3(x, y, z);
+          run_block(block);
+        }
+  }
+  void* shared() { return reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(shared_.data()) + 127) / 128 * 128); }
+  // Waits until every thread of the block, or of the warp, that has not ended is here.
+  void block_barrier() { wait(block_, live_); }
+  void warp_barrier() { wait(warps_[size_t(thread_index.x / 32)], warp_live_[size_t(thread_index.x / 32)]); }
+  // What lane `from` of this warp gave.
+  template <class T>
+  T exchange(T value, unsigned from) {
+    static_assert(sizeof(T) <= 8);
+    auto& slots = slots_[parity_[thread_index.x] ^= 1];
+    std::memcpy(&slots[thread_index.x], &value, sizeof value);
+    warp_barrier();
+    T result;
+    std::memcpy(&result, &slots[thread_index.x / 32 * 32 + from % 32], sizeof result);
+    return result;
+  }
+
+  dim3 thread_index, block_index, block_size, grid_size;
+
+ private:
+  struct Barrier {
+    int arrived = 0;
+    int64_t generation = 0;
+  };
+  struct Fiber {
+    ucontext_t context;
+    std::vector<std::byte> stack = std::vector<std::byte>(128 << 10);
+    bool done = false;
+  };
+
+  void wait(Barrier& barrier, const int& live) {
+    const int64_t generation = barrier.generation;
+    const dim3 me = thread_index;
+    if (++barrier.arrived >= live) {
+      barrier.arrived = 0;
+      ++barrier.generation;
+    } else {
+      while (barrier.generation == generation) {
+        swapcontext(&fibers_[me.x]->context, &main_);
+        if (barrier.arrived >= live && barrier.generation == generation) {  // others ended meanwhile
+          barrier.arrived = 0;
+          ++barrier.generation;
+        }
+      }
+    }
+    thread_index = me;
+  }
+  static void entry() {
+    Emulator& e = get();
+    (*e.kernel_)();
+    const unsigned t = e.thread_index.x;
+    e.fibers_[t]->done = true;
+    --e.live_;
+    --e.warp_live_[t / 32];
+    swapcontext(&e.fibers_[t]->context, &e.main_);
+  }
+  void run_block(int block) {
+    while (int(fibers_.size()) < block) fibers_.push_back(std::make_unique<Fiber>());
+    live_ = block;
+    block_ = {};
+    warps_.assign(size_t(block + 31) / 32, {});
+    warp_live_.assign(warps_.size(), 0);
+    parity_.assign(size_t(block), 0);
+    for (auto& slots : slots_) slots.assign(size_t(block + 31) / 32 * 32, 0);
+    for (int t = 0; t < block; ++t) {
+      ++warp_live_[size_t(t / 32)];
+      Fiber& fiber = *fibers_[size_t(t)];
+      fiber.done = false;
+      getcontext(&fiber.context);
+      fiber.context.uc_stack.ss_sp = fiber.stack.data();
+      fiber.context.uc_stack.ss_size = fiber.stack.size();
+      fiber.context.uc_link = nullptr;
+      makecontext(&fiber.context, entry, 0);
+    }
+    for (int left = block; left > 0;) {
+      left = 0;
+      for (int t = 0; t < block; ++t) {
+        if (fibers_[size_t(t)]->done) continue;
+        thread_index = dim3(unsigned(t), 0, 0);
+        swapcontext(&main_, &fibers_[size_t(t)]->context);
+        left += !fibers_[size_t(t)]->done;
+      }
+    }
+  }
+
+  const std::function<void()>* kernel_ = nullptr;
+  ucontext_t main_;
+  std::vector<std::unique_ptr<Fiber>> fibers_;
+  std::vector<std::byte> shared_;
+  Barrier block_;
+  std::vector<Barrier> warps_;
+  int live_ = 0;
+  std::vector<int> warp_live_, parity_;
+  std::vector<uint64_t> slots_[2];
+};
+
+template <class... Parameters, class... Arguments>
+void launch(void (*kernel)(Parameters...), dim3 grid, int block, int shared, void*, Arguments... arguments) {
+  Emulator::get().run(grid, block, shared, [=] { kernel(Parameters(arguments)...); });
+}
+
+template <class T>
+T* dynamic_shared() {
+  return static_cast<T*>(Emulator::get().shared());
+}
+
+inline void __syncthreads() { Emulator::get().block_barrier(); }
+inline void __syncwarp() { Emulator::get().warp_barrier(); }
+template <class T>
+T __shfl_xor_sync(unsigned, T value, int mask) {
+  return Emulator::get().exchange(value, Emulator::get().thread_index.x ^ unsigned(mask));
+}
+template <class T>
+T __shfl_sync(unsigned, T value, int lane) {
+  return Emulator::get().exchange(value, unsigned(lane));
+}
+inline unsigned __ballot_sync(unsigned, bool bit) {
+  unsigned bits = 0;
+  for (unsigned lane = 0; lane < 32; ++lane) bits |= unsigned(Emulator::get().exchange(int(bit), lane)) << lane;
+  return bits;
+}
+inline int __ffs(unsigned bits) { return __builtin_ffs(int(bits)); }
+inline unsigned __umulhi(unsigned a, unsigned b) { return unsigned(uint64_t(a) * b >> 32); }
+inline float __expf(float x) { return std::exp(x); }
+inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
+inline float exp2f(float x) { return std::exp2(x); }
+inline void sincos(double x, double* sine, double* cosine) { *sine = std::sin(x), *cosine = std::cos(x); }
+using std::fabs;
+using std::log;
+using std::pow;
+using std::sqrt;
+
+}  // namespace strata::cuda
+
+#define threadIdx (::strata::cuda::Emulator::get().thread_index)
+#define blockIdx (::strata::cuda::Emulator::get().block_index)
+#define blockDim (::strata::cuda::Emulator::get().block_size)
+#define gridDim (::strata::cuda::Emulator::get().grid_size)

@@ -1,0 +1,211 @@
+// Causal attention with grouped queries, tile by tile with a running softmax (FlashAttention, arXiv 2205.14135): scores
+// of time × time never exist. A warp owns a query row (backward: also a key row), its lanes 32 keys at a time, then the
+// head's dimensions; sums in f32 and in a fixed order.
+#include "cuda/bind.h"
+
+namespace strata::cuda {
+namespace {
+
+constexpr int kWarps = 8, kBlock = 32 * kWarps, kTile = 32, kMostDims = 256, kDims = kMostDims / 32;
+
+struct Sizes {
+  int time, heads, groups, size, width;
+  float scale;
+  Sizes(const OpView& v, const Tensor& qkv)
+      : time(int(qkv.shape[1])),
+        heads(int(v.attributes().integer("heads"))),
+        groups(int(v.attributes().integer("kv_heads"))),
+        size(int(qkv.shape[2]) / (heads + 2 * groups)),
+        width(int(qkv.shape[2])),
+        scale(float(1 / std::sqrt(double(size)))) {
+    require(size <= kMostDims, v, "heads of at most 256 on the cuda backend");
+  }
+  STRATA_DEVICE int per_group() const { return heads / groups; }
+  STRATA_DEVICE int query(int head) const {
+    return (head / per_group() * (per_group() + 2) + head % per_group()) * size;
+  }
+  STRATA_DEVICE int key(int group) const { return (group * (per_group() + 2) + per_group()) * size; }
+  STRATA_DEVICE int value(int group) const { return key(group) + size; }
+  int shared(int tiles) const { return (tiles * kTile * (size + 1) + 2 * kWarps * size) * 4; }
+};
+
+// Rows [first, first + kTile) of a slice `size` wide into shared memory, rows size + 1 apart, zeros after `rows`.
+template <class T>
+STRATA_DEVICE void fill(float* tile, const T* from, int64_t stride, int first, int rows, int size) {
+  for (int i = int(threadIdx.x); i < kTile * size; i += kBlock) {
+    const int r = i / size, d = i % size;
+    tile[r * (size + 1) + d] = first + r < rows ? to_float(from[int64_t(first + r) * stride + d]) : 0.0f;
+  }
+}
+
+STRATA_DEVICE float dot(const float* a, const float* b, int size) {
+  float sum = 0;
+  for (int d = 0; d < size; ++d) sum += a[d] * b[d];
+  return sum;
+}
+
+// sum[d] += Σ over lanes of weight · row lane of the tile, for the dimensions of this lane.
+STRATA_DEVICE void add_rows(float (&sum)[kDims], float weight, const float* tile, int size) {
+  const int lane = int(threadIdx.x) % 32;
+  for (int k = 0; k < kTile; ++k) {
+    const float w = __shfl_sync(0xFFFFFFFFu, weight, k);
+#pragma unroll
+    for (int j = 0; j < kDims; ++j)
+      if (j * 32 + lane < size) sum[j] += w * tile[k * (size + 1) + j * 32 + lane];
+  }
+}
+
+template <class T>
+STRATA_KERNEL forward(const T* qkv, T* out, float* lse, Sizes s) {
+  float* const keys = dynamic_shared<float>();
+  float *const values = keys + kTile * (s.size + 1), *const queries = values + kTile * (s.size + 1);
+  const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
+  const int head = int(blockIdx.y), n = int(blockIdx.z), first = int(blockIdx.x) * kWarps, row = first + warp;
+  const T* base = qkv + int64_t(n) * s.time * s.width;
+  float* query = queries + warp * s.size;
+  for (int d = lane; d < s.size; d += 32)
+    query[d] = row < s.time ? to_float(base[int64_t(row) * s.width + s.query(head) + d]) * s.scale : 0.0f;
+  float top = -3.0e38f, sum = 0, o[kDims] = {};
+  const int end = first + kWarps < s.time ? first + kWarps : s.time;  // keys that any row here sees
+  for (int k = 0; k < end; k += kTile) {
+    __syncthreads();
+    fill(keys, base + s.key(head / s.per_group()), s.width, k, s.time, s.size);
+    fill(values, base + s.value(head / s.per_group()), s.width, k, s.time, s.size);
+    __syncthreads();
+    const bool seen = k + lane <= row;
+    const float score = seen ? dot(query, keys + lane * (s.size + 1), s.size) : -3.0e38f;
+    const float highest = warp_max(score), before = top;
+    top = highest > top ? highest : top;
+    const float keep = __expf(before - top), p = seen ? __expf(score - top) : 0.0f;
+    sum = sum * keep + warp_sum(p);
+#pragma unroll
+    for (int j = 0; j < kDims; ++j) o[j] *= keep;
+    add_rows(o, p, values, s.size);
+  }
+  if (row >= s.time) return;
+  T* to = out + (int64_t(n) * s.time + row) * s.heads * s.size + head * s.size;
+#pragma unroll
+  for (int j = 0; j < kDims; ++j)
+    if (j * 32 + lane < s.size) to[j * 32 + lane] = from_float<T>(o[j] / sum);
+  if (lane == 0) lse[(int64_t(n) * s.heads + head) * s.time + row] = top + logf(sum);
+}
+
+// dots (B, H, T): do · o of each row, a warp a row.
+template <class T>
+STRATA_KERNEL row_dots(const T* d_out, const T* out, float* dots, Sizes s) {
+  const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32, row = int(blockIdx.x) * kWarps + warp;
+  if (row >= s.time) return;
+  const int64_t at = (int64_t(blockIdx.z) * s.time + row) * s.heads * s.size + blockIdx.y * s.size;
+  float sum = 0;
+  for (int d = lane; d < s.size; d += 32) sum += to_float(d_out[at + d]) * to_float(out[at + d]);
+  sum = warp_sum(sum);
+  if (lane == 0) dots[(int64_t(blockIdx.z) * s.heads + blockIdx.y) * s.time + row] = sum;
+}
+
+template <class T>
+STRATA_KERNEL query_gradient(const T* d_out, const T* qkv, const float* lse, const float* dots, T* d_qkv, Sizes s) {
+  float* const keys = dynamic_shared<float>();
+  float *const values = keys + kTile * (s.size + 1), *const rows = values + kTile * (s.size + 1);
+  const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
+  const int head = int(blockIdx.y), n = int(blockIdx.z), first = int(blockIdx.x) * kWarps, row = first + warp;
+  const T* base = qkv + int64_t(n) * s.time * s.width;
+  float *query = rows + 2 * warp * s.size, *slope = query + s.size;
+  for (int d = lane; d < s.size; d += 32) {
+    const int64_t at = (int64_t(n) * s.time + row) * s.heads * s.size + head * s.size + d;
+    query[d] = row < s.time ? to_float(base[int64_t(row) * s.width + s.query(head) + d]) : 0.0f;
+    slope[d] = row < s.time ? to_float(d_out[at]) : 0.0f;
+  }
+  const int64_t at = (int64_t(n) * s.heads + head) * s.time + (row < s.time ? row : 0);
+  const float shift = lse[at], mean = dots[at];
+  float dq[kDims] = {};
+  const int end = first + kWarps < s.time ? first + kWarps : s.time;
+  for (int k = 0; k < end; k += kTile) {
+    __syncthreads();
+    fill(keys, base + s.key(head / s.per_group()), s.width, k, s.time, s.size);
+    fill(values, base + s.value(head / s.per_group()), s.width, k, s.time, s.size);
+    __syncthreads();
+    float ds = 0;
+    if (k + lane <= row && row < s.time) {
+      const float p = __expf(dot(query, keys + lane * (s.size + 1), s.size) * s.scale - shift);
+      ds = p * (dot(slope, values + lane * (s.size + 1), s.size) - mean) * s.scale;
+    }
+    add_rows(dq, ds, keys, s.size);
+  }
+  if (row >= s.time) return;
+  T* to = d_qkv + (int64_t(n) * s.time + row) * s.width + s.query(head);
+#pragma unroll
+  for (int j = 0; j < kDims; ++j)
+    if (j * 32 + lane < s.size) to[j * 32 + lane] = from_float<T>(dq[j]);
+}
+
+// A warp a key row: its lanes are 32 queries at a time, over the query heads of the group.
+template <class T>
+STRATA_KERNEL key_gradient(const T* d_out, const T* qkv, const float* lse, const float* dots, T* d_qkv, Sizes s) {
+  float* const queries = dynamic_shared<float>();
+  float *const slopes = queries + kTile * (s.size + 1), *const rows = slopes + kTile * (s.size + 1);
+  const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
+  const int group = int(blockIdx.y), n = int(blockIdx.z), first = int(blockIdx.x) * kWarps, row = first + warp;
+  const T* base = qkv + int64_t(n) * s.time * s.width;
+  float *key = rows + 2 * warp * s.size, *value = key + s.size;
+  for (int d = lane; d < s.size; d += 32) {
+    key[d] = row < s.time ? to_float(base[int64_t(row) * s.width + s.key(group) + d]) : 0.0f;
+    value[d] = row < s.time ? to_float(base[int64_t(row) * s.width + s.value(group) + d]) : 0.0f;
+  }
+  float dk[kDims] = {}, dv[kDims] = {};
+  for (int head = group * s.per_group(); head < (group + 1) * s.per_group(); ++head) {
+    const int64_t of_head = (int64_t(n) * s.heads + head) * s.time;
+    for (int q = first / kTile * kTile; q < s.time; q += kTile) {
+      __syncthreads();
+      fill(queries, base + s.query(head), s.width, q, s.time, s.size);
+      fill(slopes, d_out + int64_t(n) * s.time * s.heads * s.size + head * s.size, int64_t(s.heads) * s.size, q, s.time,
+           s.size);
+      __syncthreads();
+      float p = 0, ds = 0;
+      if (q + lane >= row && q + lane < s.time && row < s.time) {
+        p = __expf(dot(key, queries + lane * (s.size + 1), s.size) * s.scale - lse[of_head + q + lane]);
+        ds = p * (dot(value, slopes + lane * (s.size + 1), s.size) - dots[of_head + q + lane]) * s.scale;
+      }
+      add_rows(dv, p, slopes, s.size);
+      add_rows(dk, ds, queries, s.size);
+    }
+  }
+  if (row >= s.time) return;
+  T* to = d_qkv + (int64_t(n) * s.time + row) * s.width;
+#pragma unroll
+  for (int j = 0; j < kDims; ++j)
+    if (j * 32 + lane < s.size) {
+      to[s.key(group) + j * 32 + lane] = from_float<T>(dk[j]);
+      to[s.value(group) + j * 32 + lane] = from_float<T>(dv[j]);
+    }
+}
+
+const Registration attention("attention", [](const Binding& b) -> Launch {
+  return with_type(b.input(0).dtype, [&](auto zero) -> Launch {
+    using T = decltype(zero);
+    const Sizes s(b, b.input(0));
+    const dim3 grid(blocks(s.time, kWarps), unsigned(s.heads), unsigned(b.input(0).shape[0]));
+    return [=, qkv = b.in<T>(0), out = b.out<T>(0), lse = b.out<float>(1), queue = b.queue()] {
+      launch(forward<T>, grid, kBlock, s.shared(2), queue, qkv, out, lse, s);
+    };
+  });
+});
+const Registration gradient(
+    "attention_gradient",
+    [](const Binding& b) -> Launch {
+      return with_type(b.input(0).dtype, [&](auto zero) -> Launch {
+        using T = decltype(zero);
+        const Sizes s(b, b.input(1));
+        const unsigned across = blocks(s.time, kWarps), batch = unsigned(b.input(1).shape[0]);
+        return [=, d_out = b.in<T>(0), qkv = b.in<T>(1), out = b.in<T>(2), lse = b.in<float>(3), d_qkv = b.out<T>(0),
+                dots = b.workspace<float>(), queue = b.queue()] {
+          const dim3 by_head(across, unsigned(s.heads), batch), by_group(across, unsigned(s.groups), batch);
+          launch(row_dots<T>, by_head, kBlock, 0, queue, d_out, out, dots, s);
+          launch(query_gradient<T>, by_head, kBlock, s.shared(2), queue, d_out, qkv, lse, dots, d_qkv, s);
+          launch(key_gradient<T>, by_group, kBlock, s.shared(2), queue, d_out, qkv, lse, dots, d_qkv, s);
+        };
+      });
+    },
+    [](const OpView& v, int) { return count(v.input(3)) * 4; });
+
+}  // namespace
+}  // namespace strata::cuda

@@ -1,0 +1,147 @@
+// Elementwise kinds: each thread takes eight elements, in accesses of 16 bytes, and computes in f32.
+#include "cuda/bind.h"
+#include "cuda/philox.h"
+
+namespace strata::cuda {
+namespace {
+
+constexpr int kEach = 8, kBlock = 256;
+
+template <class T, int kCount>
+struct Operands {
+  T* data[kCount];
+};
+
+template <class T, int kIn, int kOut, class Function>
+STRATA_KERNEL apply(Operands<const T, kIn> in, Operands<T, kOut> out, int64_t count, Function function) {
+  const int64_t first = (int64_t(blockIdx.x) * kBlock + threadIdx.x) * kEach;
+  if (first >= count) return;
+  float x[kIn][kEach], y[kOut][kEach];
+#pragma unroll
+  for (int k = 0; k < kIn; ++k) load(in.data[k], first, count, x[k]);
+#pragma unroll
+  for (int e = 0; e < kEach; ++e) {
+    float one[kIn], result[kOut];
+#pragma unroll
+    for (int k = 0; k < kIn; ++k) one[k] = x[k][e];
+    function(one, result, first + e);
+#pragma unroll
+    for (int k = 0; k < kOut; ++k) y[k][e] = result[k];
+  }
+#pragma unroll
+  for (int k = 0; k < kOut; ++k) store(out.data[k], first, count, y[k]);
+}
+
+template <int kIn, int kOut, class Function>
+Launch bind_apply(const Binding& b, Function function) {
+  return with_type(b.input(0).dtype, [&](auto zero) -> Launch {
+    using T = decltype(zero);
+    Operands<const T, kIn> in;
+    Operands<T, kOut> out;
+    for (int k = 0; k < kIn; ++k) in.data[k] = b.in<T>(k);
+    for (int k = 0; k < kOut; ++k) out.data[k] = b.out<T>(k);
+    return [=, n = count(b.input(0)), queue = b.queue()] {
+      launch(apply<T, kIn, kOut, Function>, dim3(blocks(n, kEach * kBlock)), kBlock, 0, queue, in, out, n, function);
+    };
+  });
+}
+
+struct Add {
+  STRATA_DEVICE void operator()(const float (&x)[2], float (&y)[1], int64_t) const { y[0] = x[0] + x[1]; }
+};
+struct Scale {
+  const double* factor;
+  STRATA_DEVICE void operator()(const float (&x)[1], float (&y)[1], int64_t) const { y[0] = x[0] * float(*factor); }
+};
+struct Clamp {
+  float limit;
+  STRATA_DEVICE void operator()(const float (&x)[1], float (&y)[1], int64_t) const {
+    y[0] = x[0] < -limit ? -limit : x[0] > limit ? limit : x[0];
+  }
+};
+
+STRATA_DEVICE float sigmoid(float x) { return 1.0f / (1.0f + __expf(-x)); }
+// GELU in its tanh form (arXiv 1606.08415) by the logistic function: tanh(z) = 2σ(2z) - 1.
+constexpr float kGelu = 0.7978845608f, kCubic = 0.044715f;
+struct Gelu {
+  STRATA_DEVICE void operator()(const float (&x)[1], float (&y)[1], int64_t) const {
+    y[0] = x[0] * sigmoid(2 * kGelu * (x[0] + kCubic * x[0] * x[0] * x[0]));
+  }
+};
+struct GeluGradient {
+  STRATA_DEVICE void operator()(const float (&in)[2], float (&dx)[1], int64_t) const {
+    const float x = in[1], s = sigmoid(2 * kGelu * (x + kCubic * x * x * x));
+    dx[0] = in[0] * (s + x * s * (1 - s) * (2 * kGelu * (1 + 3 * kCubic * x * x)));
+  }
+};
+// SwiGLU (arXiv 2002.05202): silu(gate)·up.
+struct Swiglu {
+  STRATA_DEVICE void operator()(const float (&x)[2], float (&y)[1], int64_t) const {
+    y[0] = x[0] * sigmoid(x[0]) * x[1];
+  }
+};
+struct SwigluGradient {
+  STRATA_DEVICE void operator()(const float (&x)[3], float (&y)[2], int64_t) const {
+    const float d = x[0], g = x[1], u = x[2], s = sigmoid(g);
+    y[0] = d * u * s * (1 + g * (1 - s));
+    y[1] = d * g * s;
+  }
+};
+struct Relu {
+  STRATA_DEVICE void operator()(const float (&x)[1], float (&y)[1], int64_t) const { y[0] = x[0] < 0 ? 0.0f : x[0]; }
+};
+struct ReluGradient {
+  STRATA_DEVICE void operator()(const float (&x)[2], float (&y)[1], int64_t) const { y[0] = x[1] > 0 ? x[0] : 0.0f; }
+};
+struct SquaredRelu {
+  STRATA_DEVICE void operator()(const float (&x)[1], float (&y)[1], int64_t) const {
+    y[0] = x[0] < 0 ? 0.0f : x[0] * x[0];
+  }
+};
+struct SquaredReluGradient {
+  STRATA_DEVICE void operator()(const float (&x)[2], float (&y)[1], int64_t) const { y[0] = x[0] * 2 * sqrtf(x[1]); }
+};
+
+// As on the CPU: element `index` keeps its value when word index%4 of block index/4 is at least the threshold.
+struct Dropout {
+  const double *seed, *step;
+  uint64_t stream;
+  uint32_t threshold;
+  float factor;
+  int64_t first;
+  STRATA_DEVICE void operator()(const float (&x)[1], float (&y)[1], int64_t i) const {
+    const uint64_t index = uint64_t(first + i);
+    const uint64_t of_step = stream ^ (uint64_t(*step) * 0x9E3779B97F4A7C15ull);
+    const uint32_t word = pick(random_words(uint64_t(*seed), of_step, index / 4), uint32_t(index % 4));
+    y[0] = word >= threshold ? x[0] * factor : 0.0f;
+  }
+};
+
+const Registration kinds[] = {
+    {"add", [](const Binding& b) { return bind_apply<2, 1>(b, Add{}); }},
+    {"scale", [](const Binding& b) { return bind_apply<1, 1>(b, Scale{b.in<double>(1)}); }},
+    {"clamp", [](const Binding& b) { return bind_apply<1, 1>(b, Clamp{float(b.attributes().real("limit"))}); }},
+    {"gelu", [](const Binding& b) { return bind_apply<1, 1>(b, Gelu{}); }},
+    {"gelu_gradient", [](const Binding& b) { return bind_apply<2, 1>(b, GeluGradient{}); }},
+    {"swiglu", [](const Binding& b) { return bind_apply<2, 1>(b, Swiglu{}); }},
+    {"swiglu_gradient", [](const Binding& b) { return bind_apply<3, 2>(b, SwigluGradient{}); }},
+    {"relu", [](const Binding& b) { return bind_apply<1, 1>(b, Relu{}); }},
+    {"relu_gradient", [](const Binding& b) { return bind_apply<2, 1>(b, ReluGradient{}); }},
+    {"squared_relu", [](const Binding& b) { return bind_apply<1, 1>(b, SquaredRelu{}); }},
+    {"squared_relu_gradient", [](const Binding& b) { return bind_apply<2, 1>(b, SquaredReluGradient{}); }},
+    {"dropout", [](const Binding& b) {
+       const double p = b.attributes().real("probability");
+       return bind_apply<1, 1>(b, Dropout{b.in<double>(1), b.in<double>(2), uint64_t(b.attributes().integer("stream")),
+                                          uint32_t(p * 4294967296.0), float(1 / (1 - p)),
+                                          int64_t(std::max(0, b.op().microbatch)) * count(b.input(0))});
+     }}};
+
+STRATA_KERNEL multiply(const double* a, const double* b, double* product) { *product = *a * *b; }
+const Registration scalars("multiply_scalars", [](const Binding& b) -> Launch {
+  return [a = b.in<double>(0), c = b.in<double>(1), out = b.out<double>(0), queue = b.queue()] {
+    launch(multiply, dim3(1), 1, 0, queue, a, c, out);
+  };
+});
+
+}  // namespace
+}  // namespace strata::cuda

@@ -1,0 +1,106 @@
+// Embeddings, forward and backward. The weight's gradient sums the rows of a token in their order, without atomics, so
+// that runs repeat bit for bit.
+#include "cuda/bind.h"
+
+namespace strata::cuda {
+namespace {
+
+constexpr int kBlock = 128, kEach = 8;
+
+template <class T>
+STRATA_KERNEL embed(const int32_t* tokens, const T* w, const T* positions, T* x, int64_t time, int64_t columns) {
+  const int64_t row = blockIdx.x;
+  float v[kEach], p[kEach];
+  for (int64_t i = int64_t(threadIdx.x) * kEach; i < columns; i += kBlock * kEach) {
+    load(w + int64_t(tokens[row]) * columns, i, columns, v);
+    if (positions) {
+      load(positions + row % time * columns, i, columns, p);
+#pragma unroll
+      for (int e = 0; e < kEach; ++e) v[e] += p[e];
+    }
+    store(x + row * columns, i, columns, v);
+  }
+}
+
+STRATA_KERNEL clear(float* out, int64_t count) {
+  const int64_t i = int64_t(blockIdx.x) * 256 + threadIdx.x;
+  if (i < count) out[i] = 0;
+}
+
+// A block a row: that of a token's first row sums all rows of the token; the others leave.
+template <class T>
+STRATA_KERNEL embedding_gradient(const T* dx, const int32_t* tokens, float* dw, int64_t rows, int64_t columns) {
+  __shared__ int earlier;
+  const int64_t row = blockIdx.x;
+  const int32_t token = tokens[row];
+  if (threadIdx.x == 0) earlier = 0;
+  __syncthreads();
+  for (int64_t r = threadIdx.x; r < row; r += kBlock)
+    if (tokens[r] == token) earlier = 1;
+  __syncthreads();
+  if (earlier) return;
+  const int lane = int(threadIdx.x) % 32;
+  for (int64_t base = 0; base < columns; base += kBlock * kEach) {
+    const int64_t i = base + int64_t(threadIdx.x) * kEach;
+    float sum[kEach], v[kEach];
+    load(static_cast<const float*>(dw) + int64_t(token) * columns, i, columns, sum);
+    for (int64_t r = row; r < rows; r += 32) {
+      unsigned same = __ballot_sync(0xFFFFFFFFu, r + lane < rows && tokens[r + lane] == token);
+      for (; same; same &= same - 1) {
+        load(dx + (r + __ffs(same) - 1) * columns, i, columns, v);
+#pragma unroll
+        for (int e = 0; e < kEach; ++e) sum[e] += v[e];
+      }
+    }
+    store(dw + int64_t(token) * columns, i, columns, sum);
+  }
+}
+
+template <class T>
+STRATA_KERNEL position_gradient(const T* dx, float* dp, int64_t batch, int64_t time, int64_t columns, bool accumulate) {
+  const int64_t t = blockIdx.x;
+  float sum[kEach], v[kEach];
+  for (int64_t i = int64_t(threadIdx.x) * kEach; i < columns; i += kBlock * kEach) {
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) sum[e] = 0;
+    if (accumulate) load(static_cast<const float*>(dp) + t * columns, i, columns, sum);
+    for (int64_t n = 0; t < time && n < batch; ++n) {
+      load(dx + (n * time + t) * columns, i, columns, v);
+#pragma unroll
+      for (int e = 0; e < kEach; ++e) sum[e] += v[e];
+    }
+    store(dp + t * columns, i, columns, sum);
+  }
+}
+
+const Registration forward("embedding", [](const Binding& b) -> Launch {
+  return with_type(b.input(1).dtype, [&](auto zero) -> Launch {
+    using T = decltype(zero);
+    return [=, tokens = b.in<int32_t>(0), w = b.in<T>(1), p = b.has_input(2) ? b.in<T>(2) : nullptr, x = b.out<T>(0),
+            rows = count(b.input(0)), time = b.input(0).shape[1], columns = b.columns(1), queue = b.queue()] {
+      launch(embed<T>, dim3(unsigned(rows)), kBlock, 0, queue, tokens, w, p, x, time, columns);
+    };
+  });
+});
+const Registration backward("embedding_gradient", [](const Binding& b) -> Launch {
+  return with_type(b.input(0).dtype, [&](auto zero) -> Launch {
+    using T = decltype(zero);
+    return [=, dx = b.in<T>(0), tokens = b.in<int32_t>(1), dw = b.out<float>(0), rows = b.rows(0),
+            columns = b.columns(0), all = count(b.output(0)), onto = b.accumulates(0), queue = b.queue()] {
+      if (!onto) launch(clear, dim3(blocks(all, 256)), 256, 0, queue, dw, all);
+      launch(embedding_gradient<T>, dim3(unsigned(rows)), kBlock, 0, queue, dx, tokens, dw, rows, columns);
+    };
+  });
+});
+const Registration positions("position_gradient", [](const Binding& b) -> Launch {
+  return with_type(b.input(0).dtype, [&](auto zero) -> Launch {
+    using T = decltype(zero);
+    return [=, dx = b.in<T>(0), dp = b.out<float>(0), s = b.input(0).shape, rows = b.output(0).shape[0],
+            onto = b.accumulates(0), queue = b.queue()] {
+      launch(position_gradient<T>, dim3(unsigned(rows)), kBlock, 0, queue, dx, dp, s[0], s[1], s[2], onto);
+    };
+  });
+});
+
+}  // namespace
+}  // namespace strata::cuda

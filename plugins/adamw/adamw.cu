@@ -1,0 +1,95 @@
+// AdamW on the GPU: one pass over memory, eight elements a thread; see adamw_kernel.h for the mathematics.
+#include "cuda/bind.h"
+#include "cuda/philox.h"
+#include "strata/random.h"
+
+namespace strata::cuda {
+namespace {
+
+constexpr int kBlock = 256, kEach = 8;
+
+struct Settings {
+  double beta1, beta2, epsilon, learning_rate, weight_decay;
+  const double *step, *factor, *scale, *seed;
+  uint64_t m_stream, v_stream;
+  int64_t first;  // global index of element 0
+};
+
+// As to_bf16_stochastically: eight numbers of 16 bits a block of Philox.
+STRATA_DEVICE bf16 round_stochastically(float x, uint64_t seed, uint64_t stream, int64_t index) {
+#ifdef STRATA_EMULATE
+  const uint32_t bits = std::bit_cast<uint32_t>(x);
+#else
+  const uint32_t bits = __float_as_uint(x);
+#endif
+  const uint32_t lane = uint32_t(uint64_t(index) % 8);
+  const uint32_t word = pick(random_words(seed, stream, uint64_t(index) / 8), lane / 2);
+  const bool finite = (bits & 0x7F800000u) != 0x7F800000u;
+  return {uint16_t(finite ? (bits + (word >> (lane % 2 * 16) & 0xFFFF)) >> 16
+                          : bits >> 16 | ((bits & 0x7FFFFFu) ? 0x40 : 0))};
+}
+
+template <class Gradient, class Moment>
+STRATA_KERNEL update(float* parameter, const Gradient* gradient, Moment* m, Moment* v, int64_t count, Settings s) {
+  const int64_t i = (int64_t(blockIdx.x) * kBlock + threadIdx.x) * kEach;
+  const double scale = s.scale ? *s.scale : 1.0;
+  if (i >= count || scale != scale) return;  // NaN: the step overflowed
+  const double step = *s.step, rate = s.learning_rate * *s.factor;
+  const float step_size = float(rate / (1 - pow(s.beta1, step))), root = float(1 / sqrt(1 - pow(s.beta2, step)));
+  const float decay = float(1 - rate * s.weight_decay), weight1 = float(1 - s.beta1), weight2 = float(1 - s.beta2),
+              beta2 = float(s.beta2), epsilon = float(s.epsilon), factor = float(scale);
+  float p[kEach], g[kEach], first[kEach], second[kEach];
+  load(static_cast<const float*>(parameter), i, count, p);
+  load(gradient, i, count, g);
+  load(static_cast<const Moment*>(m), i, count, first);
+  load(static_cast<const Moment*>(v), i, count, second);
+#pragma unroll
+  for (int e = 0; e < kEach; ++e) {
+    g[e] *= factor;
+    first[e] += weight1 * (g[e] - first[e]);
+    second[e] = beta2 * second[e] + weight2 * g[e] * g[e];
+    p[e] = p[e] * decay - step_size * first[e] / (sqrtf(second[e]) * root + epsilon);
+  }
+  store(parameter, i, count, p);
+  if constexpr (sizeof(Moment) == 2) {
+    const uint64_t seed = uint64_t(*s.seed), of_step = uint64_t(step) * 0x9E3779B97F4A7C15ull;
+    for (int e = 0; e < kEach && i + e < count; ++e) {
+      m[i + e] = round_stochastically(first[e], seed, s.m_stream ^ of_step, s.first + i + e);
+      v[i + e] = round_stochastically(second[e], seed, s.v_stream ^ of_step, s.first + i + e);
+    }
+  } else {
+    store(m, i, count, first);
+    store(v, i, count, second);
+  }
+}
+
+const Registration kind("adamw", [](const Binding& b) -> Launch {
+  const Attributes& a = b.attributes();
+  Settings s{a.real("beta1"),
+             a.real("beta2"),
+             a.real("epsilon"),
+             a.real("learning_rate"),
+             a.real("weight_decay"),
+             b.in<double>(4),
+             b.in<double>(5),
+             b.has_input(6) ? b.in<double>(6) : nullptr,
+             b.has_input(7) ? b.in<double>(7) : nullptr,
+             stream_of(b.input(2).name),
+             stream_of(b.input(3).name),
+             0};
+  for (const Split& split : b.input(0).layout) s.first = split.first * (count(b.input(0)) / b.input(0).shape[0]);
+  return with_type(b.input(1).dtype, [&](auto zero) -> Launch {
+    using Gradient = decltype(zero);
+    const auto bind = [&](auto moment) -> Launch {
+      using Moment = decltype(moment);
+      return [=, p = b.out<float>(0), g = b.in<Gradient>(1), m = b.out<Moment>(1), v = b.out<Moment>(2),
+              n = count(b.input(0)), queue = b.queue()] {
+        launch(update<Gradient, Moment>, dim3(blocks(n, kBlock * kEach)), kBlock, 0, queue, p, g, m, v, n, s);
+      };
+    };
+    return b.input(2).dtype == DType::f32 ? bind(float{}) : bind(bf16{});
+  });
+});
+
+}  // namespace
+}  // namespace strata::cuda
