@@ -1,8 +1,6 @@
 // Runs kernels on the host, for tests on machines without a GPU: each block's threads are fibers that take turns at
 // barriers and shuffles. Checks what kernels compute, not how fast, and not what a GPU's memory model allows beyond it.
 #pragma once
-#include <ucontext.h>
-
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -19,6 +17,31 @@
 #define __shared__ static
 #define __restrict__
 #define __launch_bounds__(...)
+
+// Puts the registers that a call must keep on the stack, notes where, and goes on with another stack (x86-64). As
+// swapcontext, without its two system calls.
+extern "C" void strata_switch(void** from, void* to);
+asm(R"(
+.weak strata_switch
+.type strata_switch, @function
+strata_switch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+.size strata_switch, .-strata_switch
+)");
 
 namespace strata::cuda {
 
@@ -70,10 +93,19 @@ class Emulator {
     int64_t generation = 0;
   };
   struct Fiber {
-    ucontext_t context;
-    std::vector<std::byte> stack = std::vector<std::byte>(128 << 10);
+    std::unique_ptr<std::byte[]> stack{new std::byte[kStack]};
+    void* at = nullptr;  // where it stopped
     bool done = false;
+    // The first switch "returns" into entry, with the stack as a call leaves it.
+    void start(void (*entry)()) {
+      done = false;
+      auto* top = reinterpret_cast<void**>((reinterpret_cast<uintptr_t>(stack.get()) + kStack) / 16 * 16);
+      *(top - 1) = nullptr;
+      *(top - 2) = reinterpret_cast<void*>(entry);
+      at = top - 8;
+    }
   };
+  static constexpr size_t kStack = 64 << 10;
 
   void wait(Barrier& barrier, const int& live) {
     const int64_t generation = barrier.generation;
@@ -83,7 +115,7 @@ class Emulator {
       ++barrier.generation;
     } else {
       while (barrier.generation == generation) {
-        swapcontext(&fibers_[me.x]->context, &main_);
+        strata_switch(&fibers_[me.x]->at, main_);
         if (barrier.arrived >= live && barrier.generation == generation) {  // others ended meanwhile
           barrier.arrived = 0;
           ++barrier.generation;
@@ -99,7 +131,7 @@ class Emulator {
     e.fibers_[t]->done = true;
     --e.live_;
     --e.warp_live_[t / 32];
-    swapcontext(&e.fibers_[t]->context, &e.main_);
+    strata_switch(&e.fibers_[t]->at, e.main_);
   }
   void run_block(int block) {
     while (int(fibers_.size()) < block) fibers_.push_back(std::make_unique<Fiber>());
@@ -111,27 +143,21 @@ class Emulator {
     for (auto& slots : slots_) slots.assign(size_t(block + 31) / 32 * 32, 0);
     for (int t = 0; t < block; ++t) {
       ++warp_live_[size_t(t / 32)];
-      Fiber& fiber = *fibers_[size_t(t)];
-      fiber.done = false;
-      getcontext(&fiber.context);
-      fiber.context.uc_stack.ss_sp = fiber.stack.data();
-      fiber.context.uc_stack.ss_size = fiber.stack.size();
-      fiber.context.uc_link = nullptr;
-      makecontext(&fiber.context, entry, 0);
+      fibers_[size_t(t)]->start(entry);
     }
     for (int left = block; left > 0;) {
       left = 0;
       for (int t = 0; t < block; ++t) {
         if (fibers_[size_t(t)]->done) continue;
         thread_index = dim3(unsigned(t), 0, 0);
-        swapcontext(&main_, &fibers_[size_t(t)]->context);
+        strata_switch(&main_, fibers_[size_t(t)]->at);
         left += !fibers_[size_t(t)]->done;
       }
     }
   }
 
   const std::function<void()>* kernel_ = nullptr;
-  ucontext_t main_;
+  void* main_ = nullptr;
   std::vector<std::unique_ptr<Fiber>> fibers_;
   std::vector<std::byte> shared_;
   Barrier block_;

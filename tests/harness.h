@@ -51,8 +51,9 @@ class KeepGradients final : public Plugin {
 class Runner final : public StepContext {
  public:
   Runner(const std::string& toml, std::vector<NamedPlugin> more = {}, Goal goal = Goal::train, Rates rates = {},
-                  World* world = nullptr)
+         World* world = nullptr, const std::string& backend = "", Device* device = nullptr)
       : session_(write_file(folder_ / "config.toml", toml), {}, world), threads_(session_.threads()) {
+    if (!backend.empty()) session_.device.backend = backend;
     plugins = session_.plugins;
     plugins.insert(plugins.end(), more.begin(), more.end());
     built = build_program(plugins, session_.batch(goal), goal, session_.mesh.first());
@@ -68,7 +69,8 @@ class Runner final : public StepContext {
       localize(built.program, session_.mesh, session_.batch(goal).microbatches);
       built.program.storage_directory = rank_directory(built.program.storage_directory, *world);
     }
-    storage = std::make_unique<Storage>(built.program, plan);
+    storage =
+        std::make_unique<Storage>(built.program, plan, std::vector<const MemoryPlan*>{}, NvmeStore::Faults{}, device);
     executor = std::make_unique<Executor>(built.program, plan, *storage, session_.device.backend, threads_,
                                           int(session_.host.threads), &groups);
     storage->initialize(uint64_t(session_.run.seed), threads_);

@@ -13,6 +13,7 @@
 #include "strata/exact_sum.h"
 #include "strata/builder.h"
 #include "strata/convert.h"
+#include "tests/backends.h"
 
 namespace strata {
 namespace {
@@ -31,6 +32,8 @@ struct Case {
   bool residual = false;  // add a tensor of the output's shape through the accumulating output
   bool loss = false;      // the output is a loss itself
 };
+
+using test::kBackends;
 
 using Values = std::vector<std::vector<double>>;
 
@@ -70,7 +73,7 @@ Built build(const Case& c, DType type) {
 Values run(const Built& b, const std::string& backend, const Values& inputs, const std::vector<double>& cotangent,
            Threads& threads) {
   const MemoryPlan plan = plan_memory(b.program, backend, threads.count());
-  Storage storage(b.program, plan);
+  Storage storage(b.program, plan, {}, {}, test::device_of(backend));
   Executor executor(b.program, plan, storage, backend, threads);
   const auto fill = [&](TensorId id, const std::vector<double>& values) {
     if (!id) return;
@@ -125,7 +128,7 @@ std::string describe(const Case& c) {
   return text;
 }
 
-void check(const Case& c, uint32_t seed) {
+void check(const Case& c, uint32_t seed, const std::vector<std::string>& backends) {
   SCOPED_TRACE(describe(c) + ", seed " + std::to_string(seed));
   std::mt19937 random(seed);
   std::normal_distribution<double> normal;
@@ -171,12 +174,14 @@ void check(const Case& c, uint32_t seed) {
     }
 
   // Single precision: 2^-24 a term, sums of up to a few thousand terms of random sign, exp and division at a few ulp.
-  const Values got = run(cpu, "cpu", inputs, cotangent, threads);
-  for (size_t r = 0; r < want.size(); ++r) {
-    double scale = 1;
-    for (double value : want[r]) scale = std::max(scale, std::abs(value));
-    for (size_t i = 0; i < want[r].size(); ++i)
-      ASSERT_NEAR(got[r][i], want[r][i], 2e-5 * scale) << "result " << r << " element " << i;
+  for (const std::string& backend : backends) {
+    const Values got = run(cpu, backend, inputs, cotangent, threads);
+    for (size_t r = 0; r < want.size(); ++r) {
+      double scale = 1;
+      for (double value : want[r]) scale = std::max(scale, std::abs(value));
+      for (size_t i = 0; i < want[r].size(); ++i)
+        ASSERT_NEAR(got[r][i], want[r][i], 2e-5 * scale) << backend << ", result " << r << " element " << i;
+    }
   }
 
   // The same on numbers of 16 bits: results are rounded once, what the backward pass keeps of the forward pass too.
@@ -194,15 +199,17 @@ void check(const Case& c, uint32_t seed) {
     };
     for (int f : floats) round(rounded[size_t(f)]);
     round(rounded_cotangent);
-    const Values wide = run(reference, "reference", rounded, rounded_cotangent, threads),
-                 narrow = run(build(c, half), "cpu", rounded, rounded_cotangent, threads);
+    const Values wide = run(reference, "reference", rounded, rounded_cotangent, threads);
     const double unit = half == DType::bf16 ? 0x1p-8 : 0x1p-11;
-    for (size_t r = 0; r < wide.size(); ++r) {
-      double scale = 1;
-      for (double value : wide[r]) scale = std::max(scale, std::abs(value));
-      for (size_t i = 0; i < wide[r].size(); ++i)
-        ASSERT_NEAR(narrow[r][i], wide[r][i], 8 * unit * scale)
-            << name_of(half) << ", result " << r << " element " << i;
+    for (const std::string& backend : backends) {
+      const Values narrow = run(build(c, half), backend, rounded, rounded_cotangent, threads);
+      for (size_t r = 0; r < wide.size(); ++r) {
+        double scale = 1;
+        for (double value : wide[r]) scale = std::max(scale, std::abs(value));
+        for (size_t i = 0; i < wide[r].size(); ++i)
+          ASSERT_NEAR(narrow[r][i], wide[r][i], 8 * unit * scale)
+              << backend << ", " << name_of(half) << ", result " << r << " element " << i;
+      }
     }
   }
 }
@@ -308,20 +315,26 @@ std::vector<Case> cases(std::mt19937& random) {
 }
 
 TEST(Ops, GradientsAndKernels) {
+  STRATA_NEEDS_GPU();
   const uint32_t base = std::random_device{}();
+  std::vector<std::string> backends = kBackends;
   for (uint32_t i = 0; i < 12; ++i) {
+    if (i == 2 && !test::gpu() && backends.size() > 1) backends.pop_back();  // the emulator takes its time
     std::mt19937 shapes(base + i);
-    for (const Case& c : cases(shapes)) check(c, base + i);
+    for (const Case& c : cases(shapes)) check(c, base + i, backends);
     if (HasFatalFailure()) return;
   }
 }
 
 // Kinds without a gradient of their own: CPU against reference.
 TEST(Ops, KernelsWithoutGradient) {
+  STRATA_NEEDS_GPU();
   Threads threads(2);
   for (int64_t n : {1, 15, 16, 17, 5000, 70001}) {
-    Values results[2];
-    for (int b = 0; b < 2; ++b) {
+    std::vector<std::string> backends = {"reference"};
+    backends.insert(backends.end(), kBackends.begin(), kBackends.end());
+    std::vector<Values> results(backends.size());
+    for (size_t b = 0; b < backends.size(); ++b) {
       Program program;
       Builder build(program);
       const TensorId x = build.data("x", {n}, DType::f32), factor = build.data("factor", {1}, DType::f64);
@@ -329,9 +342,9 @@ TEST(Ops, KernelsWithoutGradient) {
                                              build.emit("clamp", {x}, {{"limit", 0.5}}),
                                              build.emit("sum_of_squares", {x}), build.emit("sum_rows", {x})};
       for (TensorId id : outputs) program[id].step_output = true;
-      const std::string backend = b ? "cpu" : "reference";
+      const std::string& backend = backends[b];
       const MemoryPlan plan = plan_memory(program, backend, 2);
-      Storage storage(program, plan);
+      Storage storage(program, plan, {}, {}, test::device_of(backend));
       Executor executor(program, plan, storage, backend, threads);
       std::mt19937 random(5);
       std::normal_distribution<float> normal;
@@ -350,9 +363,11 @@ TEST(Ops, KernelsWithoutGradient) {
         results[b].push_back(values);
       }
     }
-    for (size_t r = 0; r < results[0].size(); ++r)
-      for (size_t i = 0; i < results[0][r].size(); ++i)
-        ASSERT_NEAR(results[1][r][i], results[0][r][i], 1e-6 * (1 + std::abs(results[0][r][i]))) << r << " of n " << n;
+    for (size_t b = 1; b < backends.size(); ++b)
+      for (size_t r = 0; r < results[0].size(); ++r)
+        for (size_t i = 0; i < results[0][r].size(); ++i)
+          ASSERT_NEAR(results[b][r][i], results[0][r][i], 1e-6 * (1 + std::abs(results[0][r][i])))
+              << backends[b] << ", " << r << " of n " << n;
   }
 }
 

@@ -1,0 +1,90 @@
+// Whole programs on the CUDA backend beside the CPU's: losses of training steps, reruns and recomputation bit for bit.
+#include <random>
+
+#include "tests/backends.h"
+#include "tests/harness.h"
+
+namespace strata {
+namespace {
+
+constexpr int kSequence = 16, kBatch = 4, kVocabulary = 61;
+
+const std::string kGpt2 = "layers = 2\nhidden = 32\nheads = 2\ndropout = 0.1\n";
+const std::string kLlama =
+    "layers = 1\nhidden = 32\nheads = 4\nkv_heads = 2\nffn = 40\npositions = \"rotary\"\nnorm = "
+    "\"rms_norm\"\nactivation "
+    "= \"swiglu\"\nbias = false\nqkv_bias = true\ntied = false\n";
+
+std::string toml(const std::string& model, const std::string& plugins) {
+  return "[model]\nplugin = \"gpt\"\nvocabulary = " + std::to_string(kVocabulary) + "\ncontext = 16\n" + model +
+         "[data]\ntrain = [\"none\"]\nsequence_length = 16\nglobal_batch = " + std::to_string(kBatch) +
+         "\nmicro_batch = 2\n[device]\nthreads = 1\n[plugins.adamw]\nlearning_rate = 1e-3\n" + plugins;
+}
+
+struct Outcome {
+  std::vector<double> losses;
+  std::vector<float> weights;
+};
+
+Outcome outcome(const std::string& text, const std::string& backend, int steps) {
+  test::Runner runner(text, {}, Goal::train, {}, nullptr, backend, test::device_of(backend));
+  std::mt19937 random(7);
+  std::vector<int32_t> tokens(kBatch * kSequence), targets(tokens.size());
+  Outcome result;
+  for (int step = 0; step < steps; ++step) {
+    for (size_t i = 0; i < tokens.size(); ++i) {
+      tokens[i] = int32_t(random() % kVocabulary);
+      targets[i] = (tokens[i] + 1) % kVocabulary;
+    }
+    result.losses.push_back(runner.run_step(tokens.data(), targets.data()));
+  }
+  result.weights = runner.values("block.0.qkv.weight");
+  return result;
+}
+
+#if defined(STRATA_GPU)
+constexpr int kSteps = 20;
+#else
+constexpr int kSteps = 2;  // the emulator takes its time
+#endif
+
+// fp32 to 1e-4, 16 bits to 2e-2 of the loss.
+void expect_agreement(const std::string& text, double tolerance) {
+  SCOPED_TRACE(text);
+  const Outcome cpu = outcome(text, "cpu", kSteps), cuda = outcome(text, "cuda", kSteps);
+  for (int i = 0; i < kSteps; ++i)
+    EXPECT_NEAR(cuda.losses[size_t(i)], cpu.losses[size_t(i)], tolerance * cpu.losses[size_t(i)]) << i;
+}
+
+#if defined(STRATA_GPU) || defined(STRATA_EMULATED_CUDA)
+TEST(Cuda, AgreesWithTheCpu) {
+  STRATA_NEEDS_GPU();
+  const std::string clip = "[plugins.clip]\nmax_norm = 0.5\n", mixed = "[plugins.mixed_precision]\n";
+  expect_agreement(toml(kGpt2, clip), 1e-4);
+  expect_agreement(toml(kLlama, ""), 1e-4);
+  expect_agreement(toml(kGpt2, clip + mixed), 2e-2);
+  expect_agreement(toml(kLlama, mixed + "gradients = \"bf16\"\nstates = \"bf16\"\n"), 2e-2);
+  expect_agreement(toml(kGpt2 + "activation = \"squared_relu\"\n", mixed + "dtype = \"fp16\"\n"), 2e-2);
+}
+
+TEST(Cuda, RerunsAndRecomputationAreExact) {
+  STRATA_NEEDS_GPU();
+  for (const std::string& model : {kGpt2, kLlama}) {
+    const std::string plugins = "[plugins.mixed_precision]\n[plugins.clip]\n";
+    const Outcome first = outcome(toml(model, plugins), "cuda", kSteps);
+    for (const std::string extra : {"", "[plugins.recompute]\n",
+                                    "[plugins.offload]\nminimum = 0\noptimizer = \"host\"\n"
+                                    "activations = \"host\"\n"}) {
+      SCOPED_TRACE(extra);
+      const Outcome again = outcome(toml(model, plugins + extra), "cuda", kSteps);
+      EXPECT_EQ(again.losses[0], first.losses[0]);
+      if (extra.find("optimizer") != std::string::npos) continue;  // the update ran on the host: other roundings
+      EXPECT_EQ(again.losses, first.losses);
+      EXPECT_EQ(again.weights, first.weights);
+    }
+  }
+}
+#endif
+
+}  // namespace
+}  // namespace strata
