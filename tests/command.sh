@@ -68,7 +68,13 @@ sed 's/steps = 6/steps = "six"/' config.toml >bad.toml
 expect 2 'bad.toml:2:9: run.steps must be an integer, but it is a string.' "$strata" train bad.toml
 expect 2 'must be > 0, but it is 0' "$strata" train config.toml --set run.steps=0
 expect 2 'must be 0 to 0.99' "$strata" train config.toml --set model.dropout=1.5
-expect 2 'must be one of "cpu", "reference"' "$strata" train config.toml --set device.backend=cuda
+expect 2 'must be one of "cpu", "cuda", "reference"' "$strata" train config.toml --set device.backend=gpu
+if [[ -e $1/lib/strata/devices/cuda.so ]]; then
+  "$strata" plan config.toml --set device.backend=cuda | grep -q 'device memory at the peak' || fail "no plan for cuda"
+  nvidia-smi >/dev/null 2>&1 || expect 2 'no CUDA device' "$strata" train config.toml --set device.backend=cuda
+else
+  expect 2 'was built without it' "$strata" train config.toml --set device.backend=cuda
+fi
 expect 2 'not divisible by model.heads' "$strata" train config.toml --set model.heads=5
 expect 2 'is not a multiple of data.micro_batch' "$strata" train config.toml --set data.micro_batch=3
 expect 2 'such as "2GiB"' "$strata" train config.toml --set device.memory=lots

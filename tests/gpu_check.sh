@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# The bundle for machines with a GPU: small enough to carry, and it starts up anywhere. gpu_check.sh BUILD_FOLDER
+set -euo pipefail
+[[ -e $1/lib/strata/devices/cuda.so ]] || { echo "gpu_check: built without CUDA"; exit 77; }
+root=$(cd "$(dirname "$0")/.." && pwd)
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+cd "$work"
+"$root/tools/gpu-check" bundle bundle.tar.xz --build "$1"
+(($(stat -c %s bundle.tar.xz) < 60 << 20))
+if nvidia-smi >/dev/null 2>&1; then
+  "$root/tools/gpu-check" run --bundle bundle.tar.xz --quick
+  grep -q '^## Tests' gpu-report/report.md
+else
+  status=0
+  "$root/tools/gpu-check" run --bundle bundle.tar.xz 2>error || status=$?
+  [[ $status == 2 ]] && grep -q 'no CUDA device' error || { cat error; exit 1; }
+  [[ ! -e gpu-report ]]
+fi
+echo "gpu_check: as expected"

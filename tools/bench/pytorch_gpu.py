@@ -1,0 +1,63 @@
+"""Trains one of transformers' models with PyTorch and prints one JSON line: the peer of tools/gpu-check.
+
+The best reasonable form: torch.compile, bf16 autocast over f32 parameters, flash attention through
+scaled_dot_product_attention, fused AdamW, gradients set to None. Needs torch and transformers; --device cpu for a trial.
+"""
+import argparse
+import json
+import statistics
+import time
+
+import torch
+import transformers
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kind", choices=["gpt2", "qwen2"], required=True)
+    parser.add_argument("--config", type=json.loads, required=True)
+    parser.add_argument("--sequence", type=int, required=True)
+    parser.add_argument("--batch", type=int, required=True)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--no-compile", action="store_true")
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("PyTorch finds no CUDA device.")
+    torch.manual_seed(1)
+    torch.set_float32_matmul_precision("high")
+    if options.kind == "gpt2":
+        config = transformers.GPT2Config(resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **options.config)
+        build = transformers.GPT2LMHeadModel
+    else:
+        config, build = transformers.Qwen2Config(**options.config), transformers.Qwen2ForCausalLM
+    config._attn_implementation = "sdpa"
+    with torch.device(options.device):
+        model = build(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=options.device == "cuda")
+
+    def loss_of(tokens):
+        with torch.autocast(options.device, torch.bfloat16):
+            logits = model(tokens[:, :-1], use_cache=False).logits
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+    step_loss = loss_of if options.no_compile else torch.compile(loss_of)
+    seconds = []
+    for _ in range(options.steps):
+        tokens = torch.randint(config.vocab_size, (options.batch, options.sequence + 1), device=options.device)
+        if options.device == "cuda":
+            torch.cuda.synchronize()
+        began = time.time()
+        optimizer.zero_grad(set_to_none=True)
+        step_loss(tokens).backward()
+        optimizer.step()
+        if options.device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.time() - began)
+    peak = torch.cuda.max_memory_allocated() if options.device == "cuda" else 0
+    print(json.dumps({"tokens_per_second": options.batch * options.sequence / statistics.median(seconds[2:]), "peak_bytes": peak,
+                      "torch": torch.__version__, "transformers": transformers.__version__}))
+
+
+if __name__ == "__main__":
+    main()
