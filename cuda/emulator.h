@@ -73,6 +73,16 @@ class Emulator {
   // Waits until every thread of the block, or of the warp, that has not ended is here.
   void block_barrier() { wait(block_, live_); }
   void warp_barrier() { wait(warps_[size_t(thread_index.x / 32)], warp_live_[size_t(thread_index.x / 32)]); }
+  // What each lane of this warp gave, by lane; there until the next but one call.
+  template <class T>
+  const T* publish(const T& value) {
+    static_assert(sizeof(T) <= kPublished);
+    auto& area = published_[parity_[thread_index.x] ^= 1];
+    T* const of_warp = reinterpret_cast<T*>(area.data() + thread_index.x / 32 * 32 * kPublished);
+    of_warp[thread_index.x % 32] = value;
+    warp_barrier();
+    return of_warp;
+  }
   // What lane `from` of this warp gave.
   template <class T>
   T exchange(T value, unsigned from) {
@@ -140,6 +150,7 @@ class Emulator {
     warps_.assign(size_t(block + 31) / 32, {});
     warp_live_.assign(warps_.size(), 0);
     parity_.assign(size_t(block), 0);
+    for (auto& area : published_) area.resize(size_t(block + 31) / 32 * 32 * kPublished);
     for (auto& slots : slots_) slots.assign(size_t(block + 31) / 32 * 32, 0);
     for (int t = 0; t < block; ++t) {
       ++warp_live_[size_t(t / 32)];
@@ -165,6 +176,8 @@ class Emulator {
   int live_ = 0;
   std::vector<int> warp_live_, parity_;
   std::vector<uint64_t> slots_[2];
+  static constexpr size_t kPublished = 64;
+  std::vector<std::byte> published_[2];
 };
 
 template <class... Parameters, class... Arguments>

@@ -1,33 +1,15 @@
 // Causal attention with grouped queries, tile by tile with a running softmax (FlashAttention, arXiv 2205.14135): scores
 // of time × time never exist. A warp owns a query row (backward: also a key row), its lanes 32 keys at a time, then the
 // head's dimensions; sums in f32 and in a fixed order.
-#include "cuda/bind.h"
+#include "cuda/kernels/attention.h"
+#include "cuda/kernels/flash_attention.h"
 
-namespace strata::cuda {
+namespace strata::cuda::attention_kernels {
 namespace {
 
 constexpr int kWarps = 8, kBlock = 32 * kWarps, kTile = 32, kMostDims = 256, kDims = kMostDims / 32;
 
-struct Sizes {
-  int time, heads, groups, size, width;
-  float scale;
-  Sizes(const OpView& v, const Tensor& qkv)
-      : time(int(qkv.shape[1])),
-        heads(int(v.attributes().integer("heads"))),
-        groups(int(v.attributes().integer("kv_heads"))),
-        size(int(qkv.shape[2]) / (heads + 2 * groups)),
-        width(int(qkv.shape[2])),
-        scale(float(1 / std::sqrt(double(size)))) {
-    require(size <= kMostDims, v, "heads of at most 256 on the cuda backend");
-  }
-  STRATA_DEVICE int per_group() const { return heads / groups; }
-  STRATA_DEVICE int query(int head) const {
-    return (head / per_group() * (per_group() + 2) + head % per_group()) * size;
-  }
-  STRATA_DEVICE int key(int group) const { return (group * (per_group() + 2) + per_group()) * size; }
-  STRATA_DEVICE int value(int group) const { return key(group) + size; }
-  int shared(int tiles) const { return (tiles * kTile * (size + 1) + 2 * kWarps * size) * 4; }
-};
+int shared_bytes(const Sizes& s) { return (2 * kTile * (s.size + 1) + 2 * kWarps * s.size) * 4; }
 
 // Rows [first, first + kTile) of a slice `size` wide into shared memory, rows size + 1 apart, zeros after `rows`.
 template <class T>
@@ -179,13 +161,32 @@ STRATA_KERNEL key_gradient(const T* d_out, const T* qkv, const float* lse, const
     }
 }
 
+// Calls body(std::integral_constant<int, D>) for a head size that tensor cores take; nothing otherwise.
+template <class T, class Body>
+Launch on_tensor_cores(const Sizes& s, Body&& body) {
+  if constexpr (sizeof(T) == 2) {
+    if (s.size == 64) return body(std::integral_constant<int, 64>{});
+    if (s.size == 128) return body(std::integral_constant<int, 128>{});
+  }
+  return {};
+}
+
 const Registration attention("attention", [](const Binding& b) -> Launch {
   return with_type(b.input(0).dtype, [&](auto zero) -> Launch {
     using T = decltype(zero);
     const Sizes s(b, b.input(0));
+    const auto fast = on_tensor_cores<T>(s, [&](auto size) -> Launch {
+      constexpr int D = decltype(size)::value;
+      const dim3 grid(blocks(s.time, flash::kRows), unsigned(s.heads), unsigned(b.input(0).shape[0]));
+      return [=, qkv = b.in<T>(0), out = b.out<T>(0), lse = b.out<float>(1), queue = b.queue()] {
+        if constexpr (sizeof(T) == 2)
+          launch(flash::forward<T, D>, grid, flash::kBlock, flash::kForwardShared<D>, queue, qkv, out, lse, s);
+      };
+    });
+    if (fast) return fast;
     const dim3 grid(blocks(s.time, kWarps), unsigned(s.heads), unsigned(b.input(0).shape[0]));
     return [=, qkv = b.in<T>(0), out = b.out<T>(0), lse = b.out<float>(1), queue = b.queue()] {
-      launch(forward<T>, grid, kBlock, s.shared(2), queue, qkv, out, lse, s);
+      launch(forward<T>, grid, kBlock, shared_bytes(s), queue, qkv, out, lse, s);
     };
   });
 });
@@ -200,12 +201,12 @@ const Registration gradient(
                 dots = b.workspace<float>(), queue = b.queue()] {
           const dim3 by_head(across, unsigned(s.heads), batch), by_group(across, unsigned(s.groups), batch);
           launch(row_dots<T>, by_head, kBlock, 0, queue, d_out, out, dots, s);
-          launch(query_gradient<T>, by_head, kBlock, s.shared(2), queue, d_out, qkv, lse, dots, d_qkv, s);
-          launch(key_gradient<T>, by_group, kBlock, s.shared(2), queue, d_out, qkv, lse, dots, d_qkv, s);
+          launch(query_gradient<T>, by_head, kBlock, shared_bytes(s), queue, d_out, qkv, lse, dots, d_qkv, s);
+          launch(key_gradient<T>, by_group, kBlock, shared_bytes(s), queue, d_out, qkv, lse, dots, d_qkv, s);
         };
       });
     },
     [](const OpView& v, int) { return count(v.input(3)) * 4; });
 
 }  // namespace
-}  // namespace strata::cuda
+}  // namespace strata::cuda::attention_kernels

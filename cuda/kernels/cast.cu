@@ -1,7 +1,7 @@
 // cast: f32, bf16 and f16 into each other, added to what is there where the op accumulates.
 #include "cuda/bind.h"
 
-namespace strata::cuda {
+namespace strata::cuda::cast_kernels {
 namespace {
 
 constexpr int kEach = 8, kBlock = 256;
@@ -35,4 +35,4 @@ const Registration kind("cast", [](const Binding& b) -> Launch {
 });
 
 }  // namespace
-}  // namespace strata::cuda
+}  // namespace strata::cuda::cast_kernels

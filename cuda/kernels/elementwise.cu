@@ -2,7 +2,7 @@
 #include "cuda/bind.h"
 #include "cuda/philox.h"
 
-namespace strata::cuda {
+namespace strata::cuda::elementwise_kernels {
 namespace {
 
 constexpr int kEach = 8, kBlock = 256;
@@ -144,4 +144,4 @@ const Registration scalars("multiply_scalars", [](const Binding& b) -> Launch {
 });
 
 }  // namespace
-}  // namespace strata::cuda
+}  // namespace strata::cuda::elementwise_kernels

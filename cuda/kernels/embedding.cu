@@ -2,7 +2,7 @@
 // that runs repeat bit for bit.
 #include "cuda/bind.h"
 
-namespace strata::cuda {
+namespace strata::cuda::embedding_kernels {
 namespace {
 
 constexpr int kBlock = 128, kEach = 8;
@@ -103,4 +103,4 @@ const Registration positions("position_gradient", [](const Binding& b) -> Launch
 });
 
 }  // namespace
-}  // namespace strata::cuda
+}  // namespace strata::cuda::embedding_kernels

@@ -5,7 +5,7 @@
 #include "cuda/bind.h"
 #include "cuda/gemm.h"
 
-namespace strata::cuda {
+namespace strata::cuda::loss_kernels {
 namespace {
 
 constexpr int kBlock = 1024, kEach = 4;
@@ -138,4 +138,4 @@ const Registration kinds[] = {
     {"lm_head_loss_with_gradient", [](const Binding& b) { return bind_loss(b, true); }, workspace}};
 
 }  // namespace
-}  // namespace strata::cuda
+}  // namespace strata::cuda::loss_kernels

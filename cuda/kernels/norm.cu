@@ -2,7 +2,7 @@
 // of the weight's gradient in a fixed order, so results do not change from run to run.
 #include "cuda/bind.h"
 
-namespace strata::cuda {
+namespace strata::cuda::norm_kernels {
 namespace {
 
 constexpr int kBlock = 256, kEach = 8, kParts = 128;  // kParts: blocks of the backward pass, each with rows of its own
@@ -129,4 +129,4 @@ const Registration kinds[] = {{"layer_norm", bind_norm},
                               {"rms_norm_gradient", bind_gradient, gradient_workspace}};
 
 }  // namespace
-}  // namespace strata::cuda
+}  // namespace strata::cuda::norm_kernels

@@ -2,7 +2,7 @@
 #include "cuda/bind.h"
 #include "strata/exact_sum.h"
 
-namespace strata::cuda {
+namespace strata::cuda::reduce_kernels {
 namespace {
 
 constexpr int kBlock = 256, kParts = 32;
@@ -127,4 +127,4 @@ const Registration sums("add_sums", [](const Binding& b) -> Launch {
 });
 
 }  // namespace
-}  // namespace strata::cuda
+}  // namespace strata::cuda::reduce_kernels

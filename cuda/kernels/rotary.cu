@@ -1,7 +1,7 @@
 // Rotary positions (arXiv 2104.09864): a block a token turns its query and key heads; angles in f64, rounded once.
 #include "cuda/bind.h"
 
-namespace strata::cuda {
+namespace strata::cuda::rotary_kernels {
 namespace {
 
 constexpr int kBlock = 128;
@@ -43,4 +43,4 @@ const Registration kind("rotary", [](const Binding& b) -> Launch {
 });
 
 }  // namespace
-}  // namespace strata::cuda
+}  // namespace strata::cuda::rotary_kernels

@@ -281,7 +281,7 @@ TEST(Ops, HalfProducts) {
 std::vector<Case> cases(std::mt19937& random) {
   const auto pick = [&](std::initializer_list<int64_t> values) { return *(values.begin() + random() % values.size()); };
   const int64_t rows = pick({1, 2, 3, 7, 16, 33}), in = pick({1, 3, 15, 16, 17, 64}), out = pick({1, 5, 16, 31, 48});
-  const int64_t batch = pick({1, 2, 3}), time = pick({1, 2, 17, 64, 65, 130}), size = 2 * pick({1, 4, 8, 9}),
+  const int64_t batch = pick({1, 2, 3}), time = pick({1, 2, 17, 64, 65, 130}), size = 2 * pick({1, 4, 8, 9, 32, 64}),
                 groups = pick({1, 2}), per_group = pick({1, 3});
   const int64_t vocabulary = pick({2, 15, 16, 50}), columns = pick({2, 15, 16, 17, 70});
   const Attributes heads{{"heads", groups * per_group}, {"kv_heads", groups}};
@@ -324,6 +324,17 @@ TEST(Ops, GradientsAndKernels) {
     for (const Case& c : cases(shapes)) check(c, base + i, backends);
     if (HasFatalFailure()) return;
   }
+}
+
+// Heads of 64 and 128 in 16 bits have kernels of their own on GPUs; ends of tiles on either side of a border.
+TEST(Ops, AttentionOfHeadsForTensorCores) {
+  STRATA_NEEDS_GPU();
+  for (const int64_t size : {64, 128})
+    for (const int64_t time : {1, 33, 64, 130}) {
+      const Shape qkv{2, time, 2 * (2 + 2) * size};
+      check({"attention", {{qkv}}, {{"heads", int64_t{4}}, {"kv_heads", int64_t{2}}}}, 5, kBackends);
+      if (HasFatalFailure()) return;
+    }
 }
 
 // Kinds without a gradient of their own: CPU against reference.

@@ -3,7 +3,7 @@
 #include "cuda/philox.h"
 #include "strata/random.h"
 
-namespace strata::cuda {
+namespace strata::cuda::adamw_kernels {
 namespace {
 
 constexpr int kBlock = 256, kEach = 8;
@@ -92,4 +92,4 @@ const Registration kind("adamw", [](const Binding& b) -> Launch {
 });
 
 }  // namespace
-}  // namespace strata::cuda
+}  // namespace strata::cuda::adamw_kernels

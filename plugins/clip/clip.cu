@@ -2,7 +2,7 @@
 #include "cuda/bind.h"
 #include "strata/exact_sum.h"
 
-namespace strata::cuda {
+namespace strata::cuda::clip_kernels {
 namespace {
 
 STRATA_KERNEL clip_factor(const double* sum, const double* scale, double limit, double* factor, double* norm) {
@@ -19,4 +19,4 @@ const Registration kind("clip_factor", [](const Binding& b) -> Launch {
 });
 
 }  // namespace
-}  // namespace strata::cuda
+}  // namespace strata::cuda::clip_kernels

@@ -1,7 +1,7 @@
 // Loss scaling's kinds on the GPU; see loss_scale.cpp.
 #include "cuda/bind.h"
 
-namespace strata::cuda {
+namespace strata::cuda::loss_scale_kernels {
 namespace {
 
 constexpr int kBlock = 256, kEach = 8, kMostFlags = 256;
@@ -72,4 +72,4 @@ const Registration next("next_loss_scale", [](const Binding& b) -> Launch {
 });
 
 }  // namespace
-}  // namespace strata::cuda
+}  // namespace strata::cuda::loss_scale_kernels
