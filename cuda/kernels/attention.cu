@@ -196,6 +196,22 @@ const Registration gradient(
       return with_type(b.input(0).dtype, [&](auto zero) -> Launch {
         using T = decltype(zero);
         const Sizes s(b, b.input(1));
+        const auto fast = on_tensor_cores<T>(s, [&](auto size) -> Launch {
+          constexpr int D = decltype(size)::value;
+          const unsigned tiles = blocks(s.time, flash::kRows), batch = unsigned(b.input(1).shape[0]);
+          return [=, d_out = b.in<T>(0), qkv = b.in<T>(1), out = b.in<T>(2), lse = b.in<float>(3), d_qkv = b.out<T>(0),
+                  dots = b.workspace<float>(), queue = b.queue()] {
+            if constexpr (sizeof(T) == 2) {
+              launch(row_dots<T>, dim3(blocks(s.time, kWarps), unsigned(s.heads), batch), kBlock, 0, queue, d_out, out,
+                     dots, s);
+              launch(flash::query_gradient<T, D>, dim3(tiles, unsigned(s.heads), batch), flash::kBlock,
+                     flash::kQueryShared<D>, queue, d_out, qkv, lse, dots, d_qkv, s);
+              launch(flash::key_gradient<T, D>, dim3(tiles, unsigned(s.groups), batch), flash::kBlock,
+                     flash::kKeyShared<D>, queue, d_out, qkv, lse, dots, d_qkv, s);
+            }
+          };
+        });
+        if (fast) return fast;
         const unsigned across = blocks(s.time, kWarps), batch = unsigned(b.input(1).shape[0]);
         return [=, d_out = b.in<T>(0), qkv = b.in<T>(1), out = b.in<T>(2), lse = b.in<float>(3), d_qkv = b.out<T>(0),
                 dots = b.workspace<float>(), queue = b.queue()] {

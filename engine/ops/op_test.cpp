@@ -330,7 +330,7 @@ TEST(Ops, GradientsAndKernels) {
 TEST(Ops, AttentionOfHeadsForTensorCores) {
   STRATA_NEEDS_GPU();
   for (const int64_t size : {64, 128})
-    for (const int64_t time : {1, 33, 64, 130}) {
+    for (const int64_t time : size == 64 ? std::vector<int64_t>{1, 130} : std::vector<int64_t>{65}) {
       const Shape qkv{2, time, 2 * (2 + 2) * size};
       check({"attention", {{qkv}}, {{"heads", int64_t{4}}, {"kv_heads", int64_t{2}}}}, 5, kBackends);
       if (HasFatalFailure()) return;
