@@ -144,6 +144,15 @@ STRATA_DEVICE void store(T* to, int64_t i, int64_t count, const float (&from)[N]
   }
 }
 
+// The larger of *to and a number that is not negative, whose bits order as the number does.
+STRATA_DEVICE void atomic_max(float* to, float x) {
+#ifdef STRATA_EMULATE
+  *to = x > *to ? x : *to;
+#else
+  atomicMax(reinterpret_cast<int*>(to), __float_as_int(x));
+#endif
+}
+
 // Sum over a warp, on every lane, always in the same tree.
 STRATA_DEVICE float warp_sum(float x) {
 #pragma unroll

@@ -15,10 +15,11 @@ const std::string kLlama =
     "\"rms_norm\"\nactivation "
     "= \"swiglu\"\nbias = false\nqkv_bias = true\ntied = false\n";
 
-std::string toml(const std::string& model, const std::string& plugins) {
+std::string toml(const std::string& model, const std::string& plugins,
+                 const std::string& optimizer = "[plugins.adamw]\nlearning_rate = 1e-3\n") {
   return "[model]\nplugin = \"gpt\"\nvocabulary = " + std::to_string(kVocabulary) + "\ncontext = 16\n" + model +
          "[data]\ntrain = [\"none\"]\nsequence_length = 16\nglobal_batch = " + std::to_string(kBatch) +
-         "\nmicro_batch = 2\n[device]\nthreads = 1\n[plugins.adamw]\nlearning_rate = 1e-3\n" + plugins;
+         "\nmicro_batch = 2\n[device]\nthreads = 1\n" + optimizer + plugins;
 }
 
 struct Outcome {
@@ -51,9 +52,17 @@ constexpr int kSteps = 2;  // the emulator takes its time
 // fp32 to 1e-4, 16 bits to 2e-2 of the loss.
 void expect_agreement(const std::string& text, double tolerance) {
   SCOPED_TRACE(text);
-  const Outcome cpu = outcome(text, "cpu", kSteps), cuda = outcome(text, "cuda", kSteps);
+  const Outcome cpu = outcome(text, "cpu", kSteps), cuda = outcome(text, "cuda", kSteps),
+                first = outcome(text, "cpu", 0);
   for (int i = 0; i < kSteps; ++i)
     EXPECT_NEAR(cuda.losses[size_t(i)], cpu.losses[size_t(i)], tolerance * cpu.losses[size_t(i)]) << i;
+  double moved = 0, apart = 0;
+  for (size_t i = 0; i < cpu.weights.size(); ++i) {
+    moved += double(std::abs(cpu.weights[i] - first.weights[i]));
+    apart += double(std::abs(cuda.weights[i] - cpu.weights[i]));
+  }
+  EXPECT_GT(moved, 0);
+  EXPECT_LT(apart, (tolerance < 1e-3 ? 0.02 : 0.2) * moved) << "of the way that weights moved";
 }
 
 #if defined(STRATA_GPU) || defined(STRATA_EMULATED_CUDA)
@@ -65,6 +74,21 @@ TEST(Cuda, AgreesWithTheCpu) {
   expect_agreement(toml(kGpt2, clip + mixed), 2e-2);
   expect_agreement(toml(kLlama, mixed + "gradients = \"bf16\"\nstates = \"bf16\"\n"), 2e-2);
   expect_agreement(toml(kGpt2 + "activation = \"squared_relu\"\n", mixed + "dtype = \"fp16\"\n"), 2e-2);
+}
+
+TEST(Cuda, OtherOptimizersAgreeWithTheCpu) {
+  STRATA_NEEDS_GPU();
+  for (const std::string optimizer :
+       {"[plugins.sm3]\n", "[plugins.sm3]\nmomentum = 0.0\n", "[plugins.adafactor]\nbeta1 = 0.9\n",
+        "[plugins.adafactor]\n", "[plugins.adamw8bit]\nlearning_rate = 1e-3\n"}) {
+    expect_agreement(toml(kLlama, "[plugins.clip]\nmax_norm = 0.5\n", optimizer), 1e-4);
+    expect_agreement(toml(kLlama, "[plugins.mixed_precision]\ngradients = \"bf16\"\n", optimizer), 2e-2);
+  }
+}
+
+TEST(Cuda, InvertedBlocksAgreeWithTheCpu) {
+  STRATA_NEEDS_GPU();
+  expect_agreement(toml(kGpt2, "[plugins.reversible]\n"), 1e-4);
 }
 
 TEST(Cuda, RerunsAndRecomputationAreExact) {

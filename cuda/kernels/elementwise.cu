@@ -1,50 +1,9 @@
-// Elementwise kinds: each thread takes eight elements, in accesses of 16 bytes, and computes in f32.
-#include "cuda/bind.h"
+// Elementwise kinds (elementwise.h).
+#include "cuda/elementwise.h"
 #include "cuda/philox.h"
 
 namespace strata::cuda::elementwise_kernels {
 namespace {
-
-constexpr int kEach = 8, kBlock = 256;
-
-template <class T, int kCount>
-struct Operands {
-  T* data[kCount];
-};
-
-template <class T, int kIn, int kOut, class Function>
-STRATA_KERNEL apply(Operands<const T, kIn> in, Operands<T, kOut> out, int64_t count, Function function) {
-  const int64_t first = (int64_t(blockIdx.x) * kBlock + threadIdx.x) * kEach;
-  if (first >= count) return;
-  float x[kIn][kEach], y[kOut][kEach];
-#pragma unroll
-  for (int k = 0; k < kIn; ++k) load(in.data[k], first, count, x[k]);
-#pragma unroll
-  for (int e = 0; e < kEach; ++e) {
-    float one[kIn], result[kOut];
-#pragma unroll
-    for (int k = 0; k < kIn; ++k) one[k] = x[k][e];
-    function(one, result, first + e);
-#pragma unroll
-    for (int k = 0; k < kOut; ++k) y[k][e] = result[k];
-  }
-#pragma unroll
-  for (int k = 0; k < kOut; ++k) store(out.data[k], first, count, y[k]);
-}
-
-template <int kIn, int kOut, class Function>
-Launch bind_apply(const Binding& b, Function function) {
-  return with_type(b.input(0).dtype, [&](auto zero) -> Launch {
-    using T = decltype(zero);
-    Operands<const T, kIn> in;
-    Operands<T, kOut> out;
-    for (int k = 0; k < kIn; ++k) in.data[k] = b.in<T>(k);
-    for (int k = 0; k < kOut; ++k) out.data[k] = b.out<T>(k);
-    return [=, n = count(b.input(0)), queue = b.queue()] {
-      launch(apply<T, kIn, kOut, Function>, dim3(blocks(n, kEach * kBlock)), kBlock, 0, queue, in, out, n, function);
-    };
-  });
-}
 
 struct Add {
   STRATA_DEVICE void operator()(const float (&x)[2], float (&y)[1], int64_t) const { y[0] = x[0] + x[1]; }

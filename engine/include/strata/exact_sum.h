@@ -4,11 +4,7 @@
 #include <cmath>
 #include <cstdint>
 
-#ifdef __CUDACC__
-#define STRATA_ANYWHERE __host__ __device__ inline
-#else
-#define STRATA_ANYWHERE inline
-#endif
+#include "strata/simd.h"
 
 namespace strata {
 

@@ -10,3 +10,9 @@
 #define STRATA_SIMD
 #endif
 #define STRATA_INLINE inline __attribute__((always_inline))
+// For small functions that GPU kernels use too.
+#ifdef __CUDACC__
+#define STRATA_ANYWHERE __host__ __device__ __forceinline__
+#else
+#define STRATA_ANYWHERE STRATA_INLINE
+#endif
