@@ -28,7 +28,18 @@
 namespace strata {
 namespace {
 
-enum Type : uint32_t { kHello = 0x53545241, kWelcome, kRefused, kPut, kGet, kValue, kAlive, kFailed, kGoodbye };
+enum Type : uint32_t {
+  kHello = 0x53545241,
+  kWelcome,
+  kRefused,
+  kCancelled,
+  kPut,
+  kGet,
+  kValue,
+  kAlive,
+  kFailed,
+  kGoodbye
+};
 constexpr uint32_t kLargest = 256 << 20;  // of a frame
 
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
@@ -281,15 +292,15 @@ class Rendezvous::Server {
     const int rank = std::atoi(hello[2].c_str());
     if (hello[0] != options_.token) return refuse("rank 0 there belongs to another job (its token differs).");
     if (hello[1] != options_.version)
-      return refuse("rank 0 runs version " + options_.version + " of Strata, rank " + hello[2] + " version " +
+      return cancel("rank 0 runs version " + options_.version + " of Strata, rank " + hello[2] + " version " +
                     hello[1] + "; install one version everywhere.");
     if (hello[3] != std::to_string(options_.size) || rank < 0 || rank >= options_.size)
-      return refuse("rank 0 was started for " + std::to_string(options_.size) + " ranks, rank " + hello[2] + " for " +
+      return cancel("rank 0 was started for " + std::to_string(options_.size) + " ranks, rank " + hello[2] + " for " +
                     hello[3] + ".");
     for (const auto& [id, other] : connections_)
       if (other.rank == rank) return refuse("two processes say that they are rank " + hello[2] + ".");
     c.rank = rank;
-    if (failed_) c.add(kFailed, why_);
+    if (failed_) c.add(complete_ ? kFailed : kCancelled, why_);
     const int64_t known = std::count_if(connections_.begin(), connections_.end(),
                                         [](const auto& entry) { return entry.second.rank >= 0; });
     if (known < options_.size) return;
@@ -306,10 +317,16 @@ class Rendezvous::Server {
     int count = 0;
     for (int r = 0; r < options_.size; ++r)
       if (!here[size_t(r)]) names += (count++ ? ", " : "") + std::to_string(r);
+    cancel((count == 1 ? "rank " : "ranks ") + names + " did not come to the rendezvous at " + where(options_) +
+           " within " + std::to_string(int(options_.join_seconds)) + " s.");
+  }
+
+  // The job cannot begin: everybody who is here is told, and rank 0 tells the user.
+  void cancel(const std::string& why) {
+    if (failed_) return;
     failed_ = true;
-    why_ = (count == 1 ? "rank " : "ranks ") + names + " did not come to the rendezvous at " + where(options_) +
-           " within " + std::to_string(int(options_.join_seconds)) + " s.";
-    for (auto& [id, c] : connections_) c.add(kRefused, why_);
+    why_ = why;
+    for (auto& [id, c] : connections_) c.add(kCancelled, why);
   }
 
   void lost(Connection& c, const std::string& how) {
@@ -358,7 +375,9 @@ class Rendezvous::Client {
     if (welcome_) return;
     const std::string why = why_;
     lock.unlock();
+    const bool cancelled = cancelled_;
     stop();
+    if (cancelled) throw JobCancelled(why);
     throw Error("rank " + std::to_string(options.rank) + ": " + why);
   }
   ~Client() { stop(); }
@@ -430,7 +449,8 @@ class Rendezvous::Client {
           auto parts = unpack(payload);
           if (parts.size() == 2) values_[parts[0]] = parts[1];
           changed_.notify_all();
-        } else if (type == kFailed || type == kRefused) {
+        } else if (type == kFailed || type == kRefused || type == kCancelled) {
+          cancelled_ |= type == kCancelled;
           over(lock, payload);
         }
       }
@@ -461,7 +481,7 @@ class Rendezvous::Client {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::map<std::string, std::string> values_;
-  bool welcome_ = false, over_ = false;
+  bool welcome_ = false, over_ = false, cancelled_ = false;
   std::string why_;
   std::atomic<bool> stopping_{false};
   std::thread thread_;

@@ -5,6 +5,8 @@
 #include <memory>
 #include <string>
 
+#include "strata/error.h"
+
 namespace strata {
 
 struct RendezvousOptions {
@@ -16,6 +18,11 @@ struct RendezvousOptions {
   int listening = -1;           // rank 0: a socket that listens already; -1: bind address and port
   double join_seconds = 60;     // until all ranks must have come
   double silence_seconds = 30;  // without a sign of life a rank counts as gone
+};
+
+// The job could not begin: a rank is missing, or runs another version. All ranks get it, and rank 0 tells.
+struct JobCancelled : Error {
+  using Error::Error;
 };
 
 class Rendezvous {

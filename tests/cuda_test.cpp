@@ -86,6 +86,42 @@ TEST(Cuda, OtherOptimizersAgreeWithTheCpu) {
   }
 }
 
+TEST(Cuda, EncodedActivationsAgreeWithTheCpu) {
+  STRATA_NEEDS_GPU();
+  const std::string gist = "[plugins.gist]\nminimum = 0\n", mixed = "[plugins.mixed_precision]\n";
+  expect_agreement(toml(kGpt2 + "activation = \"relu\"\n", gist + "lossless = false\nlossy = \"bf16\"\n"), 1e-4);
+  for (const std::string format : {"int8", "fp8_e4m3", "fp8_e5m2"})
+    expect_agreement(toml(kGpt2, mixed + gist + "lossy = \"" + format + "\"\n"), 2e-2);
+}
+
+TEST(Cuda, MasksAreTheCpus) {
+  STRATA_NEEDS_GPU();
+  const LoadedPlugin gist = load_plugin("gist", {});
+  constexpr int64_t kCount = 4099;
+  std::map<std::string, std::vector<uint8_t>> masks;
+  for (const std::string backend : {"cpu", "cuda"}) {
+    Program program;
+    Builder build(program);
+    const TensorId x = build.data("x", {kCount}, DType::bf16), mask = build.emit("gist_mask_encode", {x}),
+                   y = build.emit("gist_mask_decode", {mask},
+                                  {{"rank", int64_t{1}}, {"d0", kCount}, {"dtype", int64_t(DType::bf16)}});
+    program[mask].step_output = program[y].step_output = true;
+    const MemoryPlan plan = plan_memory(program, backend, 1);
+    Storage storage(program, plan, {}, {}, test::device_of(backend));
+    Threads threads(1);
+    Executor executor(program, plan, storage, backend, threads);
+    std::mt19937 random(3);
+    auto* values = static_cast<uint16_t*>(executor.pointer(x));
+    for (int64_t i = 0; i < kCount; ++i) values[i] = uint16_t(random() % 5 == 0 ? 0 : random());
+    executor.run();
+    const auto* bits = static_cast<const uint8_t*>(executor.pointer(mask));
+    masks[backend].assign(bits, bits + (kCount + 7) / 8);
+    for (int64_t i = 0; i < kCount; ++i)
+      ASSERT_EQ(static_cast<const uint16_t*>(executor.pointer(y))[i], bits[i / 8] >> (i % 8) & 1 ? 0x3F80 : 0) << i;
+  }
+  EXPECT_EQ(masks["cuda"], masks["cpu"]);
+}
+
 TEST(Cuda, InvertedBlocksAgreeWithTheCpu) {
   STRATA_NEEDS_GPU();
   expect_agreement(toml(kGpt2, "[plugins.reversible]\n"), 1e-4);

@@ -117,6 +117,15 @@ expect 2 'replicate' "$strata" train config.toml --set mesh.replicate=3 --set ru
 expect 2 'rank 1 did not come to the rendezvous' $(launched 0 2) "$strata" train config.toml --set network.join_timeout=1 --set run.directory=bad
 expect 2 'nothere.invalid' $(launched 1 2 nothere.invalid) "$strata" train config.toml --set network.join_timeout=1 --set run.directory=bad
 expect 2 "127.0.0.1:$port" $(launched 1 2) "$strata" train config.toml --set network.join_timeout=1 --set run.directory=bad
+for rank in 1 2; do
+  $(launched $rank 4) "$strata" train config.toml --set mesh.data=4 --set network.join_timeout=2 --set run.directory=bad >out$rank 2>error$rank &
+  waiting[$rank]=$!
+done
+expect 2 'rank 3 did not come to the rendezvous' $(launched 0 4) "$strata" train config.toml --set mesh.data=4 --set network.join_timeout=2 --set run.directory=bad
+for rank in 1 2; do
+  status=0; wait ${waiting[$rank]} || status=$?
+  [[ $status == 2 && ! -s error$rank ]] || fail "rank $rank of a job that lacks one: exit $status: $(cat error$rank)"
+done
 python3 -c "import socket, time
 s = socket.socket(); s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1); s.bind(('127.0.0.1', $port)); s.listen(); time.sleep(8)" &
 taken=$!

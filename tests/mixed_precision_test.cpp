@@ -199,6 +199,7 @@ TEST(MixedPrecision, CheckpointsFitAnyPrecision) {
   const test::TemporaryFolder folder;
   const std::vector<std::string> all = {"", kPrecisions[0], kPrecisions[2]};
   const auto world = single_world();
+  const Mesh mesh;
   Threads threads(1);
   for (size_t from = 0; from < all.size(); ++from)
     for (size_t to = 0; to < all.size(); ++to) {
@@ -207,9 +208,9 @@ TEST(MixedPrecision, CheckpointsFitAnyPrecision) {
       std::filesystem::create_directory(directory);
       test::Runner source(toml(kAdamW + all[from])), target(toml(kAdamW + all[to]));
       steps(source, 3, nullptr);
-      Saver saver(*source.storage, Mesh(), *world, threads, directory, 1, false);
+      Saver saver(*source.storage, mesh, *world, threads, directory, 1, false);
       EXPECT_EQ(saver.save({3, 24, {}, "text"}), "");
-      Saver(*target.storage, Mesh(), *world, threads, directory, 1, false).load(*saver.latest(), true);
+      Saver(*target.storage, mesh, *world, threads, directory, 1, false).load(*saver.latest(), true);
       for (const Tensor& tensor : target.storage->persistent_tensors()) {
         if (tensor.role == Role::scalar) continue;
         const std::string& name = tensor.rounded_from.empty() ? tensor.name : tensor.rounded_from;

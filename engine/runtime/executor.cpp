@@ -360,7 +360,11 @@ void Executor::run(const StageHook& hook) {
   }
   for (int left = streams.running; left > 0; left = streams.running) streams.running.wait(left);
   if (device_) {
-    device_->synchronize();
+    try {
+      device_->synchronize();
+    } catch (...) {
+      if (!streams.error) streams.fail(std::current_exception());
+    }
     for (const Step& step : steps_)
       for (TensorId id : step.watched)
         if (!streams.error && on_device(step.stream) && !finite(program_[id], pointer(id)))

@@ -31,7 +31,7 @@ class Loop final : public StepContext {
         feed_(executor_, session.batch(Goal::train)),
         vocabulary_(planned.built.vocabulary) {
     storage_.initialize(uint64_t(session.run.seed), threads_);
-    executor_.trace();
+    if (!device_) executor_.trace();  // a device's ops are not timed one by one
     try {
       data_.emplace(session.data.train, vocabulary_);
       sampler_.emplace(*data_, session.data.sequence_length, session.data.shuffle, uint64_t(session.run.seed));

@@ -85,6 +85,9 @@ class Loop final : public StepContext {
                          &groups_);
       validation_feed_.emplace(*evaluator_, session.batch(Goal::evaluate));
     }
+    if (!trace_.empty() && device_)
+      throw Error("--trace shows when ops ran on the host's threads; with device.backend = \"" +
+                  session.device.backend + "\" it is not there yet. Use the device's own profiler (nsys).");
     if (!trace_.empty() && first_rank()) {
       trace_file_.emplace(trace_);
       executor_->trace();

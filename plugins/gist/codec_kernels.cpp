@@ -6,12 +6,11 @@
 #include <cmath>
 #include <cstring>
 
+#include "plugins/gist/codec_formats.h"
 #include "strata/simd.h"
 
 namespace strata::gist {
 namespace {
-
-STRATA_INLINE uint32_t bits_of(float x) { return std::bit_cast<uint32_t>(x); }
 
 // Packs 64 conditions a time; `x` has `count` elements, and the bytes of the last, partial group are written whole.
 template <class Condition>
@@ -41,42 +40,6 @@ STRATA_SIMD void to_bf16(const float* x, int64_t count, uint16_t* codes) {
 STRATA_SIMD void from_bf16(const uint16_t* codes, int64_t count, float* x) {
   for (int64_t i = 0; i < count; ++i) x[i] = std::bit_cast<float>(uint32_t(codes[i]) << 16);
 }
-
-// A small float with kMantissa bits and exponent bias kBias; kLargest is the code of the largest finite value.
-template <int kMantissa, int kBias, int kLargest>
-struct Small {
-  static constexpr int kShift = 23 - kMantissa;
-  static STRATA_INLINE uint32_t encode(float x) {
-    const uint32_t u = bits_of(x), magnitude = u & 0x7FFFFFFF;
-    const uint32_t rounded = magnitude + ((1u << (kShift - 1)) - 1) + ((magnitude >> kShift) & 1);
-    const uint32_t normal = (rounded >> kShift) - (uint32_t(127 - kBias) << kMantissa);
-    // Below the smallest normal number values are multiples of one step: adding 1.5·2^23 steps rounds to them.
-    const float step = std::bit_cast<float>(uint32_t(127 + 1 - kBias - kMantissa) << 23);
-    const float shifted = std::bit_cast<float>(magnitude) + 12582912.0f * step;
-    const uint32_t subnormal = bits_of(shifted) - bits_of(12582912.0f * step);
-    const uint32_t code = magnitude < (uint32_t(127 + 1 - kBias) << 23) ? subnormal : normal;
-    return std::min<uint32_t>(code, kLargest) | (u >> 31 << 7);
-  }
-  static STRATA_INLINE float decode(uint8_t code) {
-    const uint32_t magnitude = code & 0x7F, sign = uint32_t(code >> 7) << 31;
-    const float step = std::bit_cast<float>(uint32_t(127 + 1 - kBias - kMantissa) << 23);
-    const uint32_t normal = (magnitude << kShift) + (uint32_t(127 - kBias) << 23);
-    const uint32_t value = magnitude < (1u << kMantissa) ? bits_of(float(magnitude) * step) : normal;
-    return std::bit_cast<float>(value | sign);
-  }
-  static float largest() { return decode(kLargest); }
-};
-using E4M3 = Small<3, 7, 0x7E>;
-using E5M2 = Small<2, 15, 0x7B>;
-
-struct Int8 {
-  static STRATA_INLINE uint32_t encode(float x) {
-    const float rounded = (x + 12582912.0f) - 12582912.0f;
-    return uint32_t(int32_t(rounded) + 128);
-  }
-  static STRATA_INLINE float decode(uint8_t code) { return float(int32_t(code) - 128); }
-  static float largest() { return 127; }
-};
 
 template <class Code>
 STRATA_INLINE void encode_block(const float* x, int64_t count, float largest, uint8_t* codes, float* scale) {

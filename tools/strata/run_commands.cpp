@@ -4,6 +4,7 @@
 #include <filesystem>
 #include <functional>
 
+#include "comm/rendezvous.h"
 #include "engine/checkpoint/store.h"
 #include "engine/data/sampler.h"
 #include "engine/data/token_file.h"
@@ -65,7 +66,13 @@ int train_launched(const TrainArguments& arguments, const LaunchedRank& rank) {
     return int(ExitCode::done);
   });
   if (code != 0) return code;
-  const std::unique_ptr<World> world = join(rank, network);  // who cannot come says why
+  std::unique_ptr<World> world;
+  try {
+    world = join(rank, network);  // who cannot come says why
+  } catch (const JobCancelled&) {
+    if (rank.rank == 0) throw;
+    return int(ExitCode::usage);
+  }
   return quietly(rank, [&] { return train_rank(arguments, world.get()); });
 }
 
