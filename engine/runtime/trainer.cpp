@@ -70,6 +70,7 @@ class Loop final : public StepContext {
     if (device_ && session.device.memory.count > device_->free_bytes())
       throw Error("device.memory = " + bytes_text(session.device.memory.count) + ", but " + device_->describe() +
                   " has " + bytes_text(device_->free_bytes()) + " free; lower it.");
+    if (device_) free_before_ = device_->free_bytes();
     storage_.emplace(training_.program(), training_.memory, also, session.storage_faults, device_.get());
     if (device_) tell(device_->describe());
     if (!storage_->note().empty()) tell("note: " + storage_->note());
@@ -363,6 +364,9 @@ class Loop final : public StepContext {
                  measured(&Stalls::copies));
       fmt::print("{:<18}{:>14.3f}{:>14.3f}\n", "running again", predicted.stalls.restoring, median_of(restoring));
     }
+    if (device_)  // what is beyond the plan is the libraries' own
+      fmt::print("device memory: planned {}, taken {}\n", bytes_text(training_.arena_bytes[int(Tier::device)]),
+                 bytes_text(free_before_ - device_->free_bytes()));
     const MemoryPlan& plan = training_.memory;
     for (Tier tier : {Tier::device, Tier::host}) {
       if (plan[tier].total_bytes() == 0 || device_) continue;  // a device's arenas are allocated whole
@@ -403,6 +407,7 @@ class Loop final : public StepContext {
   PlannedProgram training_;
   std::optional<PlannedProgram> validation_;
   std::unique_ptr<Device> device_;
+  int64_t free_before_ = 0;  // bytes of the device, before anything is allocated there
   std::optional<Storage> storage_;
   std::optional<TokenDataset> dataset_, validation_set_;
   std::optional<Sampler> sampler_, validation_sampler_;
