@@ -75,12 +75,6 @@ class CudaDevice final : public Device {
         return dtype == DType::f32 ? known.single : known.half;
     return 0;
   }
-  double memory_bandwidth() const override {
-    int kilohertz = 0, bits = 0;
-    cudaDeviceGetAttribute(&kilohertz, cudaDevAttrMemoryClockRate, index_);
-    cudaDeviceGetAttribute(&bits, cudaDevAttrGlobalMemoryBusWidth, index_);
-    return 2.0 * 1e3 * kilohertz * bits / 8;  // two transfers a clock
-  }
 
   void* allocate(Tier tier, int64_t bytes) override {
     void* memory = nullptr;

@@ -1,12 +1,12 @@
 // Reading and writing Hugging Face folders; see external.h.
 #include "engine/checkpoint/external.h"
 
-#include <bit>
 #include <cstring>
 #include <filesystem>
 #include <set>
 
 #include "engine/checkpoint/safetensors.h"
+#include "strata/convert.h"
 #include "strata/json.h"
 
 namespace strata {
@@ -14,35 +14,12 @@ namespace {
 
 namespace fs = std::filesystem;
 
-float from_half(uint16_t h) {
-  const uint32_t sign = uint32_t(h & 0x8000) << 16, exponent = (h >> 10) & 31, mantissa = h & 1023;
-  if (exponent == 0) {  // zero or denormal: mantissa · 2^-24
-    const float value = float(mantissa) * 5.9604644775390625e-8f;
-    return sign ? -value : value;
-  }
-  return std::bit_cast<float>(sign | (exponent == 31 ? 0x7f800000 : (exponent + 112) << 23) | mantissa << 13);
-}
-
 std::vector<float> to_float(const StoredTensor& tensor, std::span<const std::byte> bytes, const std::string& where) {
+  if (tensor.dtype != DType::f32 && !is_half(tensor.dtype))
+    throw Error(where + " has dtype " + std::string(name_of(tensor.dtype)) + "; expected f32, bf16 or f16.");
+  const std::vector<std::byte> aligned(bytes.begin(), bytes.end());  // in a foreign file it may lie anywhere
   std::vector<float> values(size_t(elements(tensor.shape)));
-  for (size_t i = 0; i < values.size(); ++i) {
-    uint16_t half;
-    switch (tensor.dtype) {
-      case DType::f32:
-        std::memcpy(&values[i], bytes.data() + 4 * i, 4);
-        break;
-      case DType::bf16:
-        std::memcpy(&half, bytes.data() + 2 * i, 2);
-        values[i] = std::bit_cast<float>(uint32_t(half) << 16);
-        break;
-      case DType::f16:
-        std::memcpy(&half, bytes.data() + 2 * i, 2);
-        values[i] = from_half(half);
-        break;
-      default:
-        throw Error(where + " has dtype " + std::string(name_of(tensor.dtype)) + "; expected f32, bf16 or f16.");
-    }
-  }
+  to_f32(tensor.dtype, aligned.data(), values.data(), int64_t(values.size()));
   return values;
 }
 

@@ -17,6 +17,11 @@ int64_t room(const Tensor& tensor) { return (tensor.bytes() + kAlignment - 1) / 
 void read_into(const Checkpoint& checkpoint, const Tensor& tensor, void* out) {
   const std::string& name = tensor.rounded_from.empty() ? tensor.name : tensor.rounded_from;
   const int64_t first = tensor.layout.empty() ? 0 : tensor.layout[0].first;
+  // A constant that a strategy begins with (a loss scale) is not in the checkpoints of runs without that strategy.
+  if (tensor.initializer.kind == Initializer::Kind::constant && !checkpoint.tensors().contains(name)) {
+    std::fill_n(static_cast<double*>(out), elements(tensor.shape), tensor.initializer.value);
+    return;
+  }
   checkpoint.read_rows(name, tensor.dtype, tensor.full_shape(), first, tensor.shape[0], out);
 }
 

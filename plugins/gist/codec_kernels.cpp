@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "plugins/gist/codec_formats.h"
+#include "strata/convert.h"
 #include "strata/simd.h"
 
 namespace strata::gist {
@@ -28,17 +29,6 @@ STRATA_SIMD void mask_range(const float* x, int64_t count, uint8_t* mask) {
 }
 STRATA_SIMD void nonzero_range(const float* x, int64_t count, uint8_t* bitmap) {
   pack_bits(x, count, bitmap, [](float v) { return bits_of(v) != 0; });
-}
-
-STRATA_SIMD void to_bf16(const float* x, int64_t count, uint16_t* codes) {
-  for (int64_t i = 0; i < count; ++i) {
-    const uint32_t u = bits_of(x[i]);
-    const uint32_t rounded = (u + 0x7FFF + ((u >> 16) & 1)) >> 16;
-    codes[i] = uint16_t((u & 0x7FFFFFFF) > 0x7F800000 ? (u >> 16) | 0x40 : rounded);
-  }
-}
-STRATA_SIMD void from_bf16(const uint16_t* codes, int64_t count, float* x) {
-  for (int64_t i = 0; i < count; ++i) x[i] = std::bit_cast<float>(uint32_t(codes[i]) << 16);
 }
 
 template <class Code>
@@ -138,10 +128,10 @@ void decode_sparse(Threads& threads, const uint8_t* bitmap, const float* values,
 }
 
 void encode_bf16(Threads& threads, const float* x, int64_t count, uint16_t* codes) {
-  threads.split(count, kGrain, [&](int64_t i, int64_t e) { to_bf16(x + i, e - i, codes + i); });
+  threads.split(count, kGrain, [&](int64_t i, int64_t e) { from_f32(DType::bf16, x + i, codes + i, e - i); });
 }
 void decode_bf16(Threads& threads, const uint16_t* codes, int64_t count, float* x) {
-  threads.split(count, kGrain, [&](int64_t i, int64_t e) { from_bf16(codes + i, e - i, x + i); });
+  threads.split(count, kGrain, [&](int64_t i, int64_t e) { to_f32(DType::bf16, codes + i, x + i, e - i); });
 }
 
 void encode_8bit(Threads& threads, Format format, const float* x, int64_t count, uint8_t* codes, float* scales) {

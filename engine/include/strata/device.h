@@ -15,10 +15,9 @@ namespace strata {
 class Device {
  public:
   virtual ~Device() = default;
-  virtual std::string describe() const = 0;     // "NVIDIA H200 (device 0, CUDA 13.0, driver 13.0)"
-  virtual int64_t free_bytes() const = 0;       // of its memory, now
-  virtual double peak_flops(DType) const = 0;   // dense, of matrix products; 0: not known
-  virtual double memory_bandwidth() const = 0;  // bytes a second, by its clock and width
+  virtual std::string describe() const = 0;    // "NVIDIA H200 (device 0, CUDA 13.0, driver 13.0)"
+  virtual int64_t free_bytes() const = 0;      // of its memory, now
+  virtual double peak_flops(DType) const = 0;  // dense, of matrix products; 0: not known
 
   // Tier::device: its own memory. Tier::host: pinned host memory, which it can read and write too. Zero at first.
   // Throws Error (failed) when there is not enough.
