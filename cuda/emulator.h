@@ -10,6 +10,7 @@
 #include <memory>
 #include <vector>
 
+#include "cuda/emulated/machine.h"
 #include "strata/convert.h"
 
 #define STRATA_KERNEL inline void
@@ -181,8 +182,8 @@ class Emulator {
 };
 
 template <class... Parameters, class... Arguments>
-void launch(void (*kernel)(Parameters...), dim3 grid, int block, int shared, void*, Arguments... arguments) {
-  Emulator::get().run(grid, block, shared, [=] { kernel(Parameters(arguments)...); });
+void launch(void (*kernel)(Parameters...), dim3 grid, int block, int shared, void* queue, Arguments... arguments) {
+  enqueue(queue, [=] { Emulator::get().run(grid, block, shared, [=] { kernel(Parameters(arguments)...); }); });
 }
 
 template <class T>

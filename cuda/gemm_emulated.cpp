@@ -3,24 +3,9 @@
 #include "cuda/gemm.h"
 
 namespace strata::cuda {
-
 namespace {
 
-// Memory is the host's here: bytes move as on the cpu backend.
-const bool moves = [] {
-  register_kernel("move", "cuda", find_kind("move").kernels.at("cpu"));
-  return true;
-}();
-
-}  // namespace
-
-struct Gemm::Plan {};
-Gemm::Gemm(const GemmShape& shape, const void*, const void*, const void*, void*, void*) : shape_(shape) {}
-Gemm::~Gemm() = default;
-int64_t Gemm::workspace() { return 4096; }
-
-void Gemm::run(const void* A, const void* B, const void* bias, void* C, void*, void*) const {
-  const GemmShape& s = shape_;
+void multiply(const GemmShape& s, const void* A, const void* B, const void* bias, void* C) {
   const auto value = [](DType type, const void* data, int64_t i) {
     float result;
     to_f32(type, at(data, type, i), &result, 1);
@@ -36,6 +21,17 @@ void Gemm::run(const void* A, const void* B, const void* bias, void* C, void*, v
       const float rounded = float(sum);
       from_f32(s.out, &rounded, at(C, s.out, i * s.ldc + j), 1);
     }
+}
+
+}  // namespace
+
+struct Gemm::Plan {};
+Gemm::Gemm(const GemmShape& shape, const void*, const void*, const void*, void*, void*) : shape_(shape) {}
+Gemm::~Gemm() = default;
+int64_t Gemm::workspace() { return 4096; }
+
+void Gemm::run(const void* A, const void* B, const void* bias, void* C, void*, void* queue) const {
+  enqueue(queue, [=, s = shape_] { multiply(s, A, B, bias, C); });
 }
 
 }  // namespace strata::cuda

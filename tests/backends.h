@@ -1,6 +1,5 @@
 // Which backends a test compares with the reference: the CPU's, and CUDA's. Built with STRATA_GPU the CUDA kernels run
-// on a GPU, or the test is skipped where there is none; without, they are those compiled for the host
-// (cuda/emulator.h).
+// on a GPU, or the test is skipped where there is none; without, on an emulated device (cuda/emulated).
 #pragma once
 #include <gtest/gtest.h>
 
@@ -10,6 +9,10 @@
 
 #include "strata/device.h"
 #include "strata/error.h"
+
+#if defined(STRATA_EMULATED_CUDA)
+extern "C" const strata::DeviceEntry* strata_device_v1();
+#endif
 
 namespace strata::test {
 
@@ -35,11 +38,15 @@ inline Device* gpu(std::string* reason = nullptr) {
   }
 inline const std::vector<std::string> kBackends = {"cuda"};
 #else
-inline Device* gpu() { return nullptr; }
 #define STRATA_NEEDS_GPU() static_cast<void>(0)
 #ifdef STRATA_EMULATED_CUDA
+inline Device* gpu() {
+  static const std::unique_ptr<Device> device(strata_device_v1()->create(0));
+  return device.get();
+}
 inline const std::vector<std::string> kBackends = {"cpu", "cuda"};
 #else
+inline Device* gpu() { return nullptr; }
 inline const std::vector<std::string> kBackends = {"cpu"};
 #endif
 #endif
