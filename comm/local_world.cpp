@@ -3,6 +3,7 @@
 #include <exception>
 #include <map>
 #include <mutex>
+#include <set>
 #include <thread>
 
 #include "comm/windows.h"
@@ -27,6 +28,7 @@ struct Hall {
   };
   std::map<int64_t, Round> rounds;
   std::map<std::string, std::weak_ptr<Arena>> blocks;
+  std::set<int> waiting;  // for too long
 };
 
 class LocalWorld final : public World {
@@ -35,6 +37,7 @@ class LocalWorld final : public World {
   int rank() const override { return rank_; }
   int size() const override { return hall_.size; }
   int local_size() const override { return hall_.size; }
+  int local_rank() const override { return rank_; }
 
   std::vector<std::string> gather(const std::string& mine) override {
     std::unique_lock lock(hall_.mutex);
@@ -68,6 +71,22 @@ class LocalWorld final : public World {
     return windows_communicator(block->base(), block, mine, std::move(options), hall_.abort);
   }
 
+  void check() const override {
+    if (hall_.abort.raised) throw ended_by(hall_.abort.text);
+  }
+
+  std::vector<int> missing(double seconds) override {
+    std::unique_lock lock(hall_.mutex);
+    hall_.waiting.insert(rank_);
+    hall_.changed.notify_all();
+    hall_.changed.wait_for(lock, std::chrono::duration<double>(seconds),
+                           [&] { return int(hall_.waiting.size()) == hall_.size; });
+    std::vector<int> result;
+    for (int r = 0; r < hall_.size; ++r)
+      if (!hall_.waiting.contains(r)) result.push_back(r);
+    return result;
+  }
+
   void abort(const std::string& why, ExitCode code) override {
     hall_.abort.raise(passed_on(why, code));
     std::lock_guard lock(hall_.mutex);
@@ -88,6 +107,9 @@ std::unique_ptr<World> single_world() {
     int rank() const override { return 0; }
     int size() const override { return 1; }
     int local_size() const override { return 1; }
+    int local_rank() const override { return 0; }
+    void check() const override {}
+    std::vector<int> missing(double) override { return {}; }
     std::vector<std::string> gather(const std::string& mine) override { return {mine}; }
     std::unique_ptr<Communicator> group(const std::string&, const std::vector<int>&) override {
       internal_error("a group of one rank", __FILE__, __LINE__);

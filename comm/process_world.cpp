@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -65,12 +66,14 @@ class ProcessWorld final : public World {
         network_(std::move(network)),
         meeting_(rendezvous, [this](const std::string& why) { abort_.raise(why); }) {
     hosts_ = gather(host_identity());
+    local_rank_ = int(std::count(hosts_.begin(), hosts_.begin() + rank_, hosts_[size_t(rank_)]));
     local_size_ = local_size > 0 ? local_size : int(std::count(hosts_.begin(), hosts_.end(), hosts_[size_t(rank_)]));
   }
 
   int rank() const override { return rank_; }
   int size() const override { return size_; }
   int local_size() const override { return local_size_; }
+  int local_rank() const override { return local_rank_; }
 
   std::vector<std::string> gather(const std::string& mine) override {
     const std::string key = "gather " + std::to_string(gathers_++) + " ";
@@ -105,6 +108,21 @@ class ProcessWorld final : public World {
     return windows_communicator(base, std::move(block), mine, std::move(options), abort_);
   }
 
+  void check() const override {
+    if (abort_.raised) throw ended_by(abort_.text);
+  }
+
+  std::vector<int> missing(double seconds) override {
+    meeting_.put("waiting " + std::to_string(rank_), "");
+    std::vector<int> result;
+    const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
+    for (int r = 0; r < size_; ++r) {
+      const std::chrono::duration<double> left = until - std::chrono::steady_clock::now();
+      if (!meeting_.await("waiting " + std::to_string(r), std::max(0.01, left.count()))) result.push_back(r);
+    }
+    return result;
+  }
+
   void abort(const std::string& why, ExitCode code) override {
     abort_.raise(passed_on(why, code));
     meeting_.fail(passed_on(why, code));
@@ -130,7 +148,7 @@ class ProcessWorld final : public World {
     return std::make_shared<SharedBlock>(file, bytes);
   }
 
-  int rank_, size_, local_size_ = 1;
+  int rank_, size_, local_size_ = 1, local_rank_ = 0;
   NetworkOptions network_;
   AbortFlag abort_;
   Rendezvous meeting_;

@@ -393,6 +393,12 @@ class Rendezvous::Client {
     values_.erase(found);
     return value;
   }
+  bool await(const std::string& key, double seconds) {
+    post(kGet, key);
+    std::unique_lock lock(mutex_);
+    changed_.wait_for(lock, std::chrono::duration<double>(seconds), [&] { return values_.contains(key) || over_; });
+    return values_.contains(key);
+  }
   void fail(const std::string& why) { post(kFailed, why); }
   std::string local_address() const {
     sockaddr_storage own{};
@@ -497,6 +503,7 @@ Rendezvous::~Rendezvous() {
 }
 void Rendezvous::put(const std::string& key, const std::string& value) { client_->put(key, value); }
 std::string Rendezvous::get(const std::string& key) { return client_->get(key); }
+bool Rendezvous::await(const std::string& key, double seconds) { return client_->await(key, seconds); }
 std::string Rendezvous::local_address() const { return client_->local_address(); }
 void Rendezvous::fail(const std::string& why) { client_->fail(why); }
 

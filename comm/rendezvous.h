@@ -36,8 +36,9 @@ class Rendezvous {
 
   void put(const std::string& key, const std::string& value);
   std::string get(const std::string& key);  // waits until somebody has put it; throws Error (failed) when a rank ends
-  std::string local_address() const;        // of this host, on the way to rank 0
-  void fail(const std::string& why);        // tells all others; from any thread
+  bool await(const std::string& key, double seconds);  // whether somebody has put it by then; before get
+  std::string local_address() const;                   // of this host, on the way to rank 0
+  void fail(const std::string& why);                   // tells all others; from any thread
 
  private:
   class Server;

@@ -16,10 +16,15 @@ class World {
   virtual int rank() const = 0;
   virtual int size() const = 0;
   virtual int local_size() const = 0;  // ranks on this host, which share its processors
+  virtual int local_rank() const = 0;  // this one's number among them
   // Everybody's text, by rank. All ranks call it, in the same order as everything else here.
   virtual std::vector<std::string> gather(const std::string& mine) = 0;
   // A group of these ranks, ascending; called by its members alone. `name` is for messages.
   virtual std::unique_ptr<Communicator> group(const std::string& name, const std::vector<int>& members) = 0;
+  // For waits that are not this interface's own: throws what ended another rank, if one has.
+  virtual void check() const = 0;
+  // Called by ranks that waited for too long: those that do not call it within `seconds`.
+  virtual std::vector<int> missing(double seconds) = 0;
   // Ends what others are waiting for, with this text and exit code. From any thread.
   virtual void abort(const std::string& why, ExitCode code = ExitCode::failed) = 0;
 };

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "cuda/nccl.h"
 #include "strata/error.h"
 
 namespace strata::cuda {
@@ -23,7 +24,7 @@ void must(cudaError_t error, const std::string& what) {
 
 class CudaDevice final : public Device {
  public:
-  explicit CudaDevice(int index) : index_(index) {
+  CudaDevice(int index, int local_rank) {
     int count = 0, driver = 0;
     cudaDriverGetVersion(&driver);
     const cudaError_t found = cudaGetDeviceCount(&count);
@@ -34,14 +35,15 @@ class CudaDevice final : public Device {
       throw Error(std::string("no CUDA device: ") +
                   (driver == 0 ? "no NVIDIA driver is installed" : cudaGetErrorString(found)) +
                   "; set device.backend = \"cpu\" to train without one.");
+    index_ = index >= 0 ? index : local_rank % count;
     if (index >= count)
       throw Error("device.index = " + std::to_string(index) + ", but this machine has " + std::to_string(count) +
                   " CUDA device(s), 0 to " + std::to_string(count - 1) + ".");
-    must(cudaGetDeviceProperties(&properties_, index), "cannot look at CUDA device " + std::to_string(index));
+    must(cudaGetDeviceProperties(&properties_, index_), "cannot look at CUDA device " + std::to_string(index_));
     if (properties_.major < 8)
       throw Error(std::string(properties_.name) + " has compute capability " + std::to_string(properties_.major) + "." +
                   std::to_string(properties_.minor) + ", but this build has code for 8.0 and newer only.");
-    must(cudaSetDevice(index), "cannot use CUDA device " + std::to_string(index));
+    must(cudaSetDevice(index_), "cannot use CUDA device " + std::to_string(index_));
     for (cudaStream_t& stream : streams_)
       must(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cannot make a CUDA stream");
   }
@@ -58,6 +60,7 @@ class CudaDevice final : public Device {
     return std::string(properties_.name) + " (device " + std::to_string(index_) + ", CUDA " +
            version_text(CUDART_VERSION) + ", driver for CUDA " + version_text(driver) + ")";
   }
+  std::string identity() const override { return {properties_.uuid.bytes, sizeof properties_.uuid.bytes}; }
   int64_t free_bytes() const override {
     size_t free = 0, total = 0;
     must(cudaMemGetInfo(&free, &total), "cannot ask for the free memory of the CUDA device");
@@ -100,10 +103,17 @@ class CudaDevice final : public Device {
   }
 
   void* queue(Stream stream) override { return streams_[size_t(stream)]; }
-  int make_event() override {
+  int make_event(bool timed) override {
     events_.emplace_back();
-    must(cudaEventCreateWithFlags(&events_.back(), cudaEventDisableTiming), "cannot make a CUDA event");
+    must(cudaEventCreateWithFlags(&events_.back(), timed ? cudaEventDefault : cudaEventDisableTiming),
+         "cannot make a CUDA event");
     return int(events_.size()) - 1;
+  }
+  double seconds_between(int first, int second) const override {
+    float milliseconds = 0;
+    must(cudaEventElapsedTime(&milliseconds, events_[size_t(first)], events_[size_t(second)]),
+         "cannot read CUDA events");
+    return double(milliseconds) / 1000;
   }
   void record(int event, Stream stream) override {
     must(cudaEventRecord(events_[size_t(event)], streams_[size_t(stream)]), "cannot record a CUDA event");
@@ -113,6 +123,18 @@ class CudaDevice final : public Device {
   }
   void synchronize(int event) override { must(cudaEventSynchronize(events_[size_t(event)]), "a kernel failed"); }
   void synchronize() override { must(cudaDeviceSynchronize(), "a kernel failed"); }
+  bool idle() override {
+    for (cudaStream_t stream : streams_) {
+      const cudaError_t state = cudaStreamQuery(stream);
+      if (state == cudaErrorNotReady) return false;
+      must(state, "a kernel failed");
+    }
+    return true;
+  }
+  std::unique_ptr<Communicator> group(World& world, const std::string& name, const std::vector<int>& members,
+                                      double timeout_seconds) override {
+    return nccl_group(world, name, members, index_, queue(Stream::exchange), timeout_seconds);
+  }
 
   // The compute stream is the graph's trunk; the others join through events.
   void begin_capture() override {
@@ -145,6 +167,6 @@ class CudaDevice final : public Device {
 extern "C" __attribute__((visibility("default"))) const strata::DeviceEntry* strata_device_v1() {
   static const strata::DeviceEntry entry{
       sizeof(strata::DeviceEntry), STRATA_FINGERPRINT,
-      [](int index) -> strata::Device* { return new strata::cuda::CudaDevice(index); }};
+      [](int index, int local_rank) -> strata::Device* { return new strata::cuda::CudaDevice(index, local_rank); }};
   return &entry;
 }

@@ -41,7 +41,7 @@ inline const std::vector<std::string> kBackends = {"cuda"};
 #define STRATA_NEEDS_GPU() static_cast<void>(0)
 #ifdef STRATA_EMULATED_CUDA
 inline Device* gpu() {
-  static const std::unique_ptr<Device> device(strata_device_v1()->create(0));
+  static const std::unique_ptr<Device> device(strata_device_v1()->create(0, 0));
   return device.get();
 }
 inline const std::vector<std::string> kBackends = {"cpu", "cuda"};
@@ -50,6 +50,17 @@ inline Device* gpu() { return nullptr; }
 inline const std::vector<std::string> kBackends = {"cpu"};
 #endif
 #endif
+
+// A device for a rank, its own where there are enough; null where there is none at all.
+inline std::unique_ptr<Device> rank_device(int rank) {
+#if defined(STRATA_GPU)
+  return open_device("cuda", -1, rank);
+#elif defined(STRATA_EMULATED_CUDA)
+  return std::unique_ptr<Device>(strata_device_v1()->create(-1, rank));
+#else
+  return nullptr;
+#endif
+}
 
 inline Device* device_of(const std::string& backend) { return backend == "cuda" ? gpu() : nullptr; }
 

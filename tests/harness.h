@@ -65,7 +65,7 @@ class Runner final : public StepContext {
                                           .rates = rates});
     verify(built.program, "residency");
     if (world) {
-      groups = make_groups(*world, session_.mesh);
+      groups = make_groups(*world, session_.mesh, device, session_.network, session_.run.reproducible);
       localize(built.program, session_.mesh, session_.batch(goal).microbatches);
       built.program.storage_directory = rank_directory(built.program.storage_directory, *world);
     }

@@ -80,7 +80,8 @@ TEST_F(Offload, CheckpointsFitAnyPlacement) {
     EXPECT_EQ(log(run), log("plain"));
     const Checkpoint a(*CheckpointStore(folder_ / "plain", 2).latest()), b(*CheckpointStore(folder_ / run, 2).latest());
     ASSERT_EQ(a.tensors().size(), b.tensors().size());
-    for (const auto& [name, entry] : a.tensors()) EXPECT_EQ(entry.pieces[0].checksum, b.tensors().at(name).pieces[0].checksum) << name;
+    for (const auto& [name, entry] : a.tensors())
+      EXPECT_EQ(entry.pieces[0].checksum, b.tensors().at(name).pieces[0].checksum) << name;
   }
   EXPECT_TRUE(std::filesystem::is_empty(folder_ / "disk") ||
               !std::filesystem::exists(folder_ / "disk/strata-offload.data"));

@@ -31,9 +31,13 @@ using cudaEvent_t = StrataEmulatedEvent*;
 using cudaGraph_t = StrataEmulatedGraph*;
 using cudaGraphExec_t = StrataEmulatedGraph*;
 
+struct cudaUUID_t {
+  char bytes[16];
+};
 struct cudaDeviceProp {
   char name[256];
-  int major, minor, pciDomainID, pciBusID, pciDeviceID;
+  cudaUUID_t uuid;
+  int major, minor;
 };
 enum cudaMemcpyKind { cudaMemcpyDefault = 4 };
 enum cudaStreamCaptureMode { cudaStreamCaptureModeThreadLocal = 1 };

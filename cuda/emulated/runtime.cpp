@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
+#include <cstdio>
 #include <cstring>
 #include <deque>
 #include <map>
@@ -222,7 +223,8 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
   if (device < 0 || device >= machine.devices) return cudaErrorInvalidDevice;
   *properties = {};
   std::strncpy(properties->name, machine.name, sizeof properties->name - 1);
-  properties->major = machine.major, properties->minor = machine.minor, properties->pciBusID = device;
+  properties->major = machine.major, properties->minor = machine.minor;
+  std::snprintf(properties->uuid.bytes, sizeof properties->uuid.bytes, "emulated %d", device);
   return cudaSuccess;
 }
 cudaError_t cudaSetDevice(int device) {

@@ -1,6 +1,7 @@
 // Checkpoints and safetensors: round trips, lying headers, damage, other models, kills in the middle of a save.
 #include "engine/checkpoint/store.h"
 
+#include <chrono>
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -143,6 +144,7 @@ TEST_F(Checkpoints, KilledSavesLeaveTheOneBefore) {
   const std::vector<float> w(200'000, 2.5f);
   std::mt19937 random(4);
   int64_t finished = 0;
+  std::chrono::microseconds save_time{};
   for (int round = 0; round < 25; ++round) {
     int pipe_ends[2];
     ASSERT_EQ(pipe(pipe_ends), 0);
@@ -155,7 +157,12 @@ TEST_F(Checkpoints, KilledSavesLeaveTheOneBefore) {
       }
     }
     close(pipe_ends[1]);
-    usleep(useconds_t(random() % 12000));
+    const auto began = std::chrono::steady_clock::now();
+    if (round == 0) {  // how long a save takes here
+      ASSERT_EQ(read(pipe_ends[0], &finished, sizeof finished), ssize_t(sizeof finished));
+      save_time = std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::steady_clock::now() - began);
+    }
+    usleep(useconds_t(random() % uint64_t(3 * save_time.count() + 1)));
     kill(child, SIGKILL);
     waitpid(child, nullptr, 0);
     for (int64_t step; read(pipe_ends[0], &step, sizeof step) == sizeof step;) finished = step;

@@ -52,9 +52,14 @@ void declare(Options& options, DataSection& data) {
 void declare(Options& options, DeviceSection& device) {
   options.add("backend", device.backend, "kernels: cpu, cuda, or reference (plain loops, for checking)")
       .choices({"cpu", "cuda", "reference"});
-  options.add("index", device.index, "which device, where there are several").range(0, 1023);
+  options
+      .add("index", device.index,
+           "which device, where there are several; -1: by the number of the rank among those of its host")
+      .range(-1, 1023);
   options.add("memory", device.memory, "hard limit of the plan; 0: none").non_negative().unit("bytes");
   options.add("threads", device.threads, "threads of the compute stream; 0: one per processor").range(0, 4096);
+  options.add("graphs", device.graphs,
+              "on cuda: run a step that never waits for the host as one graph, which costs less to start than its ops");
 }
 
 void declare(Options& options, HostSection& host) {
@@ -80,8 +85,11 @@ void declare(Options& options, MeshSection& mesh) {
 }
 
 void declare(Options& options, NetworkSection& network) {
-  options.add("provider", network.provider,
-              "libfabric provider (tcp, shm, verbs, …) for everything; auto: shared memory within a host, tcp between");
+  options.add(
+      "provider", network.provider,
+      "nccl (between CUDA devices), or a libfabric provider (tcp, shm, verbs, …) for everything; auto: nccl where "
+      "every rank has a device of its own and run.reproducible is not set, otherwise shared memory within a host "
+      "and tcp between");
   options.add("address", network.address,
               "this host's address or name for the others; empty: that of the way to rank 0");
   options
@@ -122,6 +130,10 @@ Sections read_sections(const Config& config) {
   read(sections.host, "host");
   read(sections.mesh, "mesh");
   read(sections.network, "network");
+  if (sections.network.provider == kDeviceProvider && sections.device.backend != "cuda")
+    throw Error(config.root().table("network")->find("provider")->place,
+                "network.provider = \"nccl\" exchanges between CUDA devices, but device.backend = \"" +
+                    sections.device.backend + "\"; set it to \"auto\".");
   const DataSection& data = sections.data;
   if (data.global_batch % data.micro_batch != 0)
     throw Error(config.root().table("data")->place,

@@ -36,9 +36,10 @@ struct DataSection {
 
 struct DeviceSection {
   std::string backend = "cpu";
-  int64_t index = 0;
+  int64_t index = -1;
   Bytes memory;
   int64_t threads = 0;
+  bool graphs = true;
 };
 
 struct HostSection {
@@ -53,6 +54,7 @@ struct MeshSection {
 };
 
 // How ranks in several processes reach each other.
+inline constexpr const char* kDeviceProvider = "nccl";  // of exchanges that the device itself makes
 struct NetworkSection {
   int64_t direct = 31;
   std::string provider = "auto", address;

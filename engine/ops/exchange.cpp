@@ -1,7 +1,5 @@
 // Exchanges between the ranks of a mesh axis, grouped: any number of tensors in one operation. They run on the exchange
 // stream and take a group from the executor (strata/communicator.h).
-#include <cstring>
-
 #include "engine/ops/registration.h"
 #include "strata/communicator.h"
 
@@ -52,7 +50,7 @@ const AtLoad registered([] {
            if (b.in<std::byte>(i) != out.data) copies.push_back({b.in<std::byte>(i), out});
          }
          return [data, copies, reduction, &group = b.group(), dtype = b.input(0).dtype] {
-           for (const auto& [from, to] : copies) std::memcpy(to.data, from, size_t(to.bytes));
+           for (const auto& [from, to] : copies) group.copy_bytes(to.data, from, to.bytes);
            group.all_reduce(data, dtype, reduction);
          };
        },
@@ -96,16 +94,16 @@ const AtLoad registered([] {
       false,
       {[](const Binding& b) -> Launch {
          std::vector<Pieces> parts(size_t(b.group().size()));
-         std::vector<std::tuple<std::byte*, const std::byte*, size_t>> own;
+         std::vector<std::tuple<std::byte*, const std::byte*, int64_t>> own;
          for (int i = 0; i < b.outputs(); ++i) {
            const int64_t rows = b.output(i).shape[0];
            add_rows(parts, b.out<std::byte>(i), rows, b.output(i).bytes());
            const Range share = share_of(rows, b.group().rank(), b.group().size());
            own.push_back({b.out<std::byte>(i) + share.begin * (b.output(i).bytes() / rows), b.in<std::byte>(i),
-                          size_t(b.input(i).bytes())});
+                          b.input(i).bytes()});
          }
          return [parts, own, &group = b.group()] {
-           for (const auto& [to, from, bytes] : own) std::memcpy(to, from, bytes);
+           for (const auto& [to, from, bytes] : own) group.copy_bytes(to, from, bytes);
            group.all_gather(parts);
          };
        },

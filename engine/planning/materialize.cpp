@@ -13,7 +13,8 @@ constexpr Tier kAllTiers[] = {Tier::device, Tier::host, Tier::nvme};
 
 class Materializer {
  public:
-  Materializer(const Program& program, const Decisions& decisions) : in_(program), decisions_(decisions) {
+  Materializer(const Program& program, const Decisions& decisions, bool staged)
+      : in_(program), decisions_(decisions), staged_(staged) {
     Program& out = result_.program;
     out = program;
     out.ops.clear();
@@ -111,10 +112,10 @@ class Materializer {
     emit(std::move(op));
     for (TensorId id : home_again) {
       const Tier home = in_[id].home;
-      emit(move(copies(id).at[int(original.tier)], id, original, Purpose::rest));
+      emit_move(copies(id).at[int(original.tier)], id, original, Purpose::rest);
       copies(id).at[int(home)] = id;
     }
-    for (const auto& [from, part] : into_part) emit(move(from, part, original, Purpose::rest));
+    for (const auto& [from, part] : into_part) emit_move(from, part, original, Purpose::rest);
     for (const auto& [id, tier] : touched_) give_up(id, original);
   }
 
@@ -167,9 +168,16 @@ class Materializer {
     return result_.program.add(std::move(tensor));
   }
 
-  Op move(TensorId from, TensorId to, const Op& context, Purpose purpose) {
+  // Between device and NVMe by way of the host where the disk cannot reach the device's memory.
+  void emit_move(TensorId from, TensorId to, const Op& context, Purpose purpose) {
     static const OpKind& kind = find_kind("move");
     const Tier source = result_.program[from].home, target = result_.program[to].home;
+    if (staged_ && (source == Tier::nvme || target == Tier::nvme) &&
+        (source == Tier::device || target == Tier::device)) {
+      const TensorId between = incarnation(from, Tier::host);
+      emit_move(from, between, context, purpose);
+      return emit_move(between, to, context, purpose);
+    }
     Op op;
     op.kind = &kind;
     op.inputs = {from};
@@ -183,7 +191,7 @@ class Materializer {
     op.stage = context.stage;
     op.block = context.block;
     op.microbatch = context.microbatch;
-    return op;
+    emit(std::move(op));
   }
 
   // A copy of the tensor on the tier, brought there when it is not.
@@ -196,7 +204,7 @@ class Materializer {
         const TensorId fresh = incarnation(id, tier);
         for (Tier other : kAllTiers)
           if (copies(id).at[int(other)] == source) wait_over(id, other);
-        emit(move(source, fresh, context, Purpose::restore));
+        emit_move(source, fresh, context, Purpose::restore);
         copies(id).at[int(tier)] = fresh;
       } else {
         restore(id, context);
@@ -304,7 +312,7 @@ class Materializer {
     const TensorId to = incarnation(id, tier);
     const TensorId from = copies(id).at[0];
     copies(id).touched[int(tier)] = int32_t(result_.program.ops.size());
-    emit(move(from, to, context, Purpose::rest));
+    emit_move(from, to, context, Purpose::rest);
     copies(id).at[int(tier)] = to;
     copies(id).at[0] = {};
   }
@@ -313,6 +321,7 @@ class Materializer {
 
   const Program& in_;
   const Decisions& decisions_;
+  bool staged_;
   Materialized result_;
   std::vector<Copies> copies_;                             // by tensor of the original program
   std::vector<std::vector<int32_t>> uses_;                 // by tensor: ops of the original program, ascending
@@ -326,8 +335,8 @@ class Materializer {
 
 }  // namespace
 
-Materialized materialize(const Program& program, const Decisions& decisions) {
-  return Materializer(program, decisions).run();
+Materialized materialize(const Program& program, const Decisions& decisions, bool staged) {
+  return Materializer(program, decisions, staged).run();
 }
 
 }  // namespace strata

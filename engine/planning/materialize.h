@@ -41,6 +41,7 @@ struct Materialized {
   std::vector<Waiting> waiting;
 };
 
-Materialized materialize(const Program& program, const Decisions& decisions);
+// `staged`: nothing moves between device and NVMe but by way of host memory.
+Materialized materialize(const Program& program, const Decisions& decisions, bool staged);
 
 }  // namespace strata

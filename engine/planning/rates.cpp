@@ -17,7 +17,8 @@ double seconds_of(const OpView& view, const Rates& rates) {
       return rates.storage_latency + bytes / rates.write;
     default:
       const Cost cost = cost_of(view);
-      return rates.launch + std::max(cost.flops / rates.flops, cost.bytes / rates.memory);
+      const bool half = bytes > 0 && size_of(view.input(0).dtype) == 2;
+      return rates.launch + std::max(cost.flops / (half ? rates.half_flops : rates.flops), cost.bytes / rates.memory);
   }
 }
 

@@ -7,6 +7,7 @@ namespace strata {
 
 struct Rates {
   double flops = 400e9;        // of matrix products on the compute stream, a second
+  double half_flops = 400e9;   // of products of 16-bit numbers
   double memory = 40e9;        // bytes a second that a kernel moves to and from memory
   double copy = 10e9;          // bytes a second between device and host, either way
   double read = 2e9;           // bytes a second from the NVMe tier

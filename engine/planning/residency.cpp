@@ -9,6 +9,7 @@
 
 #include "engine/planning/materialize.h"
 #include "engine/planning/spread_moves.h"
+#include "strata/device.h"
 
 namespace strata {
 namespace {
@@ -218,7 +219,7 @@ class Planner {
     for (int round = 0;; ++round) {
       for (Tensor& part : program_.tensors)
         if (part.part_of && part.persistent) part.home = program_[part.part_of].home;
-      Materialized now = materialize(program_, decisions_);
+      Materialized now = materialize(program_, decisions_, is_asynchronous(settings_.backend));
       bool within = true, changed = false;
       const MemoryPlan plan = measure_memory(now.program, settings_.backend, settings_.threads);
       for (Tier tier : {Tier::device, Tier::host}) {

@@ -37,9 +37,9 @@ void load_backend(const std::string& backend) {
   if (is_asynchronous(backend)) module_of(backend);
 }
 
-std::unique_ptr<Device> open_device(const std::string& backend, int index) {
+std::unique_ptr<Device> open_device(const std::string& backend, int index, int local_rank) {
   if (!is_asynchronous(backend)) return nullptr;
-  return std::unique_ptr<Device>(module_of(backend).create(index));
+  return std::unique_ptr<Device>(module_of(backend).create(index, local_rank));
 }
 
 }  // namespace strata

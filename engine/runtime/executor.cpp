@@ -42,8 +42,9 @@ struct Executor::Step {
   std::vector<Wait> waits;
   std::vector<TensorId> watched;
   Stream stream;
-  int32_t position = 0;  // among the ops of its stream
-  int event = -1;        // of the device, recorded after this op; -1: nobody waits for it
+  int32_t position = 0;           // among the ops of its stream
+  int event = -1;                 // of the device, recorded after this op; -1: nobody waits for it
+  int begun = -1, finished = -1;  // timed events around it, when spans are wanted
 };
 
 // Progress of each stream in this step, and the threads of the streams beside compute.
@@ -85,7 +86,7 @@ void Executor::copy_addends(Step& step, const OpView& view, const std::vector<vo
     if (view.accumulates(o) && pointers_[view.addend(o).value] != outputs[size_t(o)])
       copies.push_back({outputs[size_t(o)], pointers_[view.addend(o).value], size_t(view.output(o).bytes())});
   if (copies.empty()) return;
-  if (device_ && on_device(view.op().stream)) {  // by the device's own kernel of `move`, in the op's queue
+  if (in_queue(view.op().stream)) {  // by the device's own kernel of `move`, in the op's queue
     static const OpKind& kind = find_kind("move");
     std::vector<Launch> launches;
     for (int o = 0; o < view.outputs(); ++o)
@@ -116,6 +117,7 @@ Executor::Executor(const Program& program, const MemoryPlan& plan, Storage& stor
       plan_(plan),
       storage_(storage),
       device_(storage.device()),
+      groups_(groups),
       pointers_(program.tensors.size(), nullptr),
       streams_(std::make_unique<Streams>()) {
   const auto on_host = [](const Op& op) { return op.stream == Stream::host; };
@@ -162,7 +164,7 @@ Executor::Executor(const Program& program, const MemoryPlan& plan, Storage& stor
       STRATA_CHECK(groups && groups->contains(op.attributes.string("axis")));
       group = groups->find(op.attributes.string("axis"))->second.get();
     }
-    void* const queue = device_ && on_device(op.stream) ? device_->queue(op.stream) : nullptr;
+    void* const queue = in_queue(op.stream) ? device_->queue(op.stream) : nullptr;
     step.launch = kernel->second.bind(Binding(view, inputs, outputs, workspace(i), threads, group, queue));
     copy_addends(step, view, outputs, threads, backend);  // where an addend could not share its output's memory
     step.waits = std::move(waits[i]);
@@ -180,20 +182,20 @@ Executor::Executor(const Program& program, const MemoryPlan& plan, Storage& stor
   if (device_) {
     streams_->has_graph = true;
     for (const Step& step : steps_) {
-      streams_->has_graph &= on_device(step.stream);
+      streams_->has_graph &= in_queue(step.stream);
       for (const Wait& wait : step.waits)
-        if (on_device(wait.stream)) {
+        if (in_queue(wait.stream)) {
           int& event = steps_[size_t(streams_->ops[int(wait.stream)][size_t(wait.count) - 1])].event;
           if (event < 0) event = device_->make_event();
         }
     }
     for (int s = 1; s < kStreams; ++s)  // the end of each queue, for the compute queue to wait for
-      if (on_device(Stream(s)) && !streams_->ops[s].empty())
+      if (in_queue(Stream(s)) && !streams_->ops[s].empty())
         if (int& event = steps_[size_t(streams_->ops[s].back())].event; event < 0) event = device_->make_event();
-    streams_->start = device_->make_event();
+    streams_->start = device_->make_event(true);
   }
   for (int s = 1; s < kStreams; ++s)
-    if (!streams_->ops[s].empty() && !(device_ && on_device(Stream(s))))
+    if (!streams_->ops[s].empty() && !in_queue(Stream(s)))
       streams_->threads.emplace_back([this, s] {
         int64_t round = 0;
         for (;;) {
@@ -211,6 +213,27 @@ Executor::~Executor() {
   ++streams_->started;
   streams_->started.notify_all();
   for (std::thread& thread : streams_->threads) thread.join();
+}
+
+bool exchanges_in_queue(const Groups& groups) {
+  return std::any_of(groups.begin(), groups.end(), [](const auto& group) { return group.second->asynchronous(); });
+}
+
+bool Executor::in_queue(Stream stream) const {
+  return device_ && (on_device(stream) || (stream == Stream::exchange && groups_ && exchanges_in_queue(*groups_)));
+}
+
+// Looks after the groups whose operations are under way: one that waits for a rank that is gone would wait for ever.
+void Executor::wait_for_device() {
+  if (groups_ && exchanges_in_queue(*groups_)) try {
+      while (!device_->idle())
+        for (const auto& [axis, group] : *groups_) group->watch();
+    } catch (...) {
+      for (const auto& [axis, group] : *groups_) group->abort();
+      device_->synchronize();
+      throw;
+    }
+  device_->synchronize();
 }
 
 double Executor::now() const {
@@ -232,13 +255,13 @@ void Executor::run_op(int32_t index) {
     throw Error("op " + std::to_string(index) + " (" + program_.ops[index].kind->name + "): " + error.what(),
                 ExitCode::failed);
   }
-  if (timed) {
+  if (timed && !in_queue(step.stream)) {
     const double finish = now();
     if (restoring) stalls_.restoring += finish - start;
     if (exchange) stalls_.exchanging += finish - start;
     if (!spans_.empty()) spans_[size_t(index)] = {start, finish};
   }
-  if (device_ && on_device(step.stream)) return;
+  if (in_queue(step.stream)) return;
   for (TensorId id : step.watched)
     if (!finite(program_[id], pointer(id))) throw NonFinite(program_[id].name);
 }
@@ -258,7 +281,7 @@ void Executor::run_stream(int stream, const StageHook* hook) {
       }
       if (device_)
         for (const Wait& wait : steps_[i].waits)
-          if (on_device(wait.stream))
+          if (in_queue(wait.stream))
             device_->synchronize(steps_[size_t(streams.ops[int(wait.stream)][size_t(wait.count) - 1])].event);
       if (streams.failed.load(std::memory_order_acquire)) {
         streams.release(stream);
@@ -279,9 +302,11 @@ void Executor::run_stream(int stream, const StageHook* hook) {
 void Executor::put_into_queue(int32_t index) {
   Step& step = steps_[index];
   for (const Wait& wait : step.waits)
-    if (on_device(wait.stream) && wait.stream != step.stream)
+    if (in_queue(wait.stream) && wait.stream != step.stream)
       device_->wait(step.stream, steps_[size_t(streams_->ops[int(wait.stream)][size_t(wait.count) - 1])].event);
+  if (step.begun >= 0) device_->record(step.begun, step.stream);
   run_op(index);
+  if (step.finished >= 0) device_->record(step.finished, step.stream);
   if (step.event >= 0) device_->record(step.event, step.stream);
 }
 
@@ -290,13 +315,14 @@ void Executor::run_on_device(const StageHook* hook) {
   Streams& streams = *streams_;
   const auto queue_all = [&] {
     device_->record(streams.start, Stream::compute);
+    device_began_ = now();
     for (int s = 1; s < kStreams; ++s)
-      if (on_device(Stream(s)) && !streams.ops[s].empty()) device_->wait(Stream(s), streams.start);
+      if (in_queue(Stream(s)) && !streams.ops[s].empty()) device_->wait(Stream(s), streams.start);
     for (int32_t i = 0; i < int32_t(steps_.size()); ++i) {
       Step& step = steps_[size_t(i)];
-      if (!on_device(step.stream)) continue;
+      if (!in_queue(step.stream)) continue;
       for (const Wait& wait : step.waits) {
-        if (on_device(wait.stream)) continue;
+        if (in_queue(wait.stream)) continue;
         auto& done = streams.done[int(wait.stream)];
         const double start = now();
         for (int32_t count; (count = done.load(std::memory_order_acquire)) < wait.count;) done.wait(count);
@@ -311,15 +337,15 @@ void Executor::run_on_device(const StageHook* hook) {
       if (!streams.threads.empty()) streams.done[int(step.stream)].notify_all();
     }
     for (int s = 1; s < kStreams; ++s)
-      if (on_device(Stream(s)) && !streams.ops[s].empty())
+      if (in_queue(Stream(s)) && !streams.ops[s].empty())
         device_->wait(Stream::compute, steps_[size_t(streams.ops[s].back())].event);
   };
   try {
-    if (streams.graph >= 0) {
+    if (streams.graph >= 0 && spans_.empty()) {
       for (int s = 0; hook && s < int(stage_span_.size()); ++s)
         if (stage_span_[size_t(s)].first >= 0) (*hook)(Stage(s), true), (*hook)(Stage(s), false);
       device_->run_graph(streams.graph);
-    } else if (streams.has_graph && streams.steps > 0 && spans_.empty()) {
+    } else if (graphs_ && streams.has_graph && streams.steps > 0 && spans_.empty()) {
       device_->begin_capture();
       queue_all();
       streams.graph = device_->end_capture();
@@ -351,7 +377,7 @@ void Executor::run(const StageHook& hook) {
   else
     run_stream(0, hook ? &hook : nullptr);
   for (int s = 1; s < kStreams && !streams.threads.empty(); ++s) {  // what is left when nothing is left to compute
-    if (device_ && on_device(Stream(s))) continue;
+    if (in_queue(Stream(s))) continue;
     const auto count = int32_t(streams.ops[s].size());
     const double start = now();
     for (int32_t done; (done = streams.done[s].load(std::memory_order_acquire)) < count && !streams.failed;)
@@ -361,13 +387,14 @@ void Executor::run(const StageHook& hook) {
   for (int left = streams.running; left > 0; left = streams.running) streams.running.wait(left);
   if (device_) {
     try {
-      device_->synchronize();
+      wait_for_device();
+      if (!spans_.empty()) read_spans();
     } catch (...) {
       if (!streams.error) streams.fail(std::current_exception());
     }
     for (const Step& step : steps_)
       for (TensorId id : step.watched)
-        if (!streams.error && on_device(step.stream) && !finite(program_[id], pointer(id)))
+        if (!streams.error && in_queue(step.stream) && !finite(program_[id], pointer(id)))
           streams.fail(std::make_exception_ptr(NonFinite(program_[id].name)));
   }
   if (streams.error) std::rethrow_exception(streams.error);
@@ -390,7 +417,36 @@ void Executor::run_poisoned() {
   }
 }
 
-void Executor::trace() { spans_.resize(steps_.size()); }
+void Executor::trace() {
+  spans_.resize(steps_.size());
+  for (Step& step : steps_)
+    if (in_queue(step.stream) && step.begun < 0)
+      step.begun = device_->make_event(true), step.finished = device_->make_event(true);
+}
+
+// When the device's ops ran, and what its compute stream waited for between two of them: the stream whose op ended
+// last.
+void Executor::read_spans() {
+  for (size_t i = 0; i < steps_.size(); ++i)
+    if (steps_[i].begun >= 0)
+      spans_[i] = {device_began_ + device_->seconds_between(streams_->start, steps_[i].begun),
+                   device_began_ + device_->seconds_between(streams_->start, steps_[i].finished)};
+  stalls_ = {};
+  double free = device_began_;
+  for (size_t i = 0; i < steps_.size(); ++i) {
+    const Step& step = steps_[i];
+    if (step.stream == Stream::exchange) stalls_.exchanging += spans_[i].finish - spans_[i].start;
+    if (step.stream != Stream::compute) continue;
+    if (program_.ops[i].purpose == Purpose::restore) stalls_.restoring += spans_[i].finish - spans_[i].start;
+    double last = free;
+    for (const Wait& wait : step.waits) {
+      const double end = spans_[size_t(streams_->ops[int(wait.stream)][size_t(wait.count) - 1])].finish;
+      if (end > last) stalls_.waited[int(wait.stream)] += end - last;
+      last = std::max(last, end);
+    }
+    free = spans_[i].finish;
+  }
+}
 
 std::string Executor::first_non_finite() {
   if (device_) return "";  // its memory is not the host's to look at

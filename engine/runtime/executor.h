@@ -24,6 +24,8 @@ struct NonFinite : Error {
 
 // The groups of ranks that a program's exchanges name: by mesh axis.
 using Groups = std::map<std::string, std::unique_ptr<Communicator>, std::less<>>;
+// Whether exchanges are put into a device's queue: groups of axes are then all asynchronous.
+bool exchanges_in_queue(const Groups& groups);
 
 class Executor {
  public:
@@ -51,8 +53,10 @@ class Executor {
   // on: a read of released memory shows. For tests.
   void run_poisoned();
 
+  void without_graphs() { graphs_ = false; }  // ops are put into the device's queues one by one in every step
   const Stalls& stalls() const { return stalls_; }
-  // Spans of every op from the next step on; empty before. Costs two readings of the clock an op.
+  // Spans of every op from the next step on; empty before. Costs two readings of the clock an op. On a device the
+  // stalls are known from then on too, and the program is no graph any more.
   void trace();
   const std::vector<Span>& spans() const { return spans_; }
 
@@ -68,12 +72,17 @@ class Executor {
   void copy_addends(Step& step, const OpView& view, const std::vector<void*>& outputs, Threads& threads,
                     const std::string& backend);
   void run_op(int32_t index);
+  bool in_queue(Stream stream) const;  // of the device
+  void wait_for_device();
+  void read_spans();
   double now() const;
 
   const Program& program_;
   const MemoryPlan& plan_;
   Storage& storage_;
   Device* device_;
+  bool graphs_ = true;
+  const Groups* groups_;
   std::vector<void*> pointers_;  // by tensor
   std::vector<std::unique_ptr<StorageSlot>> slots_;
   std::vector<Step> steps_;
@@ -81,7 +90,7 @@ class Executor {
   std::unique_ptr<Streams> streams_;
   Stalls stalls_;
   std::vector<Span> spans_;
-  double step_began_ = 0;
+  double step_began_ = 0, device_began_ = 0;  // of the device's queue, since the step began
 };
 
 }  // namespace strata

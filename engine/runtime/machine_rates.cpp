@@ -12,6 +12,7 @@
 #include <fstream>
 #include <sstream>
 
+#include "engine/runtime/device_rates.h"
 #include "engine/runtime/peak.h"
 #include "memory/arena.h"
 #include "memory/atomic_file.h"
@@ -38,6 +39,12 @@ std::string processor_name() {
   return "unknown processor";
 }
 
+std::string boot_id() {
+  std::string id;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> id;
+  return id;
+}
+
 std::string cache_path() {
   if (const char* folder = std::getenv("XDG_CACHE_HOME"); folder && *folder)
     return std::string(folder) + "/strata/rates.json";
@@ -48,7 +55,8 @@ std::string cache_path() {
 void measure_processor(int threads, Rates& rates) {
   double peak = 0;  // the best of several tries: other work on the machine only ever lowers it
   for (int i = 0; i < 8; ++i) peak = std::max(peak, measure_fma_peak(threads));
-  rates.flops = kProductShare * peak;
+  rates.flops = rates.half_flops =
+      kProductShare * peak;  // without instructions for them, products of 16 bits are f32's
   rates.memory = measure_triad_bandwidth(threads);
   constexpr int64_t kBytes = 64 << 20;
   Arena from(kBytes), to(kBytes);
@@ -123,15 +131,26 @@ class Cache {
 
 }  // namespace
 
-Rates machine_rates(int threads, const std::string& storage_directory) {
+Rates machine_rates(int threads, const std::string& storage_directory, const std::string& backend, int index) {
   Rates rates;
   Cache cache(cache_path());
-  const std::string processor = fmt::format("{}, {} threads", processor_name(), threads);
-  const std::initializer_list<std::pair<const char*, double*>> compute = {
-      {"flops", &rates.flops}, {"memory", &rates.memory}, {"copy", &rates.copy}};
-  if (!cache.get(processor, compute)) {
-    measure_processor(threads, rates);
-    cache.put(processor, compute);
+  const bool device = is_asynchronous(backend);
+  const std::string key = device ? fmt::format("{} {} since boot {}", backend, std::max(0, index), boot_id())
+                                 : fmt::format("{}, {} threads", processor_name(), threads);
+  const std::initializer_list<std::pair<const char*, double*>> compute = {{"flops", &rates.flops},
+                                                                          {"half_flops", &rates.half_flops},
+                                                                          {"memory", &rates.memory},
+                                                                          {"copy", &rates.copy},
+                                                                          {"launch", &rates.launch}};
+  if (!cache.get(key, compute)) {
+    bool measured = true;
+    if (!device) {
+      measure_processor(threads, rates);
+    } else if (!(measured = measure_device_apart(backend, index, rates))) {
+      // Planned where there is no device: an H100's data sheet, with what its products and copies usually reach.
+      rates.flops = 50e12, rates.half_flops = 600e12, rates.memory = 2.5e12, rates.copy = 50e9, rates.launch = 3e-6;
+    }
+    if (measured) cache.put(key, compute);
   }
   struct stat info;
   if (storage_directory.empty() || stat(storage_directory.c_str(), &info) != 0) return rates;

@@ -31,7 +31,8 @@ class Loop final : public StepContext {
         feed_(executor_, session.batch(Goal::train)),
         vocabulary_(planned.built.vocabulary) {
     storage_.initialize(uint64_t(session.run.seed), threads_);
-    if (!device_) executor_.trace();  // a device's ops are not timed one by one
+    if (!device_) executor_.trace();
+    if (!session.device.graphs) executor_.without_graphs();
     try {
       data_.emplace(session.data.train, vocabulary_);
       sampler_.emplace(*data_, session.data.sequence_length, session.data.shuffle, uint64_t(session.run.seed));
@@ -53,10 +54,11 @@ class Loop final : public StepContext {
         feed_.fill(*sampler_, (step_ - 1) * session_.data.global_batch);
       else
         feed_.fill_random(vocabulary_, uint64_t(step_));
+      if (device_ && step_ == count) executor_.trace();  // events around each op cost time there
       executor_.run();
       result.losses.push_back(feed_.loss());
       for (const NamedPlugin& named : session_.plugins) named.plugin->step_end(*this);
-      if (step_ > 1 || count == 1)
+      if (count == 1 || (step_ > 1 && !(device_ && count > 2 && step_ == count)))
         seconds.push_back(std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count());
     }
     std::sort(seconds.begin(), seconds.end());

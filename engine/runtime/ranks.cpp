@@ -3,19 +3,37 @@
 
 #include <filesystem>
 #include <numeric>
+#include <set>
 #include <sstream>
 
+#include "comm/staged.h"
 #include "engine/planning/localize.h"
-
 #include "strata/error.h"
 
 namespace strata {
 
-Groups make_groups(World& world, const Mesh& mesh) {
+Groups make_groups(World& world, const Mesh& mesh, Device* device, const NetworkSection& network, bool reproducible) {
   Groups groups;
   if (world.size() == 1) return groups;
+  bool own = device && (network.provider == kDeviceProvider || (network.provider == "auto" && !reproducible));
+  if (own) {
+    const std::vector<std::string> devices = world.gather(device->identity());
+    const bool shared = std::set(devices.begin(), devices.end()).size() < devices.size();
+    if (shared && network.provider == kDeviceProvider)
+      throw Error(
+          "network.provider = \"" + network.provider +
+          "\" needs a device for each rank, but ranks share one; start fewer ranks a host, or set it to \"auto\".");
+    own = !shared;
+  }
   for (const Axis& axis : mesh.axes())
-    if (axis.size > 1) groups[axis.name] = world.group(axis.name, axis.members);
+    if (axis.size > 1) {
+      if (own)
+        groups[axis.name] = device->group(world, axis.name, axis.members, network.timeout);
+      else if (device)
+        groups[axis.name] = staged_communicator(world.group(axis.name, axis.members), *device);
+      else
+        groups[axis.name] = world.group(axis.name, axis.members);
+    }
   std::vector<int> all(static_cast<size_t>(world.size()));
   std::iota(all.begin(), all.end(), 0);
   groups["loop"] = world.group("loop", all);

@@ -4,14 +4,17 @@
 #include <vector>
 
 #include "comm/world.h"
+#include "engine/config/sections.h"
 #include "engine/runtime/executor.h"
 #include "strata/mesh.h"
 
 namespace strata {
 
 // One group for each axis with several ranks, for the exchange stream, and "loop" over all ranks for the step loop's
-// own thread. None for a world of one.
-Groups make_groups(World& world, const Mesh& mesh);
+// own thread. None for a world of one. With a device, groups are its own (on cuda NCCL's) where every rank has one to
+// itself, network.provider is "auto" or names them, and sums may be in their order; others go through host memory.
+Groups make_groups(World& world, const Mesh& mesh, Device* device = nullptr, const NetworkSection& network = {},
+                   bool reproducible = false);
 
 // Where this rank's files of the NVMe tier go: a folder of its own, made here, when there are several ranks.
 std::string rank_directory(const std::string& directory, const World& world);

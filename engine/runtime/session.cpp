@@ -27,11 +27,8 @@ Session::Session(const std::string& config_path, const std::vector<std::string>&
                 std::to_string(world->size()) + " were started; set mesh.data to that, or start as many.");
   mesh = Mesh(world ? world->rank() : 0, int(mesh_section.data), int(mesh_section.replicate));
   load_backend(device.backend);
-  if (is_asynchronous(device.backend)) {
-    if (mesh_section.data > 1)
-      throw Error("device.backend = \"" + device.backend + "\" trains on one rank so far; set mesh.data = 1.");
+  if (is_asynchronous(device.backend))
     host.threads = std::max<int64_t>(1, host.threads);  // updates on the host are never between the device's ops
-  }
   loaded_ = load_plugins(config, run.plugin_path);
   for (const LoadedPlugin& plugin : loaded_) plugins.push_back({plugin.name(), &*plugin});
   plugins = in_order(plugins);
@@ -80,13 +77,7 @@ BatchShape Session::batch(Goal goal) const {
 Rates Session::shared_rates(const std::string& directory) const {
   Rates rates;
   const bool first = !world || world->rank() == 0;
-  if (first) rates = machine_rates(threads(), directory);
-  if (is_asynchronous(device.backend)) {  // planning may happen where there is no device: a data sheet's H100
-    rates.flops = 500e12;
-    rates.memory = 2.5e12;
-    rates.copy = 50e9;
-    rates.launch = 3e-6;
-  }
+  if (first) rates = machine_rates(threads(), directory, device.backend, int(device.index));
   if (!world || world->size() == 1) return rates;
   const auto bytes = reinterpret_cast<char*>(&rates);
   const std::vector<std::string> all = world->gather(std::string(bytes, sizeof rates));

@@ -66,7 +66,7 @@ class Loop final : public StepContext {
     require_same_plan(world_, training_.program(), std::to_string(dataset_->tokens()) + " tokens");
     make_own(training_, Goal::train);
     if (validation_) make_own(*validation_, Goal::evaluate);
-    device_ = open_device(session.device.backend, int(session.device.index));
+    device_ = open_device(session.device.backend, int(session.device.index), world_.local_rank());
     if (device_ && session.device.memory.count > device_->free_bytes())
       throw Error("device.memory = " + bytes_text(session.device.memory.count) + ", but " + device_->describe() +
                   " has " + bytes_text(device_->free_bytes()) + " free; lower it.");
@@ -74,10 +74,13 @@ class Loop final : public StepContext {
     storage_.emplace(training_.program(), training_.memory, also, session.storage_faults, device_.get());
     if (device_) tell(device_->describe());
     if (!storage_->note().empty()) tell("note: " + storage_->note());
-    groups_ = make_groups(world_, session.mesh);
+    groups_ = make_groups(world_, session.mesh, device_.get(), session.network, session.run.reproducible);
+    if (device_ && world_.size() > 1)
+      tell(exchanges_in_queue(groups_) ? "exchanges: NCCL" : "exchanges: through host memory");
     sampler_.emplace(*dataset_, session.data.sequence_length, session.data.shuffle, uint64_t(session.run.seed));
     executor_.emplace(training_.program(), training_.memory, *storage_, session.device.backend, threads_,
                       std::max(1, int(session.host.threads)), &groups_);
+    if (!session.device.graphs) executor_->without_graphs();
     feed_.emplace(*executor_, session.batch(Goal::train));
     if (validation_) {
       validation_set_.emplace(session.data.validation, training_.built.vocabulary);
@@ -86,12 +89,9 @@ class Loop final : public StepContext {
                          &groups_);
       validation_feed_.emplace(*evaluator_, session.batch(Goal::evaluate));
     }
-    if (!trace_.empty() && device_)
-      throw Error("--trace shows when ops ran on the host's threads; with device.backend = \"" +
-                  session.device.backend + "\" it is not there yet. Use the device's own profiler (nsys).");
     if (!trace_.empty() && first_rank()) {
       trace_file_.emplace(trace_);
-      executor_->trace();
+      if (!device_) executor_->trace();
     }
     // Nothing is written before everything that can be wrong with the input has been looked at.
     std::error_code problem;
@@ -115,6 +115,9 @@ class Loop final : public StepContext {
       ++step_;
       const double step_began = seconds_now();
       extra_.clear();
+      // A device's ops are timed in the last step alone: it costs events around each.
+      const bool timed = !device_ || step_ == steps();
+      if (device_ && timed && (trace_file_ || training_.prediction || world_.size() > 1)) executor_->trace();
       one_step();
       const double seconds = seconds_now() - step_began;
       durations.push_back(seconds);
@@ -125,14 +128,14 @@ class Loop final : public StepContext {
                              {"tokens_per_second", tokens_per_second},
                              {"seconds", seconds},
                              {"peak_share", share}};
-      if (training_.prediction) {
+      if (training_.prediction && timed) {
         const Stalls& stalls = executor_->stalls();
         fields.push_back({"waiting_for_nvme", stalls.storage()});
         fields.push_back({"waiting_for_copies", stalls.copies()});
         fields.push_back({"restoring", stalls.restoring});
         stalls_.push_back(stalls);
       }
-      if (world_.size() > 1) {
+      if (world_.size() > 1 && (timed || !exchanges_in_queue(groups_))) {
         fields.push_back({"waiting_for_ranks", executor_->stalls().ranks()});
         fields.push_back({"exchanging", executor_->stalls().exchanging});
         exchanges_.push_back(executor_->stalls().exchanging);

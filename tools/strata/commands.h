@@ -34,6 +34,12 @@ struct BenchMemoryArguments : ConfigArguments {
 };
 int bench_memory_command_main(const BenchMemoryArguments& arguments);
 
+struct BenchKernelsArguments : ConfigArguments {
+  std::string json;
+  int64_t steps = 3;
+};
+int bench_kernels_command_main(const BenchKernelsArguments& arguments);
+
 int check_command_main(const ConfigArguments& arguments);
 
 struct PluginsArguments {

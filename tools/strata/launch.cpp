@@ -137,7 +137,7 @@ std::unique_ptr<World> join(const LaunchedRank& rank, const NetworkSection& netw
                         .listening = rank.listening,
                         .join_seconds = network.join_timeout,
                         .silence_seconds = network.silence},
-                       {.provider = network.provider,
+                       {.provider = network.provider == kDeviceProvider ? "auto" : network.provider,
                         .address = network.address,
                         .direct = int(network.direct),
                         .timeout_seconds = network.timeout},

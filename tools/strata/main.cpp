@@ -89,6 +89,17 @@ int main(int argc, char** argv) {
   bench_memory_command->add_option("--json", bench_arguments.json, "write the figures as JSON");
   bench_memory_command->add_option("--html", bench_arguments.html, "write a page with timelines of memory and streams");
   bench_memory_command->callback([&] { action = [&] { return bench_memory_command_main(bench_arguments); }; });
+  BenchKernelsArguments kernels_arguments;
+  auto* bench_kernels_command =
+      bench_command->add_subcommand("kernels",
+                                    "What each kind of op takes in a step of a configuration: time, bytes and FLOPs a "
+                                    "second,\nbeside what memory and products reach here.");
+  add_config(*bench_kernels_command, kernels_arguments);
+  bench_kernels_command->add_option("--steps", kernels_arguments.steps, "steps to run; the last one is shown")
+      ->capture_default_str()
+      ->check(CLI::PositiveNumber);
+  bench_kernels_command->add_option("--json", kernels_arguments.json, "write the figures as JSON");
+  bench_kernels_command->callback([&] { action = [&] { return bench_kernels_command_main(kernels_arguments); }; });
 
   ConfigArguments check_arguments;
   auto* check_command = app.add_subcommand("check", "Check a configuration, its data and its plan without training.");

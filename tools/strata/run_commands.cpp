@@ -96,8 +96,10 @@ int plan_command_main(const PlanArguments& arguments) {
   const PlannedProgram planned = session.plan(Goal::train);
   if (!arguments.trace.empty() || !arguments.html.empty()) {
     const Prediction prediction =
-        planned.prediction ? *planned.prediction
-                           : predict(planned.program(), planned.memory, machine_rates(session.threads(), ""));
+        planned.prediction
+            ? *planned.prediction
+            : predict(planned.program(), planned.memory,
+                      machine_rates(session.threads(), "", session.device.backend, int(session.device.index)));
     if (!arguments.trace.empty())
       write_atomically(arguments.trace, chrome_trace(planned.program(), planned.memory, prediction.spans));
     const PageRun run{.name = "The step as planned",

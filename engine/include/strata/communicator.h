@@ -1,9 +1,10 @@
 // Collective operations of a group of ranks: one interface whatever carries the bytes. A group is one axis of the mesh.
 // Every rank of a group calls the same operations in the same order; each call returns when this rank's part is done.
 #pragma once
-#include <cstddef>
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <initializer_list>
 #include <span>
 #include <string>
@@ -79,6 +80,15 @@ class Communicator {
   virtual void send(const Pieces& data, int to) = 0;
   virtual void receive(const Pieces& data, int from) = 0;
   virtual void barrier() = 0;
+  // Within this rank's memory, in order with its operations.
+  virtual void copy_bytes(void* to, const void* from, int64_t bytes) { std::memcpy(to, from, size_t(bytes)); }
+
+  // Operations of an asynchronous group go into a queue of a device, and calls return at once. Who waits for that queue
+  // calls `watch` meanwhile: it throws Error (failed), naming the rank, when one has failed or has not come for too
+  // long; then `abort` ends what is under way, and the group is of no use any more. Pieces are cut alike on all ranks.
+  virtual bool asynchronous() const { return false; }
+  virtual void watch() {}
+  virtual void abort() {}
 
   // Bytes this rank handed to others so far, as a wire would count them.
   int64_t bytes_sent() const { return bytes_sent_; }

@@ -6,17 +6,22 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <vector>
 
+#include "strata/communicator.h"
 #include "strata/fingerprint.h"
 #include "strata/program.h"
 
 namespace strata {
 
+class World;  // comm/world.h
+
 class Device {
  public:
   virtual ~Device() = default;
-  virtual std::string describe() const = 0;    // "NVIDIA H200 (device 0, CUDA 13.0, driver 13.0)"
-  virtual int64_t free_bytes() const = 0;      // of its memory, now
+  virtual std::string describe() const = 0;  // "NVIDIA H200 (device 0, CUDA 13.0, driver 13.0)"
+  virtual std::string identity() const = 0;  // the same for all that share the device, on all hosts another for others
+  virtual int64_t free_bytes() const = 0;    // of its memory, now
   virtual double peak_flops(DType) const = 0;  // dense, of matrix products; 0: not known
 
   // Tier::device: its own memory. Tier::host: pinned host memory, which it can read and write too. Zero at first.
@@ -28,11 +33,18 @@ class Device {
   // The queue of a stream of the program, as kernels take it (Binding::queue).
   virtual void* queue(Stream stream) = 0;
   // Events: numbered marks in queues.
-  virtual int make_event() = 0;
-  virtual void record(int event, Stream stream) = 0;  // after what is in the queue now
-  virtual void wait(Stream stream, int event) = 0;    // what comes into the queue later waits for the mark
-  virtual void synchronize(int event) = 0;            // the calling thread waits; throws what failed on the device
-  virtual void synchronize() = 0;                     // for everything
+  virtual int make_event(bool timed = false) = 0;
+  virtual double seconds_between(int first, int second) const = 0;  // of timed events that are done
+  virtual void record(int event, Stream stream) = 0;                // after what is in the queue now
+  virtual void wait(Stream stream, int event) = 0;  // what comes into the queue later waits for the mark
+  virtual void synchronize(int event) = 0;          // the calling thread waits; throws what failed on the device
+  virtual void synchronize() = 0;                   // for everything
+  virtual bool idle() = 0;                          // nothing is under way; throws what failed on the device
+
+  // A group whose operations go into the exchange stream's queue; called by all ranks of the world in the same order,
+  // each with the members of its own group. Each rank has a device of its own. Throws Error where that cannot be.
+  virtual std::unique_ptr<Communicator> group(World& world, const std::string& name, const std::vector<int>& members,
+                                              double timeout_seconds) = 0;
 
   // Everything put into queues between begin and end becomes one graph, and is not run; run_graph runs it.
   virtual void begin_capture() = 0;
@@ -44,16 +56,19 @@ class Device {
 struct DeviceEntry {
   uint32_t size;
   const char* fingerprint;
-  Device* (*create)(int index);  // throws Error (usage) saying what is missing
+  // Device `index`, or where that is negative the one for a host's rank of this number. Throws Error (usage) saying
+  // what is missing.
+  Device* (*create)(int index, int local_rank);
 };
 
 inline bool is_asynchronous(std::string_view backend) { return backend != "cpu" && backend != "reference"; }
 // Loads the module of a backend, so that its kernels are known to planning; needs no device. Nothing for cpu,
 // reference.
 void load_backend(const std::string& backend);
-// The device itself; null for cpu and reference.
-std::unique_ptr<Device> open_device(const std::string& backend, int index);
-// Streams whose ops an asynchronous device runs; the others are the host's.
+// The device itself (see DeviceEntry); null for cpu and reference.
+std::unique_ptr<Device> open_device(const std::string& backend, int index, int local_rank = 0);
+// Streams whose ops an asynchronous device runs; the others are the host's. Exchanges are the device's where their
+// groups are asynchronous.
 inline bool on_device(Stream stream) {
   return stream == Stream::compute || stream == Stream::to_device || stream == Stream::to_host;
 }

@@ -1,0 +1,164 @@
+// Several ranks on the CUDA backend, over NCCL and through host memory: against one rank, and when a rank is gone.
+#include <chrono>
+#include <random>
+
+#include "tests/backends.h"
+#include "tests/harness.h"
+
+namespace strata {
+namespace {
+
+#if defined(STRATA_GPU) || defined(STRATA_EMULATED_CUDA)
+
+constexpr int kSequence = 16, kBatch = 4, kVocabulary = 61, kSteps = 3;  // a graph is made in the second step
+
+std::string toml(int ranks, const std::string& plugins, const std::string& run = "", const std::string& network = "") {
+  return "[run]\n" + run + "[model]\nplugin = \"gpt\"\nlayers = 2\nhidden = 32\nheads = 2\nffn = 71\nvocabulary = " +
+         std::to_string(kVocabulary) +
+         "\ncontext = 16\n[data]\ntrain = [\"none\"]\nsequence_length = 16\nglobal_batch = " + std::to_string(kBatch) +
+         "\nmicro_batch = 1\n[device]\nthreads = 1\n[mesh]\ndata = " + std::to_string(ranks) + "\n[network]\n" +
+         network +
+         "[plugins.adamw]\nlearning_rate = 1e-3\n[plugins.clip]\nmax_norm = 0.1\n[plugins.mixed_precision]\n" + plugins;
+}
+
+struct Outcome {
+  std::vector<double> losses;
+  std::vector<float> master;  // one tensor, put together from all ranks' rows
+  bool in_queue = false;
+};
+
+Outcome outcome(int ranks, const std::string& text) {
+  Outcome result;
+  std::mutex mutex;
+  run_local(
+      ranks,
+      [&](World& world) {
+        const std::unique_ptr<Device> device = test::rank_device(world.rank());
+        test::Runner runner(text, {}, Goal::train, {}, ranks > 1 ? &world : nullptr, "cuda", device.get());
+        std::mt19937 random(7);
+        std::vector<int32_t> tokens(kBatch * kSequence), targets(tokens.size());
+        for (int step = 0; step < kSteps; ++step) {
+          for (auto* list : {&tokens, &targets})
+            for (int32_t& token : *list) token = int32_t(random() % kVocabulary);
+          const double loss = runner.run_step(tokens.data(), targets.data());
+          if (world.rank() == 0) result.losses.push_back(loss);
+        }
+        for (const Tensor& tensor : runner.storage->persistent_tensors()) {
+          if (tensor.name != "block.1.mlp.up.weight") continue;
+          const std::vector<float> values = runner.values(tensor.name);
+          const std::lock_guard lock(mutex);
+          result.master.resize(size_t(elements(tensor.full_shape())));
+          const int64_t row = elements(tensor.shape) / tensor.shape[0];
+          std::copy(values.begin(), values.end(),
+                    result.master.begin() + (tensor.layout.empty() ? 0 : tensor.layout[0].first * row));
+        }
+        result.in_queue |= world.rank() == 0 && exchanges_in_queue(runner.groups);
+      },
+      30);
+  return result;
+}
+
+const std::string kExchanges[] = {
+    "[plugins.data_parallel]\nbucket = 20000\n", "[plugins.zero]\nstage = 1\nbucket = 20000\n",
+    "[plugins.zero]\nstage = 2\nbucket = 20000\n", "[plugins.zero]\nstage = 3\nbucket = 20000\n"};
+
+void expect_agreement(const Outcome& actual, const Outcome& expected) {
+  ASSERT_FALSE(expected.master.empty());
+  ASSERT_EQ(actual.master.size(), expected.master.size());
+  for (size_t i = 0; i < expected.losses.size(); ++i)
+    EXPECT_NEAR(actual.losses[i], expected.losses[i], 1e-3 * expected.losses[i]) << i;
+  double apart = 0, size = 0;
+  for (size_t i = 0; i < expected.master.size(); ++i) {
+    apart += double(std::abs(actual.master[i] - expected.master[i]));
+    size += double(std::abs(expected.master[i]));
+  }
+  EXPECT_LT(apart, 5e-3 * size);
+}
+
+TEST(CudaRanks, AgreeWithOne) {
+  STRATA_NEEDS_GPU();
+  const Outcome one = outcome(1, toml(1, ""));
+  for (const std::string& exchange : kExchanges)
+    for (const std::string network : {"", "provider = \"tcp\"\n"})
+      for (int ranks : {2, 4}) {
+        if (!network.empty() && (ranks == 4) == (&exchange == &kExchanges[3])) continue;
+        SCOPED_TRACE(exchange + network + std::to_string(ranks));
+        const Outcome some = outcome(ranks, toml(ranks, exchange, "", network));
+        expect_agreement(some, one);
+#if !defined(STRATA_GPU)
+        EXPECT_EQ(some.in_queue, network.empty());
+#endif
+      }
+}
+
+TEST(CudaRanks, ReproducibleRunsAreEqual) {
+  STRATA_NEEDS_GPU();
+  const std::string run = "reproducible = true\n";
+  const Outcome one = outcome(1, toml(1, "", run));
+  for (const std::string& exchange : kExchanges) {
+    const int ranks = &exchange == &kExchanges[2] ? 4 : 2;
+    SCOPED_TRACE(exchange + std::to_string(ranks));
+    const Outcome some = outcome(ranks, toml(ranks, exchange, run));
+    EXPECT_FALSE(some.in_queue);
+    EXPECT_EQ(some.losses, one.losses);
+    EXPECT_EQ(some.master, one.master);
+  }
+}
+
+TEST(CudaRanks, ComposesWithOffloadAndRecomputation) {
+  STRATA_NEEDS_GPU();
+  test::TemporaryFolder folder;
+  const Outcome one = outcome(1, toml(1, ""));
+  for (const auto& [tier, exchange] : {std::pair("host", kExchanges[0]), std::pair("nvme", kExchanges[3])}) {
+    SCOPED_TRACE(exchange + tier);
+    const std::string offload = "[plugins.recompute]\n[plugins.offload]\nminimum = 0\ndirectory = \"" + folder.path() +
+                                "\"\noptimizer = \"" + tier + "\"\nparameters = \"" + tier + "\"\nactivations = \"" +
+                                tier + "\"\n";
+    expect_agreement(outcome(2, toml(2, exchange + offload)), one);
+  }
+}
+
+// The error that a rank gets, and after how many seconds, when rank 1 does not come to the second step.
+std::pair<std::string, double> error_of(const std::function<void()>& instead, double timeout) {
+  std::string text;
+  double seconds = 0;
+  const auto device_of = [](World& world) { return test::rank_device(world.rank()); };
+  EXPECT_ANY_THROW(run_local(
+      2,
+      [&](World& world) {
+        const std::unique_ptr<Device> device = device_of(world);
+        const std::string network = "timeout = " + std::to_string(timeout) + "\n";
+        test::Runner runner(toml(2, kExchanges[1], "", network), {}, Goal::train, {}, &world, "cuda", device.get());
+        const std::vector<int32_t> tokens(kBatch * kSequence, 3);
+        runner.run_step(tokens.data(), tokens.data());
+        if (world.rank() == 1) return instead();
+        const auto began = std::chrono::steady_clock::now();
+        try {
+          runner.run_step(tokens.data(), tokens.data());
+        } catch (const Error& error) {
+          text = error.what();
+          seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
+          throw;
+        }
+      },
+      10));
+  return {text, seconds};
+}
+
+TEST(CudaRanks, OneThatFailsEndsTheOthers) {
+  STRATA_NEEDS_GPU();
+  const auto [text, seconds] = error_of([] { throw Error("the disk is gone.", ExitCode::failed); }, 60);
+  EXPECT_NE(text.find("rank 1 failed: the disk is gone."), std::string::npos) << text;
+  EXPECT_LT(seconds, 5);
+}
+
+TEST(CudaRanks, OneThatDoesNotComeIsNamed) {
+  STRATA_NEEDS_GPU();
+  const auto [text, seconds] = error_of([] { std::this_thread::sleep_for(std::chrono::seconds(6)); }, 2);
+  EXPECT_NE(text.find("rank 1 did not come"), std::string::npos) << text;
+}
+
+#endif
+
+}  // namespace
+}  // namespace strata
