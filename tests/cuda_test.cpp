@@ -1,8 +1,12 @@
 // Whole programs on the CUDA backend beside the CPU's: losses of training steps, reruns and recomputation bit for bit.
 #include <random>
 
+#include "engine/runtime/device_rates.h"
 #include "tests/backends.h"
 #include "tests/harness.h"
+#if defined(STRATA_EMULATED_CUDA)
+#include "cuda/emulated/machine.h"
+#endif
 
 namespace strata {
 namespace {
@@ -45,7 +49,11 @@ Outcome outcome(const std::string& text, const std::string& backend, int steps) 
 
 #if defined(STRATA_GPU)
 constexpr int kSteps = 20;
+void shuffle(uint64_t) {}  // its own business
 #else
+#if defined(STRATA_EMULATED_CUDA)
+void shuffle(uint64_t seed) { cuda::shuffle_streams(seed); }
+#endif
 constexpr int kSteps = 2;  // the emulator takes its time
 #endif
 
@@ -144,6 +152,97 @@ TEST(Cuda, RerunsAndRecomputationAreExact) {
     }
   }
 }
+
+// What waits for nothing but events comes out the same in whatever order streams are served, with and without graphs.
+TEST(Cuda, StreamsInAnyOrder) {
+  STRATA_NEEDS_GPU();
+  test::TemporaryFolder folder;
+  const std::string plugins = "[plugins.mixed_precision]\n[plugins.clip]\n";
+  const Outcome plain = outcome(toml(kGpt2, plugins), "cuda", 3);
+  for (const std::string tier : {"host", "nvme"})
+    for (const std::string states : {"device", "host"}) {
+      const std::string offload = "[plugins.recompute]\n[plugins.offload]\nminimum = 0\ndirectory = \"" +
+                                  folder.path() + "\"\noptimizer = \"" + states + "\"\nparameters = \"" +
+                                  (states == "device" ? tier : "device") + "\"\nactivations = \"" + tier + "\"\n";
+      Outcome first;
+      for (uint64_t seed = 1; seed <= 2; ++seed) {
+        SCOPED_TRACE(offload + std::to_string(seed));
+        shuffle(seed);
+        const Outcome some = outcome(toml(kGpt2, plugins + offload), "cuda", 3);
+        if (seed == 1) first = some;
+        EXPECT_EQ(some.losses, states == "device" ? plain.losses : first.losses);
+        EXPECT_EQ(some.weights, states == "device" ? plain.weights : first.weights);
+      }
+    }
+}
+
+TEST(Cuda, SpansAndStallsAreTheDevices) {
+  STRATA_NEEDS_GPU();
+  test::Runner runner(toml(kGpt2, "[plugins.offload]\nminimum = 0\nactivations = \"host\"\n"), {}, Goal::train, {},
+                      nullptr, "cuda", test::device_of("cuda"));
+  std::vector<int32_t> tokens(kBatch * kSequence, 3);
+  runner.run_step(tokens.data(), tokens.data());
+  runner.run_step(tokens.data(), tokens.data());
+  EXPECT_TRUE(runner.executor->spans().empty());
+  runner.executor->trace();
+  runner.run_step(tokens.data(), tokens.data());
+  const std::vector<Span>& spans = runner.executor->spans();
+  const std::vector<Op>& ops = runner.built.program.ops;
+  ASSERT_EQ(spans.size(), ops.size());
+  std::map<Stream, double> finished;
+  bool copied = false;
+  for (size_t i = 0; i < spans.size(); ++i) {
+    EXPECT_GE(spans[i].start, finished[ops[i].stream]) << i;  // a stream runs one op after the other
+    EXPECT_GT(spans[i].finish, spans[i].start) << i;
+    finished[ops[i].stream] = spans[i].finish;
+    copied |= ops[i].stream == Stream::to_host;
+  }
+  EXPECT_TRUE(copied);
+  EXPECT_GE(runner.executor->stalls().copies(), 0);
+  EXPECT_LT(runner.executor->stalls().total(), finished[Stream::compute]);
+}
+
+TEST(Cuda, RatesAreMeasured) {
+  STRATA_NEEDS_GPU();
+  Rates rates{.flops = 0, .half_flops = 0, .memory = 0, .copy = 0, .launch = 0};
+  measure_device(*test::device_of("cuda"), "cuda", rates);
+  for (double rate : {rates.flops, rates.half_flops, rates.memory, rates.copy, rates.launch}) EXPECT_GT(rate, 0);
+}
+
+#if !defined(STRATA_GPU)
+// What opening a device says on a machine like `machine`.
+std::string refusal(cuda::Machine machine, int index = 0) {
+  std::swap(cuda::machine(), machine);
+  std::string text;
+  try {
+    std::unique_ptr<Device>(strata_device_v1()->create(index, 0));
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ExitCode::usage);
+    text = error.what();
+  }
+  std::swap(cuda::machine(), machine);
+  return text;
+}
+
+TEST(Cuda, RefusalsSayWhatToDo) {
+  const auto expect = [](const std::string& text, const std::string& part) {
+    EXPECT_NE(text.find(part), std::string::npos) << text;
+  };
+  expect(refusal({.devices = 0, .driver = 0}), "no CUDA device: no NVIDIA driver is installed; set device.backend");
+  expect(refusal({.devices = 0}), "no CUDA device: no CUDA-capable device is detected");
+  expect(refusal({.driver = 12040}), "the NVIDIA driver is for CUDA 12.4, but this build needs CUDA 13.0; install");
+  expect(refusal({.devices = 2}, 2), "device.index = 2, but this machine has 2 CUDA device(s), 0 to 1.");
+  expect(refusal({.major = 7, .minor = 5}), "has compute capability 7.5, but this build has code for 8.0 and newer");
+  Device& device = *test::device_of("cuda");
+  try {
+    device.allocate(Tier::device, int64_t{64} << 30);
+    ADD_FAILURE();
+  } catch (const Error& error) {
+    expect(error.what(), "the plan needs 64.00 GiB of memory of emulated H100");
+    expect(error.what(), "is free; lower device.memory");
+  }
+}
+#endif
 #endif
 
 }  // namespace
