@@ -404,12 +404,12 @@ class Loop final : public StepContext {
   std::vector<double> exchanges_, waits_;
   std::unique_ptr<World> alone_;
   World& world_;
-  Groups groups_;
   bool stopping_ = false;
   Threads threads_;
   PlannedProgram training_;
   std::optional<PlannedProgram> validation_;
   std::unique_ptr<Device> device_;
+  Groups groups_;
   int64_t free_before_ = 0;  // bytes of the device, before anything is allocated there
   std::optional<Storage> storage_;
   std::optional<TokenDataset> dataset_, validation_set_;

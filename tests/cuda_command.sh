@@ -1,0 +1,103 @@
+#!/usr/bin/env bash
+# The command on the backend "cuda", as a user runs it, on an emulated device where there is no GPU: training, resuming,
+# several ranks, traces and tables. cuda_command.sh BUILD_FOLDER
+set -euo pipefail
+[[ -e $1/emulated/cuda.so ]] || { echo "cuda_command: built without the emulated device"; exit 77; }
+root=$(cd "$(dirname "$0")/.." && pwd)
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+cd "$work"
+failures=0
+fail() { echo "FAILED: $*"; failures=$((failures + 1)); }
+
+mkdir -p tree/bin tree/lib/strata/devices
+cp "$1/bin/strata" tree/bin/
+ln -s "$1"/lib/libstrata.so* tree/lib/
+ln -s "$1/lib/strata/plugins" tree/lib/strata/plugins
+cp "$1/emulated/cuda.so" tree/lib/strata/devices/
+strata=$work/tree/bin/strata
+export XDG_CACHE_HOME=$work/cache
+
+for i in $(seq 400); do echo "line $i: all work and no play makes a dull model, said the fox to the dog"; done >text
+"$strata" data prepare text --output data >/dev/null
+cat >config.toml <<TOML
+[run]
+steps = 6
+directory = "run"
+validate_batches = 2
+[model]
+plugin = "gpt"
+layers = 2
+hidden = 32
+heads = 2
+[data]
+train = ["data/train_*.bin"]
+validation = ["data/validation_*.bin"]
+sequence_length = 16
+global_batch = 4
+micro_batch = 2
+[device]
+backend = "cuda"
+threads = 1
+[plugins.adamw]
+[plugins.clip]
+TOML
+losses() { python3 -c 'import json,sys
+for line in open(sys.argv[1]): r = json.loads(line); print(r["step"], r["loss"], r.get("validation_loss"))' "$1"; }
+close() { python3 -c 'import sys
+a, b = ([[float(x) for x in l.replace("None", "0").split()] for l in open(f)] for f in sys.argv[1:3])
+assert len(a) == len(b) and all(abs(x - y) <= 1e-4 * abs(y) for p, q in zip(a, b) for x, y in zip(p, q)), (a, b)' "$1" "$2" || fail "$3"; }
+
+# Training and validation are the CPU's to 1e-4; resuming goes on with the same bits.
+"$strata" train config.toml >out 2>&1 || fail "train: $(cat out)"
+grep -q "emulated H100 (device 0, CUDA 13.0" out || fail "train names no device: $(cat out)"
+grep -q "device memory: planned" out || fail "train does not say what memory it took"
+losses run/log.jsonl >cuda
+"$strata" train config.toml --set device.backend=cpu --set run.directory=cpu >out 2>&1 || fail "cpu: $(cat out)"
+losses cpu/log.jsonl >cpu_losses
+close cuda cpu_losses "losses of cuda and cpu differ"
+"$strata" train config.toml --set run.directory=again --set run.steps=3 >/dev/null 2>&1
+"$strata" train config.toml --set run.directory=again --resume >/dev/null 2>&1 || fail resume
+losses again/log.jsonl | sed -n 4,6p | cmp - <(sed -n 4,6p cuda) || fail "resumed losses differ"
+"$strata" generate config.toml --prompt "line 1" --tokens 4 >/dev/null 2>out || fail "generate: $(cat out)"
+
+# With and without graphs the bits are the same; a trace has the device's ops.
+"$strata" train config.toml --set device.graphs=false --set run.directory=eager --trace trace.json >out 2>&1 || fail "eager: $(cat out)"
+losses eager/log.jsonl | cmp - cuda || fail "without graphs losses differ"
+python3 - <<'PY' || fail "the trace is not right"
+import json
+spans = [e for e in json.load(open("trace.json"))["traceEvents"] if e["ph"] == "X"]
+assert {"linear", "language_model_head_gradient"} & {e["name"] for e in spans}, {e["name"] for e in spans}
+assert all(e["dur"] > 0 for e in spans)
+PY
+
+# Offloaded, with predicted and measured stalls.
+"$strata" train config.toml --set run.directory=offloaded --set plugins.mixed_precision.dtype=bf16 --set plugins.offload.optimizer=host \
+  --set plugins.offload.activations=nvme --set plugins.offload.directory=. --set plugins.offload.minimum=0 >out 2>&1 || fail "offload: $(cat out)"
+grep -q "waiting for NVMe" out || fail "offload shows no stalls: $(cat out)"
+
+# What kinds of ops take.
+"$strata" bench kernels config.toml --json kernels.json >out 2>&1 || fail "bench kernels: $(cat out)"
+python3 - <<'PY' || fail "bench kernels wrote no figures"
+import json
+report = json.load(open("kernels.json"))
+assert report["memory"] > 0 and report["half_flops"] > 0 and any(k["kind"] == "linear" and k["flops_per_second"] > 0 for k in report["kernels"])
+PY
+
+# Ranks as processes, through host memory.
+"$strata" train config.toml --set mesh.data=2 --set plugins.zero.stage=2 --set run.directory=ranks --set 'network.provider="shm"' >out 2>&1 || fail "ranks: $(cat out)"
+grep -q "exchanges: through host memory" out || fail "ranks do not say how they exchange: $(cat out)"
+losses ranks/log.jsonl >ranks_losses
+close ranks_losses cuda "losses of two ranks differ"
+
+status=0
+"$strata" train config.toml --set run.directory=wrong --set device.index=7 >out 2>&1 || status=$?
+[[ $status == 2 ]] && grep -q "device.index = 7, but this machine has 4 CUDA device(s), 0 to 3." out || fail "index: $status $(cat out)"
+"$strata" train config.toml --set run.directory=wrong --set device.memory=8GiB >out 2>&1 && fail "memory beyond the device's was accepted"
+grep -q "device.memory = 8.00 GiB, but emulated H100" out || fail "memory: $(cat out)"
+"$strata" train config.toml --set run.directory=wrong --set device.backend=cpu --set 'network.provider="nccl"' >out 2>&1 && fail "nccl on cpu was accepted"
+grep -q "exchanges between CUDA devices, but device.backend" out || fail "nccl: $(cat out)"
+[[ ! -e wrong ]] || fail "wrong usage left something behind"
+
+((failures == 0)) && echo "cuda_command: as expected"
+exit "$((failures > 0))"
