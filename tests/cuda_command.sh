@@ -99,5 +99,14 @@ grep -q "device.memory = 8.00 GiB, but emulated H100" out || fail "memory: $(cat
 grep -q "exchanges between CUDA devices, but device.backend" out || fail "nccl: $(cat out)"
 [[ ! -e wrong ]] || fail "wrong usage left something behind"
 
+# The script that measures on a GPU, on a tiny model.
+"$root/tools/gpu-check" run --tree tree --tiny --only kernels launches speed offload >out 2>&1 || fail "gpu-check: $(cat out)"
+python3 - <<'PY' || fail "gpu-check wrote no figures"
+import json
+sections = {s["title"]: s.get("figures") for s in json.load(open("gpu-report/report.json"))["sections"]}
+assert sections["Kernels"]["tiny"]["kernels"] and sections["Launch overhead"]["true"]["seconds"] > 0
+assert sections["Training speed"]["tiny"]["strata"]["tokens_per_second"] > 0
+assert len(sections["Offload"]) == 3 and all("tokens_per_second" in run for run in sections["Offload"].values()), sections["Offload"]
+PY
 ((failures == 0)) && echo "cuda_command: as expected"
 exit "$((failures > 0))"

@@ -60,15 +60,15 @@ int bench_kernels_command_main(const BenchKernelsArguments& arguments) {
       "TFLOP/s in f32, {:.2f} in 16 bits, {:.1f} us an op\n",
       arguments.steps, arguments.config, measured.seconds, rates.memory / 1e9, rates.copy / 1e9, rates.flops / 1e12,
       rates.half_flops / 1e12, rates.launch * 1e6);
-  fmt::print("{:<26}{:<10}{:<6}{:>7}{:>11}{:>8}{:>10}{:>7}{:>11}{:>7}\n", "", "stream", "type", "calls", "ms", "share",
-             "GB/s", "", "TFLOP/s", "");
+  fmt::print("{:<30}{:<10}{:<6}{:>6}{:>11}{:>8}{:>10}{:>11}{:>10}{:>13}\n", "", "stream", "type", "calls", "ms",
+             "share", "GB/s", "of memory", "TFLOP/s", "of products");
   Json::Array list;
   for (const Row& row : rows) {
     const bool copies = row.stream == Stream::to_device || row.stream == Stream::to_host;
     const double bandwidth = (copies ? row.bytes / 2 : row.bytes) / row.seconds, speed = row.flops / row.seconds;
     const double of_memory = bandwidth / (copies ? rates.copy : rates.memory),
                  of_products = speed / (size_of(row.dtype) == 2 ? rates.half_flops : rates.flops);
-    fmt::print("{:<26}{:<10}{:<6}{:>7}{:>11.3f}{:>8}{:>10.1f}{:>6.0f}%{:>11.3f}{:>6.0f}%\n", row.kind,
+    fmt::print("{:<30}{:<10}{:<6}{:>6}{:>11.3f}{:>8}{:>10.1f}{:>10.0f}%{:>10.3f}{:>12.0f}%\n", row.kind,
                name_of(row.stream), name_of(row.dtype), row.calls, row.seconds * 1e3,
                row.stream == Stream::compute ? fmt::format("{:.1f}%", 100 * row.seconds / total) : "", bandwidth / 1e9,
                100 * of_memory, speed / 1e12, 100 * of_products);
