@@ -61,6 +61,14 @@ STRATA_DEVICE float bits_to_float(uint32_t bits) {
 #endif
 }
 
+STRATA_DEVICE uint32_t float_bits(float x) {
+#ifdef STRATA_EMULATE
+  return std::bit_cast<uint32_t>(x);
+#else
+  return __float_as_uint(x);
+#endif
+}
+
 STRATA_DEVICE float to_float(float x) { return x; }
 STRATA_DEVICE float to_float(bf16 x) { return bits_to_float(uint32_t(x.bits) << 16); }
 STRATA_DEVICE float to_float(f16 x) {
@@ -167,24 +175,23 @@ STRATA_DEVICE float warp_max(float x) {
   }
   return x;
 }
-// Over a block of at most 1024 threads, on every thread. `scratch`: 32 floats of shared memory, free again afterwards.
-STRATA_DEVICE float block_sum(float x, float* scratch) {
-  x = warp_sum(x);
+// Over a block of at most 1024 threads, on every thread: `of_warp` over the warps' results, `otherwise` where there are
+// none. `scratch`: 32 floats of shared memory, free again afterwards.
+template <class OfWarp>
+STRATA_DEVICE float over_block(float x, float otherwise, float* scratch, OfWarp of_warp) {
+  x = of_warp(x);
   const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32, warps = (int(blockDim.x) + 31) / 32;
   if (lane == 0) scratch[warp] = x;
   __syncthreads();
-  x = warp_sum(lane < warps ? scratch[lane] : 0.0f);
+  x = of_warp(lane < warps ? scratch[lane] : otherwise);
   __syncthreads();
   return x;
 }
-STRATA_DEVICE float block_max(float x, float* scratch) {
-  x = warp_max(x);
-  const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32, warps = (int(blockDim.x) + 31) / 32;
-  if (lane == 0) scratch[warp] = x;
-  __syncthreads();
-  x = warp_max(lane < warps ? scratch[lane] : scratch[0]);
-  __syncthreads();
-  return x;
+STRATA_DEVICE float block_sum(float x, float* scratch) {
+  return over_block(x, 0.0f, scratch, [](float v) { return warp_sum(v); });
+}
+STRATA_DEVICE float block_max(float x, float* scratch) {  // -infinity: beyond all
+  return over_block(x, bits_to_float(0xFF800000u), scratch, [](float v) { return warp_max(v); });
 }
 
 }  // namespace strata::cuda

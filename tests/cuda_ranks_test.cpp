@@ -12,13 +12,13 @@ namespace {
 
 constexpr int kSequence = 16, kBatch = 4, kVocabulary = 61, kSteps = 3;  // a graph is made in the second step
 
-std::string toml(int ranks, const std::string& plugins, const std::string& run = "", const std::string& network = "") {
+std::string toml(int ranks, const std::string& plugins, const std::string& run = "", const std::string& network = "",
+                 const std::string& optimizer = "[plugins.adamw]\nlearning_rate = 1e-3\n") {
   return "[run]\n" + run + "[model]\nplugin = \"gpt\"\nlayers = 2\nhidden = 32\nheads = 2\nffn = 71\nvocabulary = " +
          std::to_string(kVocabulary) +
          "\ncontext = 16\n[data]\ntrain = [\"none\"]\nsequence_length = 16\nglobal_batch = " + std::to_string(kBatch) +
          "\nmicro_batch = 1\n[device]\nthreads = 1\n[mesh]\ndata = " + std::to_string(ranks) + "\n[network]\n" +
-         network +
-         "[plugins.adamw]\nlearning_rate = 1e-3\n[plugins.clip]\nmax_norm = 0.1\n[plugins.mixed_precision]\n" + plugins;
+         network + "" + optimizer + "[plugins.clip]\nmax_norm = 0.1\n[plugins.mixed_precision]\n" + plugins;
 }
 
 struct Outcome {
@@ -143,6 +143,15 @@ std::pair<std::string, double> error_of(const std::function<void()>& instead, do
       },
       10));
   return {text, seconds};
+}
+
+TEST(CudaRanks, OptimizersAgreeInParts) {
+  STRATA_NEEDS_GPU();
+  for (const std::string optimizer : {"[plugins.adafactor]\n", "[plugins.adafactor]\nbeta1 = 0.9\n", "[plugins.sm3]\n",
+                                      "[plugins.adamw8bit]\nlearning_rate = 1e-3\n"}) {
+    SCOPED_TRACE(optimizer);
+    expect_agreement(outcome(2, toml(2, kExchanges[2], "", "", optimizer)), outcome(1, toml(1, "", "", "", optimizer)));
+  }
 }
 
 TEST(CudaRanks, OneThatFailsEndsTheOthers) {

@@ -102,6 +102,26 @@ TEST(Cuda, EncodedActivationsAgreeWithTheCpu) {
     expect_agreement(toml(kGpt2, mixed + gist + "lossy = \"" + format + "\"\n"), 2e-2);
 }
 
+// Masks and nonzeros lose nothing; more nonzeros than there is room for end the step.
+TEST(Cuda, LosslessEncodingsAreExact) {
+  STRATA_NEEDS_GPU();
+  const std::string sparse = kGpt2 + "activation = \"squared_relu\"\n", relu = kGpt2 + "activation = \"relu\"\n",
+                    gist = "[plugins.gist]\nminimum = 0\n";
+  for (const std::string& model : {sparse, relu})
+    for (const std::string mixed : {"", "[plugins.mixed_precision]\n"}) {
+      const Outcome plain = outcome(toml(model, mixed), "cuda", kSteps),
+                    encoded = outcome(toml(model, mixed + gist), "cuda", kSteps);
+      EXPECT_EQ(encoded.losses, plain.losses);
+      EXPECT_EQ(encoded.weights, plain.weights);
+    }
+  try {
+    outcome(toml(sparse, gist + "capacity = 0.1\n"), "cuda", 1);
+    ADD_FAILURE() << "no error";
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find("plugins.gist.capacity has room for"), std::string::npos) << error.what();
+  }
+}
+
 TEST(Cuda, MasksAreTheCpus) {
   STRATA_NEEDS_GPU();
   const LoadedPlugin gist = load_plugin("gist", {});

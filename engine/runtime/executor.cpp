@@ -45,6 +45,7 @@ struct Executor::Step {
   int32_t position = 0;           // among the ops of its stream
   int event = -1;                 // of the device, recorded after this op; -1: nobody waits for it
   int begun = -1, finished = -1;  // timed events around it, when spans are wanted
+  volatile uint64_t* fault = nullptr;
 };
 
 // Progress of each stream in this step, and the threads of the streams beside compute.
@@ -116,6 +117,7 @@ Executor::Executor(const Program& program, const MemoryPlan& plan, Storage& stor
     : program_(program),
       plan_(plan),
       storage_(storage),
+      backend_(backend),
       device_(storage.device()),
       groups_(groups),
       pointers_(program.tensors.size(), nullptr),
@@ -145,6 +147,13 @@ Executor::Executor(const Program& program, const MemoryPlan& plan, Storage& stor
   };
   auto waits = plan_waits(program, plan);
 
+  const auto may_fault = [&](const Op& op) {
+    const auto kernel = op.kind->kernels.find(backend_of(op, backend));
+    return in_queue(op.stream) && kernel != op.kind->kernels.end() && kernel->second.fault;
+  };
+  const int64_t faults = std::count_if(program.ops.begin(), program.ops.end(), may_fault);
+  auto* next_fault = faults > 0 ? reinterpret_cast<uint64_t*>(storage.shared_memory(faults * 8)) : nullptr;
+
   stage_span_.assign(6, {-1, -1});
   steps_.resize(program.ops.size());
   for (int32_t i = 0; i < int32_t(program.ops.size()); ++i) {
@@ -165,7 +174,9 @@ Executor::Executor(const Program& program, const MemoryPlan& plan, Storage& stor
       group = groups->find(op.attributes.string("axis"))->second.get();
     }
     void* const queue = in_queue(op.stream) ? device_->queue(op.stream) : nullptr;
-    step.launch = kernel->second.bind(Binding(view, inputs, outputs, workspace(i), threads, group, queue));
+    uint64_t* const fault = queue && kernel->second.fault ? next_fault++ : nullptr;
+    step.launch = kernel->second.bind(Binding(view, inputs, outputs, workspace(i), threads, group, queue, fault));
+    step.fault = fault;
     copy_addends(step, view, outputs, threads, backend);  // where an addend could not share its output's memory
     step.waits = std::move(waits[i]);
     step.stream = op.stream;
@@ -392,6 +403,13 @@ void Executor::run(const StageHook& hook) {
     } catch (...) {
       if (!streams.error) streams.fail(std::current_exception());
     }
+    for (size_t i = 0; i < steps_.size(); ++i)
+      if (Step& step = steps_[i]; step.fault && *step.fault != 0 && !streams.error) {
+        const OpView view(program_, program_.ops[i]);
+        const std::string what = view.op().kind->kernels.find(backend_)->second.fault(view, *step.fault);
+        streams.fail(std::make_exception_ptr(
+            Error("op " + std::to_string(i) + " (" + view.op().kind->name + "): " + what, ExitCode::failed)));
+      }
     for (const Step& step : steps_)
       for (TensorId id : step.watched)
         if (!streams.error && in_queue(step.stream) && !finite(program_[id], pointer(id)))

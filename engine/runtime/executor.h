@@ -80,6 +80,7 @@ class Executor {
   const Program& program_;
   const MemoryPlan& plan_;
   Storage& storage_;
+  std::string backend_;
   Device* device_;
   bool graphs_ = true;
   const Groups* groups_;

@@ -1,6 +1,6 @@
 // Adafactor on the GPU: statistics of rows and columns, the update's size, then the update; sums in f64 and in a fixed
 // order. The mathematics is in adafactor_kernel.h. `batch` matrices of rows x columns; a vector is handled element by
-// element.
+// element. Parts of a matrix that is split over ranks go the same way in three ops (adafactor_part.h).
 #include "cuda/bind.h"
 
 namespace strata::cuda::adafactor_kernels {
@@ -180,21 +180,25 @@ struct Sizes {
 };
 bool factored(const OpView& v) { return v.inputs() == 8; }
 
+Settings settings(const Binding& b, int step) {
+  const Attributes& a = b.attributes();
+  return {a.real("learning_rate"),
+          a.real("clip_threshold"),
+          a.real("decay"),
+          a.real("epsilon1"),
+          a.real("epsilon2"),
+          a.real("beta1"),
+          a.real("weight_decay"),
+          a.integer("scale_parameter") != 0,
+          b.in<double>(step),
+          b.in<double>(step + 1),
+          b.has_input(step + 2) ? b.in<double>(step + 2) : nullptr};
+}
+
 const Registration kind(
     "adafactor",
     [](const Binding& b) -> Launch {
-      const Attributes& a = b.attributes();
-      const Settings s{a.real("learning_rate"),
-                       a.real("clip_threshold"),
-                       a.real("decay"),
-                       a.real("epsilon1"),
-                       a.real("epsilon2"),
-                       a.real("beta1"),
-                       a.real("weight_decay"),
-                       a.integer("scale_parameter") != 0,
-                       b.in<double>(2),
-                       b.in<double>(3),
-                       b.has_input(4) ? b.in<double>(4) : nullptr};
+      const Settings s = settings(b, 2);
       const Sizes size(b);
       const int moment = b.has_input(5);
       float *const p = b.out<float>(0), *const m = moment ? b.out<float>(1) : nullptr,
@@ -229,6 +233,93 @@ const Registration kind(
       };
     },
     [](const OpView& v, int) { return factored(v) ? Sizes(v).doubles() * 8 : int64_t(sizeof(Totals)); });
+
+// Sums over columns of a part's rows, then of the rows' moments and of the parameter's squares.
+STRATA_KERNEL sums_of_part(const double* parts, int count, const float* row, const double* squares, int64_t rows,
+                           int64_t columns, double* out, Settings s) {
+  __shared__ double scratch[kBlock];
+  const int64_t j = int64_t(blockIdx.x) * kBlock + threadIdx.x;
+  if (j < columns) {
+    double sum = 0;
+    for (int p = 0; p < count && !s.skips(); ++p) sum += parts[int64_t(p) * columns + j];
+    out[j] = sum;
+  }
+  if (blockIdx.x != 0) return;
+  double moments = 0, of_parameter = 0;
+  for (int64_t i = threadIdx.x; i < rows && !s.skips(); i += kBlock)
+    moments += double(row[i]), of_parameter += squares[i];
+  moments = block_total(moments, scratch);
+  of_parameter = block_total(of_parameter, scratch);
+  if (threadIdx.x == 0) out[columns] = moments, out[columns + 1] = of_parameter;
+}
+// The columns' moments from everybody's sums, and the mean of the rows'.
+STRATA_KERNEL columns_of_sums(const double* sums, float* column, int64_t columns, double all_rows, double* mean,
+                              Settings s) {
+  const int64_t j = int64_t(blockIdx.x) * kBlock + threadIdx.x;
+  if (j == 0) *mean = sums[columns] / all_rows;
+  if (j < columns && !s.skips())
+    column[j] = float(s.beta2() * double(column[j]) + (1 - s.beta2()) * sums[j] / all_rows);
+}
+STRATA_KERNEL total_squares(const double* squares, int64_t rows, double* out, Settings s) {
+  __shared__ double scratch[kBlock];
+  double sum = 0;
+  for (int64_t i = threadIdx.x; i < rows && !s.skips(); i += kBlock) sum += squares[i];
+  sum = block_total(sum, scratch);
+  if (threadIdx.x == 0) *out = sum;
+}
+STRATA_KERNEL totals_of_sums(const double* sums, const double* squares, int64_t columns, double all_rows,
+                             Totals* totals, double* mean) {
+  *totals = {sums[columns + 1], *squares};
+  *mean = sums[columns] / all_rows;
+}
+
+int parts_of(int64_t rows) { return int(std::min<int64_t>(kParts, rows)); }
+
+const Registration part_kinds[] = {
+    {"adafactor_statistics",
+     [](const Binding& b) -> Launch {
+       const Settings s = settings(b, 3);
+       const int64_t n = b.rows(1), columns = b.columns(1);
+       double *const squares = b.workspace<double>(), *const parts = squares + n;
+       return [=, p = b.in<float>(0), g = b.in<float>(1), row = b.out<float>(0), out = b.out<double>(1),
+               queue = b.queue()] {
+         const unsigned across = blocks(columns, kBlock);
+         launch(rows, dim3(unsigned(n)), kBlock, 0, queue, p, g, row, squares, columns, s);
+         launch(column_parts, dim3(across, unsigned(parts_of(n))), kBlock, 0, queue, g, parts, n, columns, s);
+         launch(sums_of_part, dim3(across), kBlock, 0, queue, parts, parts_of(n), row, squares, n, columns, out, s);
+       };
+     },
+     [](const OpView& v, int) { return (v.rows(1) + parts_of(v.rows(1)) * v.columns(1)) * 8; }},
+    {"adafactor_update_squares",
+     [](const Binding& b) -> Launch {
+       const Settings s = settings(b, 4);
+       const int64_t n = b.rows(0), columns = b.columns(0);
+       double *const mean = b.workspace<double>(), *const squares = mean + 1;
+       return [=, g = b.in<float>(0), row = b.in<float>(1), column = b.out<float>(0), sums = b.in<double>(3),
+               out = b.out<double>(1), all_rows = double(b.input(0).full_shape()[0]), queue = b.queue()] {
+         launch(columns_of_sums, dim3(blocks(columns, kBlock)), kBlock, 0, queue, sums, column, columns, all_rows, mean,
+                s);
+         launch(update_squares, dim3(unsigned(n)), kBlock, 0, queue, g, row, column, mean, squares, n, columns, s);
+         launch(total_squares, dim3(1), kBlock, 0, queue, squares, n, out, s);
+       };
+     },
+     [](const OpView& v, int) { return (v.rows(0) + 1) * 8; }},
+    {"adafactor_apply",
+     [](const Binding& b) -> Launch {
+       const Settings s = settings(b, 7);
+       const int64_t n = b.rows(1), columns = b.columns(1);
+       const double all_rows = double(b.input(1).full_shape()[0]);
+       auto* const totals = b.workspace<Totals>();
+       auto* const mean = reinterpret_cast<double*>(totals + 1);
+       return [=, p = b.out<float>(0), g = b.in<float>(1), row = b.in<float>(2), column = b.in<float>(3),
+               m = b.has_input(4) ? b.out<float>(1) : nullptr, sums = b.in<double>(5), squares = b.in<double>(6),
+               queue = b.queue()] {
+         launch(totals_of_sums, dim3(1), 1, 0, queue, sums, squares, columns, all_rows, totals, mean);
+         launch(update_rows, dim3(unsigned(n)), kBlock, 0, queue, p, g, row, column, mean, totals, m, n, columns,
+                all_rows * double(columns), s);
+       };
+     },
+     [](const OpView&, int) { return int64_t(sizeof(Totals) + 8); }}};
 
 }  // namespace
 }  // namespace strata::cuda::adafactor_kernels

@@ -2,8 +2,9 @@
 // Results do not depend on the number of threads.
 #pragma once
 #include <cstdint>
+#include <string>
 
-#include "strata/threads.h"
+#include "strata/op_kind.h"
 
 namespace strata::gist {
 
@@ -24,6 +25,13 @@ int64_t encode_sparse(Threads& threads, const float* x, int64_t count, uint8_t* 
                       int32_t* starts);
 void decode_sparse(Threads& threads, const uint8_t* bitmap, const float* values, const int32_t* starts, int64_t count,
                    float* x);
+
+// What is said when there are more of them than there is room for.
+inline std::string too_many(const OpView& v, int64_t found) {
+  return v.input(0).name + " has " + std::to_string(found) + " nonzero elements of " +
+         std::to_string(elements(v.input(0).shape)) + ", but plugins.gist.capacity has room for " +
+         std::to_string(elements(v.output(1).shape)) + "; raise it and resume from the last checkpoint.";
+}
 
 // bfloat16, round to nearest even: relative error at most 2^-8 of a normal number; NaN stays NaN.
 void encode_bf16(Threads& threads, const float* x, int64_t count, uint16_t* codes);

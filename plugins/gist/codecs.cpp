@@ -107,11 +107,7 @@ void register_all() {
         float* const nonzeros = is_half(b.output(1).dtype) ? b.workspace<float>() + count : b.out<float>(1);
         const int64_t found =
             encode_sparse(b.threads(), x, count, b.out<uint8_t>(0), nonzeros, capacity, b.out<int32_t>(2));
-        if (found > capacity)
-          throw Error(b.input(0).name + " has " + std::to_string(found) + " nonzero elements of " +
-                          std::to_string(count) + ", but plugins.gist.capacity has room for " +
-                          std::to_string(capacity) + "; raise it and resume from the last checkpoint.",
-                      ExitCode::failed);
+        if (found > capacity) throw Error(too_many(b, found), ExitCode::failed);
         narrowed(b, 1, nonzeros);
       },
       [](const Binding& b, float* x) {

@@ -61,14 +61,15 @@ class StorageSlot {
 class Binding : public OpView {
  public:
   Binding(const OpView& view, std::vector<void*> inputs, std::vector<void*> outputs, void* workspace, Threads& threads,
-          Communicator* group = nullptr, void* queue = nullptr)
+          Communicator* group = nullptr, void* queue = nullptr, uint64_t* fault = nullptr)
       : OpView(view),
         inputs_(std::move(inputs)),
         outputs_(std::move(outputs)),
         workspace_(workspace),
         threads_(&threads),
         group_(group),
-        queue_(queue) {}
+        queue_(queue),
+        fault_(fault) {}
   // Null for an optional input left out.
   template <class T>
   const T* in(int i) const {
@@ -86,6 +87,8 @@ class Binding : public OpView {
   Threads& threads() const { return *threads_; }
   Communicator& group() const { return *group_; }  // of the mesh axis that attribute "axis" names
   void* queue() const { return queue_; }           // of an asynchronous device: on cuda a cudaStream_t
+  // Where a kernel that cannot throw because it runs later leaves a number other than 0; see Kernel::fault.
+  uint64_t* fault() const { return fault_; }
 
  private:
   std::vector<void*> inputs_, outputs_;
@@ -93,6 +96,7 @@ class Binding : public OpView {
   Threads* threads_;
   Communicator* group_;
   void* queue_;
+  uint64_t* fault_;
 };
 
 // Runs the op once, on the stream that called it; returns when done, or on an asynchronous device when it has been put
@@ -103,7 +107,10 @@ using Launch = std::function<void()>;
 // `bind` runs once, when the program is bound to storage, and may prepare and allocate.
 struct Kernel {
   std::function<Launch(const Binding&)> bind;
-  std::function<int64_t(const OpView&, int threads)> workspace;
+  std::function<int64_t(const OpView&, int threads)> workspace{};
+  // What a number in Binding::fault() means: the step ends with this text as its error, its updates made. Kernels
+  // without this have no such place.
+  std::function<std::string(const OpView&, uint64_t)> fault{};
 };
 
 // What a gradient rule sees and says. Rules emit ops through `build` and call set() for each input that needs one.
