@@ -5,6 +5,8 @@
 #include <cuda_runtime.h>
 #include <dlfcn.h>
 
+#include <algorithm>
+#include <array>
 #include <limits>
 #include <map>
 #include <mutex>
@@ -65,6 +67,12 @@ cudaDataType_t type_of(DType dtype) {
   return dtype == DType::f32 ? CUDA_R_32F : dtype == DType::bf16 ? CUDA_R_16BF : CUDA_R_16F;
 }
 
+// Bytes that an address is a multiple of, up to the 256 that cuBLASLt would otherwise take for granted.
+uint32_t alignment_of(const void* memory) {
+  const auto address = reinterpret_cast<uintptr_t>(memory);
+  return address == 0 ? 256 : uint32_t(std::min<uintptr_t>(256, address & -address));
+}
+
 }  // namespace
 
 // In cuBLAS's column-major eyes C is its transpose, (n, m) = op(B)ᵀ op(A)ᵀ.
@@ -85,9 +93,10 @@ struct Gemm::Plan {
 Gemm::Gemm(const GemmShape& shape, const void* A, const void* B, const void* bias, void* C, void* workspace)
     : shape_(shape) {
   static std::mutex mutex;
-  static auto& known = *new std::map<GemmShape, std::shared_ptr<const Plan>>;
+  static auto& known = *new std::map<std::pair<GemmShape, std::array<uint32_t, 4>>, std::shared_ptr<const Plan>>;
   const std::lock_guard lock(mutex);
-  auto& found = known[shape];
+  const std::array<uint32_t, 4> alignment{alignment_of(B), alignment_of(A), alignment_of(C), alignment_of(bias)};
+  auto& found = known[{shape, alignment}];
   if (found) {
     plan_ = found;
     return;
@@ -118,6 +127,12 @@ Gemm::Gemm(const GemmShape& shape, const void* A, const void* B, const void* bia
   const size_t room = kWorkspace;
   must(lib.set_preference(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &room, sizeof room), "the workspace");
   constexpr int kCandidates = 8;
+  constexpr cublasLtMatmulPreferenceAttributes_t kAlignments[] = {
+      CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+      CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES};
+  for (int i = 0; i < 4; ++i)
+    must(lib.set_preference(preference, kAlignments[i], &alignment[size_t(std::min(i, 2))], sizeof alignment[0]),
+         "the alignment");
   cublasLtMatmulHeuristicResult_t candidates[kCandidates];
   int count = 0;
   must(lib.heuristic(lib.handle, plan->what, plan->b, plan->a, plan->c, plan->c, preference, kCandidates, candidates,

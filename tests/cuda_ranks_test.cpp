@@ -18,7 +18,7 @@ std::string toml(int ranks, const std::string& plugins, const std::string& run =
          std::to_string(kVocabulary) +
          "\ncontext = 16\n[data]\ntrain = [\"none\"]\nsequence_length = 16\nglobal_batch = " + std::to_string(kBatch) +
          "\nmicro_batch = 1\n[device]\nthreads = 1\n[mesh]\ndata = " + std::to_string(ranks) + "\n[network]\n" +
-         network + "" + optimizer + "[plugins.clip]\nmax_norm = 0.1\n[plugins.mixed_precision]\n" + plugins;
+         network + optimizer + "[plugins.clip]\nmax_norm = 0.1\n[plugins.mixed_precision]\n" + plugins;
 }
 
 struct Outcome {
