@@ -408,7 +408,8 @@ class Windows final : public Communicator {
         const Published& theirs = *reinterpret_cast<const Published*>(window(r));
         more |= theirs.more != 0;
         if (!read_from(r, parts[size_t(r)], got[size_t(r)]))
-          fail("cannot read rank " + name(r) + "'s memory: " + std::strerror(errno));
+          fail(errno == ESRCH ? "rank " + name(r) + " is gone: its process has ended"
+                              : "cannot read rank " + name(r) + "'s memory: " + std::strerror(errno));
         for (int64_t i = 0; i < theirs.count; ++i) got[size_t(r)] += theirs.pieces[i].bytes;
       }
       leave_when_read();

@@ -5,11 +5,10 @@ set -euo pipefail
 strata=$1/bin/strata
 work=$(mktemp -d)
 trap 'chmod -R u+w "$work"; rm -rf "$work"' EXIT
+. "$(dirname "$(realpath "$0")")/common.sh"
 cd "$work"
-failures=0
 
-for i in $(seq 400); do echo "line $i: all work and no play makes a dull model, said the fox to the dog"; done >text
-"$strata" data prepare text --output data >/dev/null
+prepare_data
 
 config() {  # writes config.toml; arguments replace nothing, they are appended
   cat >config.toml <<TOML
@@ -32,17 +31,8 @@ micro_batch = 2
 TOML
 }
 
-fail() { echo "FAILED: $*"; failures=$((failures + 1)); }
-
-# expect CODE TEXT COMMAND...: exit code, and TEXT (fixed) in what is printed to stderr
-expect() {
-  local code=$1 text=$2 status=0
-  shift 2
-  "$@" >out 2>error </dev/null || status=$?
-  [[ $status == "$code" ]] || fail "$*: exit $status, expected $code: $(cat error)"
-  [[ -z $text ]] || grep -qF -- "$text" error || fail "$*: expected \"$text\", got: $(cat error)"
-  [[ ! -e run ]] || [[ $code == 0 ]] || [[ -z $(find run -name '.saving-*' -o -name '*.tmp-*') ]] || fail "$*: left half-written files"
-}
+# Whatever went wrong, nothing half-written is left.
+whole() { [[ ! -e run ]] || [[ -z $(find run -name '.saving-*' -o -name '*.tmp-*') ]] || fail "half-written files are left: $(find run)"; }
 
 config
 for command in "" train plan check plugins new-plugin "data prepare" generate import export "bench memory"; do
@@ -211,5 +201,5 @@ fi
 expect 1 'The first tensor that was not finite' "$strata" train config.toml --set run.directory=diverged --set plugins.adamw.learning_rate=1e30 --set run.checkpoint_every=1
 ls diverged/step-* >/dev/null || fail "no checkpoint before the divergence"
 
-((failures == 0)) || exit 1
-echo "command: all as expected"
+whole
+finish command

@@ -6,9 +6,8 @@ set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
+. "$root/tests/common.sh"
 cd "$work"
-failures=0
-fail() { echo "FAILED: $*"; failures=$((failures + 1)); }
 
 mkdir -p tree/bin tree/lib/strata/devices
 cp "$1/bin/strata" tree/bin/
@@ -18,8 +17,7 @@ cp "$1/emulated/cuda.so" tree/lib/strata/devices/
 strata=$work/tree/bin/strata
 export XDG_CACHE_HOME=$work/cache
 
-for i in $(seq 400); do echo "line $i: all work and no play makes a dull model, said the fox to the dog"; done >text
-"$strata" data prepare text --output data >/dev/null
+prepare_data
 cat >config.toml <<TOML
 [run]
 steps = 6
@@ -42,8 +40,6 @@ threads = 1
 [plugins.adamw]
 [plugins.clip]
 TOML
-losses() { python3 -c 'import json,sys
-for line in open(sys.argv[1]): r = json.loads(line); print(r["step"], r["loss"], r.get("validation_loss"))' "$1"; }
 close() { python3 -c 'import sys
 a, b = ([[float(x) for x in l.replace("None", "0").split()] for l in open(f)] for f in sys.argv[1:3])
 assert len(a) == len(b) and all(abs(x - y) <= 1e-4 * abs(y) for p, q in zip(a, b) for x, y in zip(p, q)), (a, b)' "$1" "$2" || fail "$3"; }
@@ -108,5 +104,4 @@ assert sections["Kernels"]["tiny"]["kernels"] and sections["Launch overhead"]["t
 assert sections["Training speed"]["tiny"]["strata"]["tokens_per_second"] > 0
 assert len(sections["Offload"]) == 3 and all("tokens_per_second" in run for run in sections["Offload"].values()), sections["Offload"]
 PY
-((failures == 0)) && echo "cuda_command: as expected"
-exit "$((failures > 0))"
+finish cuda_command

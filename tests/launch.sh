@@ -5,12 +5,9 @@ set -euo pipefail
 strata=$1/bin/strata
 work=$(mktemp -d)
 trap 'chmod -R u+w "$work"; rm -rf "$work"' EXIT
+. "$(dirname "$(realpath "$0")")/common.sh"
 cd "$work"
-failures=0
-fail() { echo "FAILED: $*"; failures=$((failures + 1)); }
-
-for i in $(seq 400); do echo "line $i: all work and no play makes a dull model, said the fox to the dog"; done >text
-"$strata" data prepare text --output data >/dev/null
+prepare_data
 cat >config.toml <<TOML
 [run]
 steps = 6
@@ -40,17 +37,6 @@ micro_batch = 2
 [plugins.zero]
 stage = 3
 TOML
-losses() { python3 -c 'import json,sys
-for line in open(sys.argv[1]): r = json.loads(line); print(r["step"], r["loss"], r.get("validation_loss"))' "$1"; }
-
-# expect CODE TEXT COMMAND...: exit code, TEXT (fixed) in what is printed to stderr, and there once.
-expect() {
-  local code=$1 text=$2 status=0
-  shift 2
-  timeout 120 "$@" >out 2>error </dev/null || status=$?
-  [[ $status == "$code" ]] || fail "$*: exit $status, expected $code: $(cat error)"
-  [[ -z $text || $(grep -cF -- "$text" error) == 1 ]] || fail "$*: expected \"$text\" once, got: $(cat error)"
-}
 # Nothing of a run is left: no process, no shared memory.
 nothing_left() {
   for pid in $(pgrep -x strata); do
@@ -210,5 +196,4 @@ done
 nothing_left "killed saves"
 (($(ls often/step-*/manifest.json | tail -n 1 | tr -dc 0-9 | sed 's/^0*//') > kills)) || fail "killed saves: few were made: $(ls often)"
 
-((failures == 0)) || exit 1
-echo "launch: all as expected"
+finish launch

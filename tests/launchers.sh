@@ -7,21 +7,20 @@ strata=$1/bin/strata
 [[ $EUID == 0 ]] || { echo "launchers: needs root; skipped"; exit 77; }
 work=$(mktemp -d)
 daemons=()
-finish() {
+clean() {
   for pid in "${daemons[@]}"; do kill "$pid" 2>/dev/null && wait "$pid" || true; done
   ip netns del strata-a 2>/dev/null || true
   ip netns del strata-b 2>/dev/null || true
   rm -rf "$work"
 }
-trap finish EXIT
+trap clean EXIT
 chmod 755 "$work"
+. "$(dirname "$(realpath "$0")")/common.sh"
 cd "$work"
-failures=0 parts=0
-fail() { echo "FAILED: $*"; failures=$((failures + 1)); }
+parts=0
 has() { for tool in "$@"; do command -v "$tool" >/dev/null || { echo "launchers: no $tool; that part is skipped"; return 1; }; done; parts=$((parts + 1)); }
 
-for i in $(seq 400); do echo "line $i: all work and no play makes a dull model, said the fox to the dog"; done >text
-"$strata" data prepare text --output data >/dev/null
+prepare_data
 cat >config.toml <<TOML
 [run]
 steps = 6
@@ -48,8 +47,6 @@ micro_batch = 2
 [plugins.zero]
 stage = 2
 TOML
-losses() { python3 -c 'import json,sys
-for line in open(sys.argv[1]): r = json.loads(line); print(r["step"], r["loss"])' "$1"; }
 "$strata" train config.toml --set mesh.data=1 --set run.directory=alone >out 2>&1
 # same NAME COMMAND...: trains, to the losses of one rank; a wrong mesh is exit code 2 everywhere.
 same() {
@@ -136,6 +133,5 @@ if has ip && ip netns add strata-a 2>/dev/null; then
 fi
 ! ls /dev/shm | grep -q strata || fail "shared memory is left"
 
-((failures == 0)) || exit 1
-((parts > 0)) || exit 77
-echo "launchers: all as expected ($parts parts)"
+((parts > 0 || failures > 0)) || exit 77
+finish "launchers ($parts parts)"

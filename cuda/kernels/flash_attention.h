@@ -114,6 +114,31 @@ STRATA_DEVICE float row_sum(float x) {
   return x;
 }
 
+// Calls body(k, keys) for each tile of keys below `end`, its values behind them, while the next is on its way. What the
+// caller has started to copy before is there too.
+template <int D, class T, class Body>
+STRATA_DEVICE void over_keys(T* tiles, const T* key, const T* value, const Sizes& s, int end, Body body) {
+  const auto start = [&](int k, int which) {
+    T* const to = tiles + which * 2 * kKeys * kStride<D>;
+    start_tile<D, kKeys>(to, key, s.width, k, s.time);
+    start_tile<D, kKeys>(to + kKeys * kStride<D>, value, s.width, k, s.time);
+    commit_copies();
+  };
+  start(0, 0);
+  for (int k = 0, which = 0; k < end; k += kKeys, which ^= 1) {
+    if (k + kKeys < end) {
+      start(k + kKeys, which ^ 1);
+      wait_copies<1>();
+    } else {
+      wait_copies<0>();
+    }
+    __syncthreads();
+    const T* const keys = tiles + which * 2 * kKeys * kStride<D>;
+    body(k, keys);
+    __syncthreads();
+  }
+}
+
 template <int D>
 constexpr int kForwardShared = (kRows + 4 * kKeys) * kStride<D> * 2;
 
@@ -127,25 +152,10 @@ STRATA_KERNEL forward(const T* qkv, T* out, float* lse, Sizes s) {
   const T* const base = qkv + int64_t(n) * s.time * s.width;
   const T *const key = base + s.key(head / s.per_group()), *const value = base + s.value(head / s.per_group());
   const int end = first + kRows < s.time ? first + kRows : s.time;
-  const auto start = [&](int k, int which) {
-    T* const to = tiles + which * 2 * kKeys * kStride<D>;
-    start_tile<D, kKeys>(to, key, s.width, k, s.time);
-    start_tile<D, kKeys>(to + kKeys * kStride<D>, value, s.width, k, s.time);
-    commit_copies();
-  };
   start_tile<D, kRows>(queries, base + s.query(head), s.width, first, s.time);
-  start(0, 0);
   float o[D / 8][4] = {}, top[2] = {-3.0e38f, -3.0e38f}, sum[2] = {0, 0};
   const float scale = s.scale * kLog2e;
-  for (int k = 0, which = 0; k < end; k += kKeys, which ^= 1) {
-    if (k + kKeys < end) {
-      start(k + kKeys, which ^ 1);
-      wait_copies<1>();
-    } else {
-      wait_copies<0>();
-    }
-    __syncthreads();
-    const T* const keys = tiles + which * 2 * kKeys * kStride<D>;
+  over_keys<D>(tiles, key, value, s, end, [&](int k, const T* keys) {
     float p[kKeys / 8][4];
     products<D>(p, queries + warp * 16 * kStride<D>, keys);
 #pragma unroll
@@ -181,8 +191,7 @@ STRATA_KERNEL forward(const T* qkv, T* out, float* lse, Sizes s) {
       }
     }
     add_products<D>(o, p, keys + kKeys * kStride<D>);
-    __syncthreads();
-  }
+  });
   const float factor[2] = {1 / sum[0], 1 / sum[1]};
   const int64_t out_width = int64_t(s.heads) * s.size;
   write_rows<D>(o, factor, out + int64_t(n) * s.time * out_width + head * D, out_width, first + warp * 16, s.time);
@@ -205,15 +214,8 @@ STRATA_KERNEL query_gradient(const T* d_out, const T* qkv, const float* lse, con
   const T *const key = base + s.key(head / s.per_group()), *const value = base + s.value(head / s.per_group());
   const int64_t out_width = int64_t(s.heads) * s.size, of_head = (int64_t(n) * s.heads + head) * s.time;
   const int end = first + kRows < s.time ? first + kRows : s.time;
-  const auto start = [&](int k, int which) {
-    T* const to = tiles + which * 2 * kKeys * kStride<D>;
-    start_tile<D, kKeys>(to, key, s.width, k, s.time);
-    start_tile<D, kKeys>(to + kKeys * kStride<D>, value, s.width, k, s.time);
-    commit_copies();
-  };
   start_tile<D, kRows>(queries, base + s.query(head), s.width, first, s.time);
   start_tile<D, kRows>(slopes, d_out + int64_t(n) * s.time * out_width + head * D, out_width, first, s.time);
-  start(0, 0);
   float shift[2], mean[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -222,15 +224,7 @@ STRATA_KERNEL query_gradient(const T* d_out, const T* qkv, const float* lse, con
     mean[half] = row < s.time ? dots[of_head + row] : 0.0f;
   }
   float dq[D / 8][4] = {};
-  for (int k = 0, which = 0; k < end; k += kKeys, which ^= 1) {
-    if (k + kKeys < end) {
-      start(k + kKeys, which ^ 1);
-      wait_copies<1>();
-    } else {
-      wait_copies<0>();
-    }
-    __syncthreads();
-    const T* const keys = tiles + which * 2 * kKeys * kStride<D>;
+  over_keys<D>(tiles, key, value, s, end, [&](int k, const T* keys) {
     float p[kKeys / 8][4], dp[kKeys / 8][4];
     products<D>(p, queries + warp * 16 * kStride<D>, keys);
     products<D>(dp, slopes + warp * 16 * kStride<D>, keys + kKeys * kStride<D>);
@@ -243,8 +237,7 @@ STRATA_KERNEL query_gradient(const T* d_out, const T* qkv, const float* lse, con
         p[c][i] = e * (dp[c][i] - mean[i / 2]) * s.scale;
       }
     add_products<D>(dq, p, keys);
-    __syncthreads();
-  }
+  });
   const float factor[2] = {1, 1};
   write_rows<D>(dq, factor, d_qkv + int64_t(n) * s.time * s.width + s.query(head), s.width, first + warp * 16, s.time);
 }
