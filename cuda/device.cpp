@@ -43,7 +43,7 @@ class CudaDevice final : public Device {
     if (properties_.major < 8)
       throw Error(std::string(properties_.name) + " has compute capability " + std::to_string(properties_.major) + "." +
                   std::to_string(properties_.minor) + ", but this build has code for 8.0 and newer only.");
-    must(cudaSetDevice(index_), "cannot use CUDA device " + std::to_string(index_));
+    use();
     for (cudaStream_t& stream : streams_)
       must(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cannot make a CUDA stream");
   }
@@ -82,6 +82,7 @@ class CudaDevice final : public Device {
   void* allocate(Tier tier, int64_t bytes) override {
     void* memory = nullptr;
     if (bytes == 0) return memory;
+    use();
     const cudaError_t error = tier == Tier::device
                                   ? cudaMalloc(&memory, size_t(bytes))
                                   : cudaHostAlloc(&memory, size_t(bytes), cudaHostAllocPortable | cudaHostAllocMapped);
@@ -99,6 +100,7 @@ class CudaDevice final : public Device {
   }
   void release(Tier tier, void* memory) override { tier == Tier::device ? cudaFree(memory) : cudaFreeHost(memory); }
   void copy(void* to, const void* from, int64_t bytes) override {
+    use();
     must(cudaMemcpy(to, from, size_t(bytes), cudaMemcpyDefault), "cannot copy to or from the CUDA device");
   }
 
@@ -121,7 +123,10 @@ class CudaDevice final : public Device {
   void wait(Stream stream, int event) override {
     must(cudaStreamWaitEvent(streams_[size_t(stream)], events_[size_t(event)]), "cannot wait for a CUDA event");
   }
-  void synchronize(int event) override { must(cudaEventSynchronize(events_[size_t(event)]), "a kernel failed"); }
+  void synchronize(int event) override {
+    use();
+    must(cudaEventSynchronize(events_[size_t(event)]), "a kernel failed");
+  }
   void synchronize() override { must(cudaDeviceSynchronize(), "a kernel failed"); }
   bool idle() override {
     for (cudaStream_t stream : streams_) {
@@ -154,6 +159,9 @@ class CudaDevice final : public Device {
   }
 
  private:
+  // A thread that has not said so works with device 0, and makes a context there.
+  void use() const { must(cudaSetDevice(index_), "cannot use CUDA device " + std::to_string(index_)); }
+
   int index_;
   cudaDeviceProp properties_{};
   std::array<cudaStream_t, kStreams> streams_{};

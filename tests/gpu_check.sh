@@ -3,6 +3,15 @@
 set -euo pipefail
 [[ -e $1/lib/strata/devices/cuda.so ]] || { echo "gpu_check: built without CUDA"; exit 77; }
 root=$(cd "$(dirname "$0")/.." && pwd)
+# What is looked up when a run begins is in the libraries of this toolkit.
+names() { grep -ohE "$1" "$root"/cuda/*.cpp | grep -oE '(nccl|cublasLt)[A-Z][A-Za-z]*' | sort -u; }
+for pair in 'libnccl.so.2 STRATA_NCCL\(nccl[A-Za-z]*\)' 'libcublasLt.so "cublasLt[A-Za-z]*"'; do
+  read -r library pattern <<<"$pair"
+  file=$(ls /usr/local/cuda/lib64/$library* /usr/lib/x86_64-linux-gnu/$library* 2>/dev/null | head -n 1)
+  [[ -n $file ]] || continue
+  there=$(nm -D --defined-only "$file" | sed 's/.* //; s/@.*//')
+  for name in $(names "$pattern"); do grep -qx "$name" <<<"$there" || { echo "gpu_check: $file lacks $name"; exit 1; }; done
+done
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 cd "$work"
