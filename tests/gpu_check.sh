@@ -7,7 +7,7 @@ root=$(cd "$(dirname "$0")/.." && pwd)
 names() { grep -ohE "$1" "$root"/cuda/*.cpp | grep -oE '(nccl|cublasLt)[A-Z][A-Za-z]*' | sort -u; }
 for pair in 'libnccl.so.2 STRATA_NCCL\(nccl[A-Za-z]*\)' 'libcublasLt.so "cublasLt[A-Za-z]*"'; do
   read -r library pattern <<<"$pair"
-  file=$(ls /usr/local/cuda/lib64/$library* /usr/lib/x86_64-linux-gnu/$library* 2>/dev/null | head -n 1)
+  file=$(find -L /usr/local/cuda/lib64 /usr/lib/x86_64-linux-gnu -maxdepth 1 -name "$library*" 2>/dev/null | sort | sed -n 1p)
   [[ -n $file ]] || continue
   there=$(nm -D --defined-only "$file" | sed 's/.* //; s/@.*//')
   for name in $(names "$pattern"); do grep -qx "$name" <<<"$there" || { echo "gpu_check: $file lacks $name"; exit 1; }; done
