@@ -15,6 +15,7 @@ struct Rates {
   double launch = 2e-6;        // seconds an op takes at least
   double copy_latency = 5e-6;  // seconds before the first byte
   double storage_latency = 150e-6;
+  bool assumed = false;  // there is no such device here: a data sheet's
 };
 
 // Predicted seconds of one op on its stream; a "move" by the tiers of its two tensors.

@@ -70,6 +70,7 @@ std::string plan_text(const PlannedProgram& planned) {
       "again     "
       "{:>10.3f} s\n",
       planned.prediction->seconds, stalls.storage(), stalls.copies(), stalls.restoring);
+  if (planned.rates.assumed) text += "  with the rates of an H100's data sheet: there is no such device here\n";
   return text;
 }
 

@@ -149,6 +149,7 @@ Rates machine_rates(int threads, const std::string& storage_directory, const std
     } else if (!(measured = measure_device_apart(backend, index, rates))) {
       // Planned where there is no device: an H100's data sheet, with what its products and copies usually reach.
       rates.flops = 50e12, rates.half_flops = 600e12, rates.memory = 2.5e12, rates.copy = 50e9, rates.launch = 3e-6;
+      rates.assumed = true;
     }
     if (measured) cache.put(key, compute);
   }
