@@ -240,11 +240,19 @@ class Fabric final : public Communicator {
                                     : fi_tsend(endpoint_.value, data, size_t(bytes), nullptr, peers_[size_t(peer)],
                                                full, &context->for_provider);
       if (code == 0) break;
-      if (code != -FI_EAGAIN) fail("rank " + name_of(peer) + ": " + fi_strerror(int(-code)));
+      if (code != -FI_EAGAIN) lost(name_of(peer), int(-code));
       take_completions(0);
     }
     ++pending_[slot];
     if (!receives) bytes_sent_ += bytes;
+  }
+
+  // A way to a rank broke. What the rendezvous says of it tells more, and may come a moment later.
+  [[noreturn]] void lost(const std::string& peer, int error) {
+    for (int i = 0; i < 100 && !abort_.raised.load(std::memory_order_acquire); ++i)
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    if (abort_.raised.load(std::memory_order_acquire)) throw ended_by(abort_.text, where());
+    fail("rank " + peer + " is gone: " + fi_strerror(error));
   }
 
   // Takes what is complete, waiting at most so many milliseconds for the first.
@@ -257,8 +265,7 @@ class Fabric final : public Communicator {
       fi_cq_err_entry error{};
       fi_cq_readerr(completions_.value, &error, 0);
       const auto* context = static_cast<Context*>(error.op_context);
-      if (abort_.raised.load(std::memory_order_acquire)) throw ended_by(abort_.text, where());
-      fail("rank " + (context ? name_of(context->peer) : std::string("?")) + " is gone: " + fi_strerror(error.err));
+      lost(context ? name_of(context->peer) : "?", error.err);
     }
     must(count, "fi_cq_read");
     for (ssize_t i = 0; i < count; ++i) {

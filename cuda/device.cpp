@@ -104,6 +104,11 @@ class CudaDevice final : public Device {
     must(cudaMemcpy(to, from, size_t(bytes), cudaMemcpyDefault), "cannot copy to or from the CUDA device");
   }
 
+  void copy(void* to, const void* from, int64_t bytes, Stream stream) override {
+    must(cudaMemcpyAsync(to, from, size_t(bytes), cudaMemcpyDefault, streams_[size_t(stream)]),
+         "cannot copy to or from the CUDA device");
+  }
+
   void* queue(Stream stream) override { return streams_[size_t(stream)]; }
   int make_event(bool timed) override {
     events_.emplace_back();

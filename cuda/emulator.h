@@ -211,8 +211,9 @@ inline unsigned __umulhi(unsigned a, unsigned b) { return unsigned(uint64_t(a) *
 inline float __expf(float x) { return std::exp(x); }
 inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
 inline float exp2f(float x) { return std::exp2(x); }
-inline void sincos(double x, double* sine, double* cosine) { *sine = std::sin(x), *cosine = std::cos(x); }
+inline void sincosf(float x, float* sine, float* cosine) { *sine = std::sin(x), *cosine = std::cos(x); }
 using std::fabs;
+using std::floor;
 using std::log;
 using std::pow;
 using std::sqrt;

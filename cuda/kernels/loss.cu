@@ -18,22 +18,22 @@ STRATA_KERNEL row_loss(const float* logits, T* gradient, const int32_t* targets,
   const int64_t row = blockIdx.x;
   const float* x = logits + row * stride;
   const int32_t target = targets[row];
-  float top = -3.0e38f, v[kEach];
+  float top = -3.0e38f, sum = 0, v[kEach];  // of what this thread has seen: Σ exp(x - top)
   for (int64_t i = int64_t(threadIdx.x) * kEach; i < vocabulary; i += kBlock * kEach) {
     load(x, i, vocabulary, v);
+    float highest = top;
 #pragma unroll
     for (int e = 0; e < kEach; ++e)
-      if (i + e < vocabulary) top = v[e] > top || v[e] != v[e] ? v[e] : top;
-  }
-  top = block_max(top, scratch);
-  float sum = 0;
-  for (int64_t i = int64_t(threadIdx.x) * kEach; i < vocabulary; i += kBlock * kEach) {
-    load(x, i, vocabulary, v);
+      if (i + e < vocabulary) highest = v[e] > highest ? v[e] : highest;
+    sum *= __expf(top - highest);
+    top = highest;
 #pragma unroll
     for (int e = 0; e < kEach; ++e)
-      if (i + e < vocabulary) sum += __expf(v[e] - top);
+      if (i + e < vocabulary) sum += __expf(v[e] - top);  // NaN stays
   }
-  sum = block_sum(sum, scratch);
+  const float highest = block_max(top, scratch);
+  sum = block_sum(sum * __expf(top - highest), scratch);
+  top = highest;
   if (threadIdx.x == 0) losses[row] = target < 0 ? 0.0 : log(double(sum)) - (double(x[target]) - double(top));
   __syncthreads();  // gradient may be where the logits are
   if (!gradient) return;

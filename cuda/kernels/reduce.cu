@@ -1,32 +1,39 @@
 // Sums: rows of a matrix (gradients of biases), squares of a tensor exactly (norms). No atomics: orders are fixed.
-#include "cuda/bind.h"
+#include "cuda/sum_parts.h"
 #include "strata/exact_sum.h"
 
 namespace strata::cuda::reduce_kernels {
 namespace {
 
-constexpr int kBlock = 256, kParts = 32;
+constexpr int kBlock = 256, kEach = 8;
+constexpr int kGroups = 16, kLanes = kBlock / kGroups;  // of a block: columns in groups of kEach, rows in lanes
+constexpr int kParts = 64;
 
 // Columns in blockIdx.x, rows of part blockIdx.y, into parts (gridDim.y, columns).
 template <class T>
 STRATA_KERNEL sum_rows(const T* x, float* parts, int64_t rows, int64_t columns) {
-  const int64_t i = int64_t(blockIdx.x) * kBlock + threadIdx.x;
-  if (i >= columns) return;
+  __shared__ float sums[kLanes * kGroups * kEach];
+  const int group = int(threadIdx.x) % kGroups, lane = int(threadIdx.x) / kGroups;
+  const int64_t i = (int64_t(blockIdx.x) * kGroups + group) * kEach;
   const int64_t begin = rows * blockIdx.y / gridDim.y, end = rows * (blockIdx.y + 1) / gridDim.y;
-  float sum = 0;
-  for (int64_t r = begin; r < end; ++r) sum += to_float(x[r * columns + i]);
-  parts[blockIdx.y * columns + i] = sum;
+  float sum[kEach] = {}, v[kEach];
+  for (int64_t r = begin + lane; r < end && i < columns; r += kLanes) {
+    load(x + r * columns, i, columns, v);
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) sum[e] += v[e];
+  }
+#pragma unroll
+  for (int e = 0; e < kEach; ++e) sums[(lane * kGroups + group) * kEach + e] = sum[e];
+  __syncthreads();
+  const int column = int(threadIdx.x);  // one a thread, of the block's kGroups · kEach
+  const int64_t at = int64_t(blockIdx.x) * kGroups * kEach + column;
+  if (column >= kGroups * kEach || at >= columns) return;
+  float total = 0;
+  for (int l = 0; l < kLanes; ++l) total += sums[l * kGroups * kEach + column];
+  parts[blockIdx.y * columns + at] = total;
 }
 
-STRATA_KERNEL add_parts(const float* parts, int count, float* out, int64_t columns, bool accumulate) {
-  const int64_t i = int64_t(blockIdx.x) * kBlock + threadIdx.x;
-  if (i >= columns) return;
-  float sum = accumulate ? out[i] : 0.0f;
-  for (int p = 0; p < count; ++p) sum += parts[p * columns + i];
-  out[i] = sum;
-}
-
-int parts_of(const OpView& v) { return int(std::min<int64_t>(kParts, v.rows(0))); }
+int parts_of(const OpView& v) { return int(std::min<int64_t>(kParts, (v.rows(0) + kLanes - 1) / kLanes)); }
 
 const Registration rows(
     "sum_rows",
@@ -35,9 +42,9 @@ const Registration rows(
         using T = decltype(zero);
         return [=, x = b.in<T>(0), y = b.out<float>(0), rows = b.rows(0), columns = b.columns(0),
                 onto = b.accumulates(0), parts = b.workspace<float>(), count = parts_of(b), queue = b.queue()] {
-          const unsigned across = blocks(columns, kBlock);
-          launch(sum_rows<T>, dim3(across, unsigned(count)), kBlock, 0, queue, x, parts, rows, columns);
-          launch(add_parts, dim3(across), kBlock, 0, queue, parts, count, y, columns, onto);
+          launch(sum_rows<T>, dim3(blocks(columns, kGroups * kEach), unsigned(count)), kBlock, 0, queue, x, parts, rows,
+                 columns);
+          launch_sum_parts(parts, count, columns, y, columns, onto, queue);
         };
       });
     },

@@ -1,33 +1,47 @@
-// Rotary positions (arXiv 2104.09864): a block a token turns its query and key heads; angles in f64, rounded once.
+// Rotary positions (arXiv 2104.09864): turns query and key heads.
 #include "cuda/bind.h"
 
 namespace strata::cuda::rotary_kernels {
 namespace {
 
-constexpr int kBlock = 128;
+constexpr int kBlock = 128, kEach = 8;
+constexpr double kTurn = 6.283185307179586;
 
+// A block turns one position of all sequences: angles serve them all.
 template <class T>
-STRATA_KERNEL rotary(const T* x, T* y, int64_t time, int heads, int groups, int size, double base, bool inverse) {
+STRATA_KERNEL rotary(const T* x, T* y, int64_t batch, int64_t time, int heads, int groups, int size, double base,
+                     bool inverse) {
   float* const cosine = dynamic_shared<float>();
   float* const sine = cosine + size / 2;
-  const int64_t row = blockIdx.x, width = int64_t(heads + 2 * groups) * size;
+  const int64_t position = blockIdx.x, width = int64_t(heads + 2 * groups) * size;
   for (int i = int(threadIdx.x); i < size / 2; i += kBlock) {
-    double s, c;
-    sincos(double(row % time) * pow(base, -2.0 * double(i) / double(size)), &s, &c);
-    cosine[i] = float(c);
-    sine[i] = float(inverse ? -s : s);
+    // In f64 up to the turns that do not count; f32 is exact enough for what is left.
+    const double angle = double(position) * pow(base, -2.0 * double(i) / double(size));
+    float s, c;
+    sincosf(float(angle - kTurn * floor(angle / kTurn)), &s, &c);
+    cosine[i] = c;
+    sine[i] = inverse ? -s : s;
   }
   __syncthreads();
-  const int per_group = heads / groups + 2, half = size / 2;
-  for (int k = int(threadIdx.x); k < (heads + 2 * groups) * half; k += kBlock) {
-    const int head = k / half, i = k % half;
-    const int64_t at = row * width + int64_t(head) * size + i;
-    const float a = to_float(x[at]), b = to_float(x[at + half]);
-    const bool turns = head % per_group != per_group - 1;
-    const float c = turns ? cosine[i] : 1.0f, s = turns ? sine[i] : 0.0f;
-    y[at] = from_float<T>(a * c - b * s);
-    y[at + half] = from_float<T>(b * c + a * s);
-  }
+  const int per_group = heads / groups + 2, half = size / 2, packs = (half + kEach - 1) / kEach;
+  for (int64_t n = blockIdx.y; n < batch; n += gridDim.y)
+    for (int k = int(threadIdx.x); k < (heads + 2 * groups) * packs; k += kBlock) {
+      const int head = k / packs, i = k % packs * kEach;
+      const int64_t at = (n * time + position) * width + int64_t(head) * size;
+      const bool turns = head % per_group != per_group - 1;
+      float a[kEach], b[kEach];
+      load(x + at, i, half, a);
+      load(x + at + half, i, half, b);
+#pragma unroll
+      for (int e = 0; e < kEach; ++e) {
+        const float c = turns && i + e < half ? cosine[i + e] : 1.0f, s = turns && i + e < half ? sine[i + e] : 0.0f;
+        const float first = a[e] * c - b[e] * s;
+        b[e] = b[e] * c + a[e] * s;
+        a[e] = first;
+      }
+      store(y + at, i, half, a);
+      store(y + at + half, i, half, b);
+    }
 }
 
 const Registration kind("rotary", [](const Binding& b) -> Launch {
@@ -35,9 +49,11 @@ const Registration kind("rotary", [](const Binding& b) -> Launch {
     using T = decltype(zero);
     const int heads = int(b.attributes().integer("heads")), groups = int(b.attributes().integer("kv_heads"));
     const int size = int(b.columns(0)) / (heads + 2 * groups);
-    return [=, x = b.in<T>(0), y = b.out<T>(0), rows = b.rows(0), time = b.input(0).shape[1],
+    return [=, x = b.in<T>(0), y = b.out<T>(0), batch = b.input(0).shape[0], time = b.input(0).shape[1],
             base = b.attributes().real("base"), inverse = b.attributes().integer("inverse") != 0, queue = b.queue()] {
-      launch(rotary<T>, dim3(unsigned(rows)), kBlock, size * 4, queue, x, y, time, heads, groups, size, base, inverse);
+      const int64_t side_by_side = std::max<int64_t>(1, std::min(batch, 4096 / time));  // positions alone may be few
+      launch(rotary<T>, dim3(unsigned(time), unsigned(side_by_side)), kBlock, size * 4, queue, x, y, batch, time, heads,
+             groups, size, base, inverse);
     };
   });
 });

@@ -120,6 +120,7 @@ Executor::Executor(const Program& program, const MemoryPlan& plan, Storage& stor
       backend_(backend),
       device_(storage.device()),
       groups_(groups),
+      exchanges_in_queue_(device_ && groups && exchanges_in_queue(*groups)),
       pointers_(program.tensors.size(), nullptr),
       streams_(std::make_unique<Streams>()) {
   const auto on_host = [](const Op& op) { return op.stream == Stream::host; };
@@ -141,6 +142,7 @@ Executor::Executor(const Program& program, const MemoryPlan& plan, Storage& stor
       }
     }
   }
+  if (device_) find_sent();
   const auto workspace = [&](int32_t i) -> std::byte* {
     const int32_t w = plan.workspace_of[i];
     return w < 0 ? nullptr : storage.transient(plan.buffers[w].tier) + plan.buffers[w].offset;
@@ -161,6 +163,9 @@ Executor::Executor(const Program& program, const MemoryPlan& plan, Storage& stor
     const OpView view(program, op);
     std::vector<void*> inputs, outputs;
     for (TensorId id : op.inputs) inputs.push_back(id ? pointers_[id.value] : nullptr);
+    for (const Sent& sent : sent_)
+      for (size_t k = 0; k < inputs.size() && in_queue(op.stream); ++k)
+        if (op.inputs[k] == sent.tensor) inputs[k] = sent.to;
     for (TensorId id : op.outputs) outputs.push_back(pointers_[id.value]);
     const auto kernel = op.kind->kernels.find(backend_of(op, backend));
     STRATA_CHECK(kernel != op.kind->kernels.end());
@@ -226,19 +231,35 @@ Executor::~Executor() {
   for (std::thread& thread : streams_->threads) thread.join();
 }
 
+void Executor::find_sent() {
+  std::vector<bool> written(program_.tensors.size(), false);
+  for (const Op& op : program_.ops)
+    for (TensorId id : op.outputs) written[size_t(program_.whole(id).value)] = true;
+  for (size_t t = 0; t < program_.tensors.size(); ++t) {
+    const Tensor& tensor = program_.tensors[t];
+    if (written[t]) continue;
+    if (tensor.persistent && storage_.device_copy(tensor.name))
+      sent_.push_back({{int32_t(t)}, storage_.device_copy(tensor.name)});
+    else if (tensor.role == Role::data && plan_.buffer_of[t] >= 0)
+      sent_.push_back({{int32_t(t)}, storage_.transient(Tier::device) + plan_.buffers[plan_.buffer_of[t]].offset});
+  }
+}
+
 bool exchanges_in_queue(const Groups& groups) {
   return std::any_of(groups.begin(), groups.end(), [](const auto& group) { return group.second->asynchronous(); });
 }
 
 bool Executor::in_queue(Stream stream) const {
-  return device_ && (on_device(stream) || (stream == Stream::exchange && groups_ && exchanges_in_queue(*groups_)));
+  return device_ && (on_device(stream) || (stream == Stream::exchange && exchanges_in_queue_));
 }
 
 // Looks after the groups whose operations are under way: one that waits for a rank that is gone would wait for ever.
 void Executor::wait_for_device() {
-  if (groups_ && exchanges_in_queue(*groups_)) try {
-      while (!device_->idle())
+  if (exchanges_in_queue_) try {
+      while (!device_->idle()) {
         for (const auto& [axis, group] : *groups_) group->watch();
+        std::this_thread::sleep_for(std::chrono::microseconds(20));
+      }
     } catch (...) {
       for (const auto& [axis, group] : *groups_) group->abort();
       device_->synchronize();
@@ -325,6 +346,8 @@ void Executor::put_into_queue(int32_t index) {
 void Executor::run_on_device(const StageHook* hook) {
   Streams& streams = *streams_;
   const auto queue_all = [&] {
+    for (const Sent& sent : sent_)
+      device_->copy(sent.to, pointer(sent.tensor), program_[sent.tensor].bytes(), Stream::compute);
     device_->record(streams.start, Stream::compute);
     device_began_ = now();
     for (int s = 1; s < kStreams; ++s)

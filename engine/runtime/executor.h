@@ -73,6 +73,7 @@ class Executor {
                     const std::string& backend);
   void run_op(int32_t index);
   bool in_queue(Stream stream) const;  // of the device
+  void find_sent();
   void wait_for_device();
   void read_spans();
   double now() const;
@@ -84,7 +85,15 @@ class Executor {
   Device* device_;
   bool graphs_ = true;
   const Groups* groups_;
+  bool exchanges_in_queue_;
   std::vector<void*> pointers_;  // by tensor
+  // What the host writes before a step and no op changes (tokens, scalars) is copied to the device as the step begins:
+  // ops there that read it from the host's memory, every thread anew, would wait for the bus.
+  struct Sent {
+    TensorId tensor;
+    void* to;
+  };
+  std::vector<Sent> sent_;
   std::vector<std::unique_ptr<StorageSlot>> slots_;
   std::vector<Step> steps_;
   std::vector<std::pair<int32_t, int32_t>> stage_span_;  // first and last op of each stage

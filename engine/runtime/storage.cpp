@@ -71,6 +71,7 @@ Storage::Storage(const Program& program, const MemoryPlan& plan, const std::vect
     tensors_.push_back(tensor);
     if (device_ && is_shared(tensor)) {
       places_[tensor.name] = shared_memory(tensor.bytes());
+      if (tensor.home == Tier::device) device_copies_[tensor.name] = base(Tier::device) + plan.persistent_offset[i];
     } else if (tensor.home != Tier::nvme) {
       places_[tensor.name] = base(tensor.home) + plan.persistent_offset[i];
     } else {
@@ -90,12 +91,18 @@ Storage::~Storage() {
 std::byte* Storage::shared_memory(int64_t bytes) {
   if (!device_) return shared_arenas_.emplace_back(bytes).base();
   shared_.push_back(static_cast<std::byte*>(device_->allocate(Tier::host, bytes)));
+  std::memset(shared_.back(), 0, size_t(bytes));
   return shared_.back();
 }
 
 void* Storage::persistent(std::string_view name) const {
   const auto found = places_.find(name);
   return found == places_.end() ? nullptr : found->second;
+}
+
+void* Storage::device_copy(std::string_view name) const {
+  const auto found = device_copies_.find(name);
+  return found == device_copies_.end() ? nullptr : found->second;
 }
 
 std::unique_ptr<StorageSlot> Storage::transient_slot(const Tensor& tensor, int64_t offset) const {

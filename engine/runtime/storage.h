@@ -47,10 +47,12 @@ class Storage {
   std::byte* transient(Tier tier) const { return base(tier) + persistent_bytes_[int(tier)]; }
   int64_t bytes(Tier tier) const { return bytes_[int(tier)]; }
   int64_t persistent_bytes(Tier tier) const { return persistent_bytes_[int(tier)]; }
-  // Memory that the host and the device can read and write at any time; lives as long as this.
+  // Memory that the host and the device can read and write at any time, zero at first; lives as long as this.
   std::byte* shared_memory(int64_t bytes);
-  // Whether a persistent tensor lies there: scalars do, which the host sets and reads.
+  // Whether a persistent tensor lies there: scalars do, which the host sets and reads. On a device they have a place of
+  // their own in its arena too, which is whoever's who copies there.
   static bool is_shared(const Tensor& tensor) { return tensor.dtype == DType::f64 && elements(tensor.shape) == 1; }
+  void* device_copy(std::string_view name) const;  // that place; null without a device
   Device* device() const { return device_; }
   // A slot at an offset of the NVMe tier's transient region; lives as long as this.
   std::unique_ptr<StorageSlot> transient_slot(const Tensor& tensor, int64_t offset) const;
@@ -67,7 +69,7 @@ class Storage {
   void* scratch(int64_t bytes);
 
   std::vector<Tensor> tensors_;
-  std::map<std::string, void*, std::less<>> places_;
+  std::map<std::string, void*, std::less<>> places_, device_copies_;
   std::vector<std::unique_ptr<StorageSlot>> slots_;
   std::array<int64_t, kTiers> persistent_bytes_{}, bytes_{};
   std::array<Arena, kTiers> arenas_;

@@ -52,7 +52,7 @@ int bench_kernels_command_main(const BenchKernelsArguments& arguments) {
   const Rates rates = machine_rates(session.threads(), "", session.device.backend, int(session.device.index));
   const PlannedProgram planned = session.plan(Goal::train);
   const Measurement measured = measure(session, planned, arguments.steps);
-  const std::vector<Row> rows = rows_of(planned.program(), measured.spans);
+  std::vector<Row> rows = rows_of(planned.program(), measured.spans);
   double total = 0;
   for (const Row& row : rows) total += row.stream == Stream::compute ? row.seconds : 0;
   fmt::print(
@@ -63,7 +63,8 @@ int bench_kernels_command_main(const BenchKernelsArguments& arguments) {
   fmt::print("{:<30}{:<10}{:<6}{:>6}{:>11}{:>8}{:>10}{:>11}{:>10}{:>13}\n", "", "stream", "type", "calls", "ms",
              "share", "GB/s", "of memory", "TFLOP/s", "of products");
   Json::Array list;
-  for (const Row& row : rows) {
+  for (Row& row : rows) {
+    row.seconds = std::max(row.seconds, 1e-9);  // what clocks resolve
     const bool copies = row.stream == Stream::to_device || row.stream == Stream::to_host;
     const double bandwidth = (copies ? row.bytes / 2 : row.bytes) / row.seconds, speed = row.flops / row.seconds;
     const double of_memory = bandwidth / (copies ? rates.copy : rates.memory),

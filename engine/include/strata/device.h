@@ -24,11 +24,12 @@ class Device {
   virtual int64_t free_bytes() const = 0;    // of its memory, now
   virtual double peak_flops(DType) const = 0;  // dense, of matrix products; 0: not known
 
-  // Tier::device: its own memory. Tier::host: pinned host memory, which it can read and write too. Zero at first.
+  // Tier::device: its own memory, zero at first. Tier::host: pinned host memory, which it can read and write too.
   // Throws Error (failed) when there is not enough.
   virtual void* allocate(Tier tier, int64_t bytes) = 0;
   virtual void release(Tier tier, void* memory) = 0;
   virtual void copy(void* to, const void* from, int64_t bytes) = 0;  // either way or within; returns when done
+  virtual void copy(void* to, const void* from, int64_t bytes, Stream stream) = 0;  // put into the queue
 
   // The queue of a stream of the program, as kernels take it (Binding::queue).
   virtual void* queue(Stream stream) = 0;

@@ -1,0 +1,31 @@
+// The end of sums over many rows that blocks have added up apart: their parts, always in the same order.
+#pragma once
+#include "cuda/bind.h"
+
+namespace strata::cuda {
+
+inline constexpr int kPartColumns = 32, kPartLanes = 8;  // of a block: neighbours read together, lanes share the parts
+
+// out[i] = Σ_p parts[p * stride + i], added to what is there when `accumulate`.
+static STRATA_KERNEL sum_parts(const float* parts, int count, int64_t stride, float* out, int64_t columns,
+                               bool accumulate) {
+  __shared__ float sums[kPartColumns * kPartLanes];
+  const int column = int(threadIdx.x) % kPartColumns, lane = int(threadIdx.x) / kPartColumns;
+  const int64_t i = int64_t(blockIdx.x) * kPartColumns + column;
+  float sum = 0;
+  for (int p = lane; p < count && i < columns; p += kPartLanes) sum += parts[p * stride + i];
+  sums[threadIdx.x] = sum;
+  __syncthreads();
+  if (lane != 0 || i >= columns) return;
+  sum = accumulate ? out[i] : 0.0f;
+  for (int l = 0; l < kPartLanes; ++l) sum += sums[l * kPartColumns + column];
+  out[i] = sum;
+}
+
+inline void launch_sum_parts(const float* parts, int count, int64_t stride, float* out, int64_t columns,
+                             bool accumulate, void* queue) {
+  launch(sum_parts, dim3(blocks(columns, kPartColumns)), kPartColumns * kPartLanes, 0, queue, parts, count, stride, out,
+         columns, accumulate);
+}
+
+}  // namespace strata::cuda
