@@ -26,6 +26,7 @@
 #include <cstring>
 #include <deque>
 #include <set>
+#include <thread>
 
 #include "comm/reduce.h"
 #include "strata/error.h"
