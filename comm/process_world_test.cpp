@@ -70,8 +70,8 @@ std::vector<Child> run_processes(int size, NetworkOptions network, const std::fu
                                   .port = port,
                                   .token = "t",
                                   .version = "1",
-                                  .join_seconds = 3,
-                                  .silence_seconds = 1};
+                                  .join_seconds = 20,
+                                  .silence_seconds = 2};
         if (change) change(options);
         const auto world = process_world(options, network, 0);
         try {
@@ -230,9 +230,9 @@ TEST(ProcessFaults, AreNamed) {
         const auto began = std::chrono::steady_clock::now();
         const auto children = run_processes(3, {.provider = provider, .timeout_seconds = 20}, all_reduce_for_ever, {},
                                             [&](const std::vector<pid_t>& pids) {
-                                              while (arrived() < 3) usleep(10'000);
+                                              for (int i = 0; i < 3000 && arrived() < 3; ++i) usleep(10'000);
                                               kill(pids[size_t(victim)], signal);
-                                              usleep(1'700'000);
+                                              usleep(signal == SIGSTOP ? 3'200'000 : 300'000);
                                               kill(pids[size_t(victim)], SIGKILL);
                                             });
         for (int rank = 0; rank < 3; ++rank) {
