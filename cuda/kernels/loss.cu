@@ -12,8 +12,9 @@ constexpr int kBlock = 1024, kEach = 4;
 
 // A block a row: -log softmax(logits)[target] into losses, scale·upstream·(softmax - onehot) into gradient.
 template <class T>
-STRATA_KERNEL row_loss(const float* logits, T* gradient, const int32_t* targets, double* losses, int64_t vocabulary,
-                       int64_t stride, float scale, const double* upstream) {
+STRATA_KERNEL __launch_bounds__(kBlock)
+    row_loss(const float* logits, T* gradient, const int32_t* targets, double* losses, int64_t vocabulary,
+             int64_t stride, float scale, const double* upstream) {
   __shared__ float scratch[32];
   const int64_t row = blockIdx.x;
   const float* x = logits + row * stride;

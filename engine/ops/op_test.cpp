@@ -383,6 +383,60 @@ TEST(Ops, KernelsWithoutGradient) {
 }
 
 // The mask must not depend on how the batch is split: element i of microbatch m is global element m·n + i.
+// Rows longer than a block of threads, and more of them than a block takes at once: beside the CPU's kernels.
+TEST(Ops, LargeShapes) {
+  STRATA_NEEDS_GPU();
+  Threads threads(2);
+  for (int64_t columns : {2056, 5000, 9001}) {
+    std::map<std::string, Values> results;
+    for (const std::string backend : {std::string("cpu"), kBackends.back()}) {
+      Program program;
+      Builder build(program);
+      constexpr int64_t kRows = 300;
+      const TensorId x = build.data("x", {kRows, columns}, DType::f32),
+                     dy = build.data("dy", {kRows, columns}, DType::f32), w = build.data("w", {columns}, DType::f32),
+                     bias = build.data("bias", {columns}, DType::f32),
+                     hidden = build.data("hidden", {3, 8}, DType::f32),
+                     head = build.data("head", {columns, 8}, DType::f32),
+                     targets = build.data("targets", {3}, DType::i32);
+      std::vector<TensorId> outputs;
+      const auto keep = [&](const std::vector<TensorId>& made) {
+        outputs.insert(outputs.end(), made.begin(), made.end());
+      };
+      for (const bool layer : {true, false}) {
+        std::vector<TensorId> in{x, w};
+        if (layer) in.push_back(bias);
+        const auto made = build.emit_all(layer ? "layer_norm" : "rms_norm", in, {{"epsilon", 1e-5}});
+        keep({made[0]});
+        keep(build.emit_all(layer ? "layer_norm_gradient" : "rms_norm_gradient", {dy, x, w, made[1]}, {}));
+      }
+      keep({build.emit("sum_rows", {x})});
+      keep(build.emit_all("lm_head_loss_with_gradient", {hidden, head, targets}, {{"scale", 0.5}}));
+      for (TensorId id : outputs) program[id].step_output = true;
+      const MemoryPlan plan = plan_memory(program, backend, 2);
+      Storage storage(program, plan, {}, {}, test::device_of(backend));
+      Executor executor(program, plan, storage, backend, threads);
+      std::mt19937 random(5);
+      std::normal_distribution<float> normal;
+      for (TensorId id : {x, dy, w, bias, hidden, head})
+        for (int64_t i = 0; i < elements(program[id].shape); ++i)
+          static_cast<float*>(executor.pointer(id))[i] = normal(random);
+      for (int64_t i = 0; i < 3; ++i)
+        static_cast<int32_t*>(executor.pointer(targets))[i] = int32_t(columns / 3 * i + 5);
+      executor.run();
+      for (TensorId id : outputs) {
+        const auto* values = static_cast<const float*>(executor.pointer(id));
+        results[backend].emplace_back(values, values + elements(program[id].shape));
+      }
+    }
+    const Values &expected = results["cpu"], &actual = results[kBackends.back()];
+    for (size_t r = 0; r < expected.size(); ++r)
+      for (size_t i = 0; i < expected[r].size(); ++i)
+        ASSERT_NEAR(actual[r][i], expected[r][i], 2e-4 * (1 + std::abs(expected[r][i])))
+            << columns << ", output " << r << ", " << i;
+  }
+}
+
 TEST(Ops, DropoutMaskIsGlobal) {
   Threads threads(2);
   const auto mask = [&](int64_t n, int microbatch) {
