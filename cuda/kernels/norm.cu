@@ -111,7 +111,7 @@ Launch with_size(int64_t columns, Body&& body) {
   };
   if (columns <= 1 * 256 * kEach) return call(Size<1, 256>{});
   if (columns <= 2 * 256 * kEach) return call(Size<2, 256>{});
-  if (columns <= 4 * 256 * kEach) return call(Size<4, 256>{});
+  if (columns <= 2 * 512 * kEach) return call(Size<2, 512>{});
   return call(Size<4, 512>{});
 }
 
