@@ -18,6 +18,9 @@ Machine& machine();
 // that events do not enforce is sooner or later another. Memory of devices cannot be touched by the host meanwhile.
 void shuffle_streams(uint64_t seed);
 
+// Graphs run since this was asked last.
+int64_t graphs_run();
+
 // Puts work into a stream as a kernel launch would; null: runs it now. `ready` says whether it may begin (for
 // collectives, which wait for other streams); asked under the runtime's lock.
 void enqueue(void* stream, std::function<void()> work, std::function<bool()> ready = {});

@@ -15,6 +15,7 @@
 #include <mutex>
 #include <random>
 #include <set>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -48,6 +49,7 @@ struct StrataEmulatedStream {
 };
 
 struct StrataEmulatedGraph {
+  std::thread::id owner = std::this_thread::get_id();  // who may not call what would wait, while it is captured
   std::vector<Node> nodes;
   std::set<StrataEmulatedStream*> streams;
 };
@@ -62,6 +64,7 @@ struct Runtime {
   std::map<void*, size_t> host_memory;
   std::map<int, size_t> used;
   std::mt19937_64 random{1};
+  int64_t graphs_run = 0;
   cudaError_t last = cudaSuccess;
   bool open = false;  // devices' memory can be touched
 
@@ -115,7 +118,7 @@ struct Runtime {
   }
   bool capturing() const {
     return std::any_of(streams.begin(), streams.end(),
-                       [](const auto* s) { return s->capture && s->device == current; });
+                       [](const auto* s) { return s->capture && s->capture->owner == std::this_thread::get_id(); });
   }
   cudaError_t give(cudaError_t error) {
     if (error != cudaSuccess) last = error;
@@ -157,6 +160,12 @@ void shuffle_streams(uint64_t seed) {
   Runtime& runtime = Runtime::get();
   const std::lock_guard lock(runtime.mutex);
   runtime.random.seed(seed);
+}
+
+int64_t graphs_run() {
+  Runtime& runtime = Runtime::get();
+  const std::lock_guard lock(runtime.mutex);
+  return std::exchange(runtime.graphs_run, 0);
 }
 
 void enqueue(void* stream, std::function<void()> work, std::function<bool()> ready) {
@@ -420,6 +429,7 @@ cudaError_t cudaGraphInstantiate(cudaGraphExec_t* ready, cudaGraph_t graph, unsi
 cudaError_t cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t stream) {
   STRATA_LOCKED();
   if (stream->capture) return runtime.give(cudaErrorStreamCaptureUnsupported);
+  ++runtime.graphs_run;
   const auto run = std::make_shared<GraphRun>(graph->nodes);
   for (size_t i = 0; i < graph->nodes.size(); ++i)  // one piece of work a node, each the next that may run
     stream->queue.push_back({[run, &runtime] {

@@ -58,8 +58,10 @@ void declare(Options& options, DeviceSection& device) {
       .range(-1, 1023);
   options.add("memory", device.memory, "hard limit of the plan; 0: none").non_negative().unit("bytes");
   options.add("threads", device.threads, "threads of the compute stream; 0: one per processor").range(0, 4096);
-  options.add("graphs", device.graphs,
-              "on cuda: run a step that never waits for the host as one graph, which costs less to start than its ops");
+  options.add(
+      "graphs", device.graphs,
+      "on cuda: run a step that never waits for the host as one graph, and of others what lies between two waits; a "
+      "graph costs less to start than its ops");
 }
 
 void declare(Options& options, HostSection& host) {

@@ -46,12 +46,21 @@ struct Executor::Step {
   int event = -1;                 // of the device, recorded after this op; -1: nobody waits for it
   int begun = -1, finished = -1;  // timed events around it, when spans are wanted
   volatile uint64_t* fault = nullptr;
+  int run = -1;         // of ops that this one begins
+  bool inside = false;  // … or is in, further on
+};
+
+// Ops of the compute stream that become one graph: nothing waits for anything between them.
+struct Executor::Run {
+  std::vector<int32_t> ops;
+  int graph = -1;
 };
 
 // Progress of each stream in this step, and the threads of the streams beside compute.
 struct Executor::Streams {
   std::array<std::vector<int32_t>, kStreams> ops;
   int graph = -1;          // the whole step as a graph of the device, once there is one
+  std::vector<Run> runs;   // of a program that waits for the host
   bool has_graph = false;  // the program may become one
   int start = -1;          // event at the start of a step
   int64_t steps = 0;       // run so far
@@ -209,6 +218,7 @@ Executor::Executor(const Program& program, const MemoryPlan& plan, Storage& stor
       if (in_queue(Stream(s)) && !streams_->ops[s].empty())
         if (int& event = steps_[size_t(streams_->ops[s].back())].event; event < 0) event = device_->make_event();
     streams_->start = device_->make_event(true);
+    if (!streams_->has_graph) find_runs();
   }
   for (int s = 1; s < kStreams; ++s)
     if (!streams_->ops[s].empty() && !in_queue(Stream(s)))
@@ -243,6 +253,29 @@ void Executor::find_sent() {
     else if (tensor.role == Role::data && plan_.buffer_of[t] >= 0)
       sent_.push_back({{int32_t(t)}, storage_.transient(Tier::device) + plan_.buffers[plan_.buffer_of[t]].offset});
   }
+}
+
+void Executor::find_runs() {
+  constexpr size_t kShortest = 4;
+  Run run;
+  const auto close = [&] {
+    if (run.ops.size() >= kShortest) {
+      steps_[size_t(run.ops.front())].run = int(streams_->runs.size());
+      for (size_t k = 1; k < run.ops.size(); ++k) steps_[size_t(run.ops[k])].inside = true;
+      streams_->runs.push_back(run);
+    }
+    run.ops.clear();
+  };
+  for (int32_t i : streams_->ops[int(Stream::compute)]) {
+    const Step& step = steps_[size_t(i)];
+    const bool waits = std::any_of(step.waits.begin(), step.waits.end(),
+                                   [](const Wait& wait) { return wait.stream != Stream::compute; });
+    if (waits || (!run.ops.empty() && program_.ops[size_t(run.ops.back())].stage != program_.ops[size_t(i)].stage))
+      close();
+    run.ops.push_back(i);
+    if (step.event >= 0) close();
+  }
+  close();
 }
 
 bool exchanges_in_queue(const Groups& groups) {
@@ -331,20 +364,32 @@ void Executor::run_stream(int stream, const StageHook* hook) {
   }
 }
 
-void Executor::put_into_queue(int32_t index) {
+// An op, or the run that it begins.
+void Executor::put_into_queue(int32_t index, Run* run) {
   Step& step = steps_[index];
   for (const Wait& wait : step.waits)
     if (in_queue(wait.stream) && wait.stream != step.stream)
       device_->wait(step.stream, steps_[size_t(streams_->ops[int(wait.stream)][size_t(wait.count) - 1])].event);
   if (step.begun >= 0) device_->record(step.begun, step.stream);
-  run_op(index);
+  if (!run) {
+    run_op(index);
+  } else {
+    if (run->graph < 0) {
+      device_->begin_capture();
+      for (int32_t i : run->ops) run_op(i);
+      run->graph = device_->end_capture();
+    }
+    device_->run_graph(run->graph);
+  }
   if (step.finished >= 0) device_->record(step.finished, step.stream);
-  if (step.event >= 0) device_->record(step.event, step.stream);
+  const Step& last = run ? steps_[size_t(run->ops.back())] : step;
+  if (last.event >= 0) device_->record(last.event, last.stream);
 }
 
 // Ops of the device in the order of the program; those of the host run on their threads meanwhile.
 void Executor::run_on_device(const StageHook* hook) {
   Streams& streams = *streams_;
+  const bool graphs = graphs_ && streams.steps > 0 && spans_.empty(), by_runs = graphs && !streams.has_graph;
   const auto queue_all = [&] {
     for (const Sent& sent : sent_)
       device_->copy(sent.to, pointer(sent.tensor), program_[sent.tensor].bytes(), Stream::compute);
@@ -354,7 +399,9 @@ void Executor::run_on_device(const StageHook* hook) {
       if (in_queue(Stream(s)) && !streams.ops[s].empty()) device_->wait(Stream(s), streams.start);
     for (int32_t i = 0; i < int32_t(steps_.size()); ++i) {
       Step& step = steps_[size_t(i)];
-      if (!in_queue(step.stream)) continue;
+      if (!in_queue(step.stream) || (by_runs && step.inside)) continue;
+      Run* const run = by_runs && step.run >= 0 ? &streams.runs[size_t(step.run)] : nullptr;
+      const int32_t end = run ? run->ops.back() : i;
       for (const Wait& wait : step.waits) {
         if (in_queue(wait.stream)) continue;
         auto& done = streams.done[int(wait.stream)];
@@ -365,9 +412,9 @@ void Executor::run_on_device(const StageHook* hook) {
       if (streams.failed.load(std::memory_order_acquire)) break;
       const auto& [first, last] = stage_span_[int(program_.ops[size_t(i)].stage)];
       if (hook && i == first) (*hook)(program_.ops[size_t(i)].stage, true);
-      put_into_queue(i);
-      if (hook && i == last) (*hook)(program_.ops[size_t(i)].stage, false);
-      streams.done[int(step.stream)].store(step.position + 1, std::memory_order_release);
+      put_into_queue(i, run);
+      if (hook && end == last) (*hook)(program_.ops[size_t(i)].stage, false);
+      streams.done[int(step.stream)].store(steps_[size_t(end)].position + 1, std::memory_order_release);
       if (!streams.threads.empty()) streams.done[int(step.stream)].notify_all();
     }
     for (int s = 1; s < kStreams; ++s)
@@ -375,11 +422,11 @@ void Executor::run_on_device(const StageHook* hook) {
         device_->wait(Stream::compute, steps_[size_t(streams.ops[s].back())].event);
   };
   try {
-    if (streams.graph >= 0 && spans_.empty()) {
+    if (graphs && streams.graph >= 0) {
       for (int s = 0; hook && s < int(stage_span_.size()); ++s)
         if (stage_span_[size_t(s)].first >= 0) (*hook)(Stage(s), true), (*hook)(Stage(s), false);
       device_->run_graph(streams.graph);
-    } else if (graphs_ && streams.has_graph && streams.steps > 0 && spans_.empty()) {
+    } else if (graphs && streams.has_graph) {
       device_->begin_capture();
       queue_all();
       streams.graph = device_->end_capture();

@@ -38,8 +38,9 @@ class Executor {
   ~Executor();
 
   // On an asynchronous device (the storage's) this thread puts ops into the device's queues in the order of the
-  // program; a program that never waits for the host becomes one graph after its first step. What is watched is looked
-  // at when the step is over, so updates have been made by then.
+  // program; after the first step a program that never waits for the host becomes one graph, and of others the ops of
+  // the compute stream between two waits do. What is watched is looked at when the step is over, so updates have been
+  // made by then.
   //
   // Runs one step and returns when every op is done. The hook is called on this thread before the first and after the
   // last op of each stage on the compute stream. Rethrows what a kernel threw, with the op's name.
@@ -65,15 +66,17 @@ class Executor {
 
  private:
   struct Step;  // one bound op
+  struct Run;
   struct Streams;
   void run_stream(int stream, const StageHook* hook);
   void run_on_device(const StageHook* hook);
-  void put_into_queue(int32_t index);
+  void put_into_queue(int32_t index, Run* run);
   void copy_addends(Step& step, const OpView& view, const std::vector<void*>& outputs, Threads& threads,
                     const std::string& backend);
   void run_op(int32_t index);
   bool in_queue(Stream stream) const;  // of the device
   void find_sent();
+  void find_runs();
   void wait_for_device();
   void read_spans();
   double now() const;
