@@ -40,7 +40,7 @@ int bound_socket(int port) {
 
 // Below the ports that the kernel gives to outgoing connections, which another test may be making just now.
 int free_port() {
-  static int next = 10000 + int(getpid()) % 20000;
+  static int next = 10000 + int(getpid()) % 300 * 64;  // processes that run beside each other take others
   for (;; ++next)
     if (const int socket = bound_socket(next); socket >= 0) {
       close(socket);
@@ -52,9 +52,8 @@ int free_port() {
 std::vector<Child> run_processes(int size, NetworkOptions network, const std::function<void(World&)>& body,
                                  const std::function<void(RendezvousOptions&)>& change = {},
                                  const std::function<void(const std::vector<pid_t>&)>& meanwhile = {}) {
-  const std::string folder =
-      (std::filesystem::temp_directory_path() / ("strata-ranks-" + std::to_string(free_port()))).string();
-  std::filesystem::create_directory(folder);
+  std::string folder = (std::filesystem::temp_directory_path() / "strata-ranks-XXXXXX").string();
+  STRATA_CHECK(mkdtemp(folder.data()));
   const int port = free_port();
   const bool failed_before = testing::Test::HasFailure();
   std::vector<pid_t> pids;

@@ -174,13 +174,16 @@ void check(const Case& c, uint32_t seed, const std::vector<std::string>& backend
     }
 
   // Single precision: 2^-24 a term, sums of up to a few thousand terms of random sign, exp and division at a few ulp.
+  // Norms divide by the spread of a row, which may be next to nothing when it has few columns.
+  const bool few = c.kind.find("norm") != std::string::npos && c.inputs[0].shape.back() < 8;
+  const double tolerance = few ? 1e-3 : 2e-5;
   for (const std::string& backend : backends) {
     const Values got = run(cpu, backend, inputs, cotangent, threads);
     for (size_t r = 0; r < want.size(); ++r) {
       double scale = 1;
       for (double value : want[r]) scale = std::max(scale, std::abs(value));
       for (size_t i = 0; i < want[r].size(); ++i)
-        ASSERT_NEAR(got[r][i], want[r][i], 2e-5 * scale) << backend << ", result " << r << " element " << i;
+        ASSERT_NEAR(got[r][i], want[r][i], tolerance * scale) << backend << ", result " << r << " element " << i;
     }
   }
 
