@@ -224,7 +224,6 @@ TEST(Cuda, SpansAndStallsAreTheDevices) {
     copied |= ops[i].stream == Stream::to_host;
   }
   EXPECT_TRUE(copied);
-  EXPECT_GE(runner.executor->stalls().copies(), 0);
   EXPECT_LT(runner.executor->stalls().total(), finished[Stream::compute]);
 }
 
