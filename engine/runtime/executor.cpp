@@ -2,16 +2,11 @@
 #include "engine/runtime/executor.h"
 
 #include <algorithm>
-#include <array>
-#include <atomic>
-#include <cmath>
 #include <chrono>
+#include <cmath>
 #include <cstring>
-#include <exception>
-#include <mutex>
-#include <thread>
 
-#include "engine/planning/dependencies.h"
+#include "engine/runtime/executor_parts.h"
 #include "strata/device.h"
 
 namespace strata {
@@ -36,58 +31,6 @@ bool finite(const Tensor& tensor, const void* data) {
 }
 
 }  // namespace
-
-struct Executor::Step {
-  Launch launch;
-  std::vector<Wait> waits;
-  std::vector<TensorId> watched;
-  Stream stream;
-  int32_t position = 0;           // among the ops of its stream
-  int event = -1;                 // of the device, recorded after this op; -1: nobody waits for it
-  int begun = -1, finished = -1;  // timed events around it, when spans are wanted
-  volatile uint64_t* fault = nullptr;
-  int run = -1;         // of ops that this one begins
-  bool inside = false;  // … or is in, further on
-};
-
-// Ops of the compute stream that become one graph: nothing waits for anything between them.
-struct Executor::Run {
-  std::vector<int32_t> ops;
-  int graph = -1;
-};
-
-// Progress of each stream in this step, and the threads of the streams beside compute.
-struct Executor::Streams {
-  std::array<std::vector<int32_t>, kStreams> ops;
-  int graph = -1;          // the whole step as a graph of the device, once there is one
-  std::vector<Run> runs;   // of a program that waits for the host
-  bool has_graph = false;  // the program may become one
-  int start = -1;          // event at the start of a step
-  int64_t steps = 0;       // run so far
-  std::array<std::atomic<int32_t>, kStreams> done{};
-  std::atomic<int64_t> started{0};
-  std::atomic<int> running{0};
-  std::atomic<bool> failed{false}, stop{false};
-  std::exception_ptr error;
-  std::mutex error_mutex;
-  std::vector<std::thread> threads;
-  Threads alone{1};  // a team of one has no state: the streams that move bytes share it
-  std::unique_ptr<Threads> host;
-
-  void fail(std::exception_ptr what) {
-    {
-      std::lock_guard lock(error_mutex);
-      if (!error) error = what;
-    }
-    failed = true;
-    for (int s = 0; s < kStreams; ++s) release(s);
-  }
-  // Wakes whoever waits for a stream that will not go on.
-  void release(int stream) {
-    done[stream] = INT32_MAX;
-    done[stream].notify_all();
-  }
-};
 
 void Executor::copy_addends(Step& step, const OpView& view, const std::vector<void*>& outputs, Threads& threads,
                             const std::string& backend) {
@@ -241,64 +184,12 @@ Executor::~Executor() {
   for (std::thread& thread : streams_->threads) thread.join();
 }
 
-void Executor::find_sent() {
-  std::vector<bool> written(program_.tensors.size(), false);
-  for (const Op& op : program_.ops)
-    for (TensorId id : op.outputs) written[size_t(program_.whole(id).value)] = true;
-  for (size_t t = 0; t < program_.tensors.size(); ++t) {
-    const Tensor& tensor = program_.tensors[t];
-    if (written[t]) continue;
-    if (tensor.persistent && storage_.device_copy(tensor.name))
-      sent_.push_back({{int32_t(t)}, storage_.device_copy(tensor.name)});
-    else if (tensor.role == Role::data && plan_.buffer_of[t] >= 0)
-      sent_.push_back({{int32_t(t)}, storage_.transient(Tier::device) + plan_.buffers[plan_.buffer_of[t]].offset});
-  }
-}
-
-void Executor::find_runs() {
-  constexpr size_t kShortest = 4;
-  Run run;
-  const auto close = [&] {
-    if (run.ops.size() >= kShortest) {
-      steps_[size_t(run.ops.front())].run = int(streams_->runs.size());
-      for (size_t k = 1; k < run.ops.size(); ++k) steps_[size_t(run.ops[k])].inside = true;
-      streams_->runs.push_back(run);
-    }
-    run.ops.clear();
-  };
-  for (int32_t i : streams_->ops[int(Stream::compute)]) {
-    const Step& step = steps_[size_t(i)];
-    const bool waits = std::any_of(step.waits.begin(), step.waits.end(),
-                                   [](const Wait& wait) { return wait.stream != Stream::compute; });
-    if (waits || (!run.ops.empty() && program_.ops[size_t(run.ops.back())].stage != program_.ops[size_t(i)].stage))
-      close();
-    run.ops.push_back(i);
-    if (step.event >= 0) close();
-  }
-  close();
-}
-
 bool exchanges_in_queue(const Groups& groups) {
   return std::any_of(groups.begin(), groups.end(), [](const auto& group) { return group.second->asynchronous(); });
 }
 
 bool Executor::in_queue(Stream stream) const {
   return device_ && (on_device(stream) || (stream == Stream::exchange && exchanges_in_queue_));
-}
-
-// Looks after the groups whose operations are under way: one that waits for a rank that is gone would wait for ever.
-void Executor::wait_for_device() {
-  if (exchanges_in_queue_) try {
-      while (!device_->idle()) {
-        for (const auto& [axis, group] : *groups_) group->watch();
-        std::this_thread::sleep_for(std::chrono::microseconds(20));
-      }
-    } catch (...) {
-      for (const auto& [axis, group] : *groups_) group->abort();
-      device_->synchronize();
-      throw;
-    }
-  device_->synchronize();
 }
 
 double Executor::now() const {
@@ -359,82 +250,6 @@ void Executor::run_stream(int stream, const StageHook* hook) {
       streams.done[stream].store(++finished, std::memory_order_release);
       if (!streams.threads.empty()) streams.done[stream].notify_all();
     }
-  } catch (...) {
-    streams.fail(std::current_exception());
-  }
-}
-
-// An op, or the run that it begins.
-void Executor::put_into_queue(int32_t index, Run* run) {
-  Step& step = steps_[index];
-  for (const Wait& wait : step.waits)
-    if (in_queue(wait.stream) && wait.stream != step.stream)
-      device_->wait(step.stream, steps_[size_t(streams_->ops[int(wait.stream)][size_t(wait.count) - 1])].event);
-  if (step.begun >= 0) device_->record(step.begun, step.stream);
-  if (!run) {
-    run_op(index);
-  } else {
-    if (run->graph < 0) {
-      device_->begin_capture();
-      for (int32_t i : run->ops) run_op(i);
-      run->graph = device_->end_capture();
-    }
-    device_->run_graph(run->graph);
-  }
-  if (step.finished >= 0) device_->record(step.finished, step.stream);
-  const Step& last = run ? steps_[size_t(run->ops.back())] : step;
-  if (last.event >= 0) device_->record(last.event, last.stream);
-}
-
-// Ops of the device in the order of the program; those of the host run on their threads meanwhile.
-void Executor::run_on_device(const StageHook* hook) {
-  Streams& streams = *streams_;
-  const bool graphs = graphs_ && streams.steps > 0 && spans_.empty(), by_runs = graphs && !streams.has_graph;
-  const auto queue_all = [&] {
-    for (const Sent& sent : sent_)
-      device_->copy(sent.to, pointer(sent.tensor), program_[sent.tensor].bytes(), Stream::compute);
-    device_->record(streams.start, Stream::compute);
-    device_began_ = now();
-    for (int s = 1; s < kStreams; ++s)
-      if (in_queue(Stream(s)) && !streams.ops[s].empty()) device_->wait(Stream(s), streams.start);
-    for (int32_t i = 0; i < int32_t(steps_.size()); ++i) {
-      Step& step = steps_[size_t(i)];
-      if (!in_queue(step.stream) || (by_runs && step.inside)) continue;
-      Run* const run = by_runs && step.run >= 0 ? &streams.runs[size_t(step.run)] : nullptr;
-      const int32_t end = run ? run->ops.back() : i;
-      for (const Wait& wait : step.waits) {
-        if (in_queue(wait.stream)) continue;
-        auto& done = streams.done[int(wait.stream)];
-        const double start = now();
-        for (int32_t count; (count = done.load(std::memory_order_acquire)) < wait.count;) done.wait(count);
-        stalls_.waited[int(wait.stream)] += now() - start;
-      }
-      if (streams.failed.load(std::memory_order_acquire)) break;
-      const auto& [first, last] = stage_span_[int(program_.ops[size_t(i)].stage)];
-      if (hook && i == first) (*hook)(program_.ops[size_t(i)].stage, true);
-      put_into_queue(i, run);
-      if (hook && end == last) (*hook)(program_.ops[size_t(i)].stage, false);
-      streams.done[int(step.stream)].store(steps_[size_t(end)].position + 1, std::memory_order_release);
-      if (!streams.threads.empty()) streams.done[int(step.stream)].notify_all();
-    }
-    for (int s = 1; s < kStreams; ++s)
-      if (in_queue(Stream(s)) && !streams.ops[s].empty())
-        device_->wait(Stream::compute, steps_[size_t(streams.ops[s].back())].event);
-  };
-  try {
-    if (graphs && streams.graph >= 0) {
-      for (int s = 0; hook && s < int(stage_span_.size()); ++s)
-        if (stage_span_[size_t(s)].first >= 0) (*hook)(Stage(s), true), (*hook)(Stage(s), false);
-      device_->run_graph(streams.graph);
-    } else if (graphs && streams.has_graph) {
-      device_->begin_capture();
-      queue_all();
-      streams.graph = device_->end_capture();
-      device_->run_graph(streams.graph);
-    } else {
-      queue_all();
-    }
-    ++streams.steps;
   } catch (...) {
     streams.fail(std::current_exception());
   }
@@ -510,30 +325,6 @@ void Executor::trace() {
   for (Step& step : steps_)
     if (in_queue(step.stream) && step.begun < 0)
       step.begun = device_->make_event(true), step.finished = device_->make_event(true);
-}
-
-// When the device's ops ran, and what its compute stream waited for between two of them: the stream whose op ended
-// last.
-void Executor::read_spans() {
-  for (size_t i = 0; i < steps_.size(); ++i)
-    if (steps_[i].begun >= 0)
-      spans_[i] = {device_began_ + device_->seconds_between(streams_->start, steps_[i].begun),
-                   device_began_ + device_->seconds_between(streams_->start, steps_[i].finished)};
-  stalls_ = {};
-  double free = device_began_;
-  for (size_t i = 0; i < steps_.size(); ++i) {
-    const Step& step = steps_[i];
-    if (step.stream == Stream::exchange) stalls_.exchanging += spans_[i].finish - spans_[i].start;
-    if (step.stream != Stream::compute) continue;
-    if (program_.ops[i].purpose == Purpose::restore) stalls_.restoring += spans_[i].finish - spans_[i].start;
-    double last = free;
-    for (const Wait& wait : step.waits) {
-      const double end = spans_[size_t(streams_->ops[int(wait.stream)][size_t(wait.count) - 1])].finish;
-      if (end > last) stalls_.waited[int(wait.stream)] += end - last;
-      last = std::max(last, end);
-    }
-    free = spans_[i].finish;
-  }
 }
 
 std::string Executor::first_non_finite() {

@@ -1,0 +1,163 @@
+// The executor on an asynchronous device: what is sent to it, events and graphs, waiting for it, when its ops ran; see
+// executor.h.
+#include <algorithm>
+#include <chrono>
+
+#include "engine/runtime/executor_parts.h"
+#include "strata/device.h"
+
+namespace strata {
+
+void Executor::find_sent() {
+  std::vector<bool> written(program_.tensors.size(), false);
+  for (const Op& op : program_.ops)
+    for (TensorId id : op.outputs) written[size_t(program_.whole(id).value)] = true;
+  for (size_t t = 0; t < program_.tensors.size(); ++t) {
+    const Tensor& tensor = program_.tensors[t];
+    if (written[t]) continue;
+    if (tensor.persistent && storage_.device_copy(tensor.name))
+      sent_.push_back({{int32_t(t)}, storage_.device_copy(tensor.name)});
+    else if (tensor.role == Role::data && plan_.buffer_of[t] >= 0)
+      sent_.push_back({{int32_t(t)}, storage_.transient(Tier::device) + plan_.buffers[plan_.buffer_of[t]].offset});
+  }
+}
+
+void Executor::find_runs() {
+  constexpr size_t kShortest = 4;
+  Run run;
+  const auto close = [&] {
+    if (run.ops.size() >= kShortest) {
+      steps_[size_t(run.ops.front())].run = int(streams_->runs.size());
+      for (size_t k = 1; k < run.ops.size(); ++k) steps_[size_t(run.ops[k])].inside = true;
+      streams_->runs.push_back(run);
+    }
+    run.ops.clear();
+  };
+  for (int32_t i : streams_->ops[int(Stream::compute)]) {
+    const Step& step = steps_[size_t(i)];
+    const bool waits = std::any_of(step.waits.begin(), step.waits.end(),
+                                   [](const Wait& wait) { return wait.stream != Stream::compute; });
+    if (waits || (!run.ops.empty() && program_.ops[size_t(run.ops.back())].stage != program_.ops[size_t(i)].stage))
+      close();
+    run.ops.push_back(i);
+    if (step.event >= 0) close();
+  }
+  close();
+}
+
+// An op, or the run that it begins.
+void Executor::put_into_queue(int32_t index, Run* run) {
+  Step& step = steps_[index];
+  for (const Wait& wait : step.waits)
+    if (in_queue(wait.stream) && wait.stream != step.stream)
+      device_->wait(step.stream, steps_[size_t(streams_->ops[int(wait.stream)][size_t(wait.count) - 1])].event);
+  if (step.begun >= 0) device_->record(step.begun, step.stream);
+  if (!run) {
+    run_op(index);
+  } else {
+    if (run->graph < 0) {
+      device_->begin_capture();
+      for (int32_t i : run->ops) run_op(i);
+      run->graph = device_->end_capture();
+    }
+    device_->run_graph(run->graph);
+  }
+  if (step.finished >= 0) device_->record(step.finished, step.stream);
+  const Step& last = run ? steps_[size_t(run->ops.back())] : step;
+  if (last.event >= 0) device_->record(last.event, last.stream);
+}
+
+// Ops of the device in the order of the program; those of the host run on their threads meanwhile.
+void Executor::run_on_device(const StageHook* hook) {
+  Streams& streams = *streams_;
+  const bool graphs = graphs_ && streams.steps > 0 && spans_.empty(), by_runs = graphs && !streams.has_graph;
+  const auto queue_all = [&] {
+    for (const Sent& sent : sent_)
+      device_->copy(sent.to, pointer(sent.tensor), program_[sent.tensor].bytes(), Stream::compute);
+    device_->record(streams.start, Stream::compute);
+    device_began_ = now();
+    for (int s = 1; s < kStreams; ++s)
+      if (in_queue(Stream(s)) && !streams.ops[s].empty()) device_->wait(Stream(s), streams.start);
+    for (int32_t i = 0; i < int32_t(steps_.size()); ++i) {
+      Step& step = steps_[size_t(i)];
+      if (!in_queue(step.stream) || (by_runs && step.inside)) continue;
+      Run* const run = by_runs && step.run >= 0 ? &streams.runs[size_t(step.run)] : nullptr;
+      const int32_t end = run ? run->ops.back() : i;
+      for (const Wait& wait : step.waits) {
+        if (in_queue(wait.stream)) continue;
+        auto& done = streams.done[int(wait.stream)];
+        const double start = now();
+        for (int32_t count; (count = done.load(std::memory_order_acquire)) < wait.count;) done.wait(count);
+        stalls_.waited[int(wait.stream)] += now() - start;
+      }
+      if (streams.failed.load(std::memory_order_acquire)) break;
+      const auto& [first, last] = stage_span_[int(program_.ops[size_t(i)].stage)];
+      if (hook && i == first) (*hook)(program_.ops[size_t(i)].stage, true);
+      put_into_queue(i, run);
+      if (hook && end == last) (*hook)(program_.ops[size_t(i)].stage, false);
+      streams.done[int(step.stream)].store(steps_[size_t(end)].position + 1, std::memory_order_release);
+      if (!streams.threads.empty()) streams.done[int(step.stream)].notify_all();
+    }
+    for (int s = 1; s < kStreams; ++s)
+      if (in_queue(Stream(s)) && !streams.ops[s].empty())
+        device_->wait(Stream::compute, steps_[size_t(streams.ops[s].back())].event);
+  };
+  try {
+    if (graphs && streams.graph >= 0) {
+      for (int s = 0; hook && s < int(stage_span_.size()); ++s)
+        if (stage_span_[size_t(s)].first >= 0) (*hook)(Stage(s), true), (*hook)(Stage(s), false);
+      device_->run_graph(streams.graph);
+    } else if (graphs && streams.has_graph) {
+      device_->begin_capture();
+      queue_all();
+      streams.graph = device_->end_capture();
+      device_->run_graph(streams.graph);
+    } else {
+      queue_all();
+    }
+    ++streams.steps;
+  } catch (...) {
+    streams.fail(std::current_exception());
+  }
+}
+
+// Looks after the groups whose operations are under way: one that waits for a rank that is gone would wait for ever.
+void Executor::wait_for_device() {
+  if (exchanges_in_queue_) try {
+      while (!device_->idle()) {
+        for (const auto& [axis, group] : *groups_) group->watch();
+        std::this_thread::sleep_for(std::chrono::microseconds(20));
+      }
+    } catch (...) {
+      for (const auto& [axis, group] : *groups_) group->abort();
+      device_->synchronize();
+      throw;
+    }
+  device_->synchronize();
+}
+
+// When the device's ops ran, and what its compute stream waited for between two of them: the stream whose op ended
+// last.
+void Executor::read_spans() {
+  for (size_t i = 0; i < steps_.size(); ++i)
+    if (steps_[i].begun >= 0)
+      spans_[i] = {device_began_ + device_->seconds_between(streams_->start, steps_[i].begun),
+                   device_began_ + device_->seconds_between(streams_->start, steps_[i].finished)};
+  stalls_ = {};
+  double free = device_began_;
+  for (size_t i = 0; i < steps_.size(); ++i) {
+    const Step& step = steps_[i];
+    if (step.stream == Stream::exchange) stalls_.exchanging += spans_[i].finish - spans_[i].start;
+    if (step.stream != Stream::compute) continue;
+    if (program_.ops[i].purpose == Purpose::restore) stalls_.restoring += spans_[i].finish - spans_[i].start;
+    double last = free;
+    for (const Wait& wait : step.waits) {
+      const double end = spans_[size_t(streams_->ops[int(wait.stream)][size_t(wait.count) - 1])].finish;
+      if (end > last) stalls_.waited[int(wait.stream)] += end - last;
+      last = std::max(last, end);
+    }
+    free = spans_[i].finish;
+  }
+}
+
+}  // namespace strata

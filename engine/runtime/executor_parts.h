@@ -1,0 +1,67 @@
+// What an executor is made of: bound ops and the progress of streams. For executor.cpp, which runs streams on threads,
+// and executor_device.cpp, which puts them into a device's queues.
+#pragma once
+#include <array>
+#include <atomic>
+#include <exception>
+#include <mutex>
+#include <thread>
+
+#include "engine/planning/dependencies.h"
+#include "engine/runtime/executor.h"
+
+namespace strata {
+
+struct Executor::Step {
+  Launch launch;
+  std::vector<Wait> waits;
+  std::vector<TensorId> watched;
+  Stream stream;
+  int32_t position = 0;           // among the ops of its stream
+  int event = -1;                 // of the device, recorded after this op; -1: nobody waits for it
+  int begun = -1, finished = -1;  // timed events around it, when spans are wanted
+  volatile uint64_t* fault = nullptr;
+  int run = -1;         // of ops that this one begins
+  bool inside = false;  // … or is in, further on
+};
+
+// Ops of the compute stream that become one graph: nothing waits for anything between them.
+struct Executor::Run {
+  std::vector<int32_t> ops;
+  int graph = -1;
+};
+
+// Progress of each stream in this step, and the threads of the streams beside compute.
+struct Executor::Streams {
+  std::array<std::vector<int32_t>, kStreams> ops;
+  int graph = -1;          // the whole step as a graph of the device, once there is one
+  std::vector<Run> runs;   // of a program that waits for the host
+  bool has_graph = false;  // the program may become one
+  int start = -1;          // event at the start of a step
+  int64_t steps = 0;       // run so far
+  std::array<std::atomic<int32_t>, kStreams> done{};
+  std::atomic<int64_t> started{0};
+  std::atomic<int> running{0};
+  std::atomic<bool> failed{false}, stop{false};
+  std::exception_ptr error;
+  std::mutex error_mutex;
+  std::vector<std::thread> threads;
+  Threads alone{1};  // a team of one has no state: the streams that move bytes share it
+  std::unique_ptr<Threads> host;
+
+  void fail(std::exception_ptr what) {
+    {
+      std::lock_guard lock(error_mutex);
+      if (!error) error = what;
+    }
+    failed = true;
+    for (int s = 0; s < kStreams; ++s) release(s);
+  }
+  // Wakes whoever waits for a stream that will not go on.
+  void release(int stream) {
+    done[stream] = INT32_MAX;
+    done[stream].notify_all();
+  }
+};
+
+}  // namespace strata
