@@ -81,6 +81,12 @@ class Fabric final : public Communicator {
   }
   ~Fabric() override {
     if (info_) fi_freeinfo(info_);
+    // Of an operation that failed messages are on their way. Closing would still receive them, into memory that may be
+    // another's by now, and libfabric crashes when a connection closes while others are at work (seen in 1.17). Only a
+    // process that ends has such a group: what is open stays so till then, and moves nothing as nobody calls it.
+    if (ended_)
+      endpoint_.value = nullptr, completions_.value = nullptr, addresses_.value = nullptr, domain_.value = nullptr,
+      fabric_.value = nullptr;
   }
 
   int rank() const override { return rank_; }
@@ -160,9 +166,9 @@ class Fabric final : public Communicator {
     bool receives;
   };
 
-  void must(int64_t code, const char* call) const {
+  void must(int64_t code, const char* call) {
     if (code < 0)
-      throw Error(std::string("libfabric: ") + call + ": " + fi_strerror(int(-code)) + ".", ExitCode::failed);
+      end(Error(std::string("libfabric: ") + call + ": " + fi_strerror(int(-code)) + ".", ExitCode::failed));
   }
 
   void open() {
@@ -204,11 +210,16 @@ class Fabric final : public Communicator {
 
   std::string name_of(int r) const { return std::to_string(options_.ranks[size_t(r)]); }
   void begin(const char* operation) {
+    STRATA_CHECK(!ended_);
     ++count_;
     ++operations_;
     operation_ = operation;
   }
-  [[noreturn]] void fail(const std::string& what) const { throw Error(where() + what + ".", ExitCode::failed); }
+  [[noreturn]] void end(const Error& error) {
+    ended_ = true;
+    throw error;
+  }
+  [[noreturn]] void fail(const std::string& what) { end(Error(where() + what + ".", ExitCode::failed)); }
   std::string where() const {
     return operation_ + " over \"" + options_.name + "\" (operation " + std::to_string(operations_) + "): ";
   }
@@ -235,6 +246,7 @@ class Fabric final : public Communicator {
     context->slot = slot, context->peer = peer, context->receives = receives;
     // The sender is part of the tag: messages of a pair keep their order.
     const uint64_t full = tag | uint64_t(receives ? peer : rank_);
+    const auto began = std::chrono::steady_clock::now();
     for (;;) {
       const int64_t code = receives ? fi_trecv(endpoint_.value, data, size_t(bytes), nullptr, peers_[size_t(peer)],
                                                full, 0, &context->for_provider)
@@ -242,7 +254,7 @@ class Fabric final : public Communicator {
                                                full, &context->for_provider);
       if (code == 0) break;
       if (code != -FI_EAGAIN) lost(name_of(peer), int(-code));
-      take_completions(0);
+      if (!take_completions(0)) give_up(began);
     }
     ++pending_[slot];
     if (!receives) bytes_sent_ += bytes;
@@ -252,7 +264,7 @@ class Fabric final : public Communicator {
   [[noreturn]] void lost(const std::string& peer, int error) {
     for (int i = 0; i < 100 && !abort_.raised.load(std::memory_order_acquire); ++i)
       std::this_thread::sleep_for(std::chrono::milliseconds(10));
-    if (abort_.raised.load(std::memory_order_acquire)) throw ended_by(abort_.text, where());
+    if (abort_.raised.load(std::memory_order_acquire)) end(ended_by(abort_.text, where()));
     fail("rank " + peer + " is gone: " + fi_strerror(error));
   }
 
@@ -277,15 +289,18 @@ class Fabric final : public Communicator {
     return count > 0;
   }
 
+  // Throws when the world has ended, or nobody came in time.
+  void give_up(std::chrono::steady_clock::time_point began) {
+    if (abort_.raised.load(std::memory_order_acquire)) end(ended_by(abort_.text, where()));
+    if (std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count() > options_.timeout_seconds)
+      fail("another rank did not come within " + std::to_string(int(options_.timeout_seconds)) + " s");
+  }
+
   void wait(int slot) {
     for (int i = 0; i < kSpins && pending_[slot] > 0; ++i) take_completions(0);
     const auto began = std::chrono::steady_clock::now();
-    while (pending_[slot] > 0) {
-      if (take_completions(20)) continue;
-      if (abort_.raised.load(std::memory_order_acquire)) throw ended_by(abort_.text, where());
-      if (std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count() > options_.timeout_seconds)
-        fail("another rank did not come within " + std::to_string(int(options_.timeout_seconds)) + " s");
-    }
+    while (pending_[slot] > 0)
+      if (!take_completions(20)) give_up(began);
   }
 
   uint64_t tag() const { return (uint64_t(count_) << 16) & ~kPairTag; }
@@ -447,7 +462,6 @@ class Fabric final : public Communicator {
   Handle<fid_domain> domain_;
   Handle<fid_av> addresses_;
   Handle<fid_cq> completions_;
-  Handle<fid_ep> endpoint_;  // closed first
   std::vector<fi_addr_t> peers_;
   std::deque<Context> contexts_;
   std::vector<Context*> free_;
@@ -455,6 +469,8 @@ class Fabric final : public Communicator {
   std::vector<std::byte> staging_[2];  // for each rank a chunk to send and one to receive
   std::vector<const std::byte*> inputs_;
   std::vector<std::byte> work_;  // of the steps of pairs
+  bool ended_ = false;
+  Handle<fid_ep> endpoint_;  // closed first
   int64_t count_ = 0, operations_ = 0;
   std::string operation_;
 };

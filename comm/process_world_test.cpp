@@ -247,6 +247,48 @@ TEST(ProcessFaults, AreNamed) {
   EXPECT_EQ(std::system("ls /dev/shm | grep -q strata"), 256);  // nothing left
 }
 
+// What comes after an operation has failed is not written to its memory, which may be another's by then.
+TEST(ProcessFaults, LateBytesGoNowhere) {
+  for (int repeat = 0; repeat < 12; ++repeat) {
+    arrived() = 0;
+    const auto children = run_processes(
+        3, {.provider = "tcp", .timeout_seconds = 20},
+        [](World& world) {
+          auto group = world.group("data", everybody(3));
+          std::vector<std::byte> memory(3 << 23);
+          std::vector<Pieces> parts;
+          for (int r = 0; r < 3; ++r) parts.push_back({{memory.data() + (r << 23), 1 << 23}});
+          try {
+            for (int i = 0;; ++i) {
+              group->all_gather(parts);
+              if (i == 0) ++arrived();
+            }
+          } catch (const Error&) {
+            std::fill(memory.begin(), memory.end(), std::byte(7));
+            group.reset();
+            EXPECT_EQ(std::count(memory.begin(), memory.end(), std::byte(7)), std::ssize(memory));
+            throw;
+          }
+        },
+        {},
+        [&](const std::vector<pid_t>& pids) {
+          for (int i = 0; i < 3000 && arrived() < 3; ++i) usleep(10'000);
+          usleep(10'000);
+          kill(pids[1], SIGSTOP);  // what rank 2 sends it waits at its door
+          usleep(1000 * repeat);
+          kill(pids[2], SIGSTOP);
+          kill(pids[0], SIGKILL);
+          kill(pids[1], SIGCONT);
+          usleep(20'000);
+          kill(pids[2], SIGCONT);
+        });
+    for (int rank : {1, 2}) {
+      EXPECT_EQ(children[size_t(rank)].code, 1) << rank;
+      EXPECT_NE(children[size_t(rank)].text.find("rank 0 is gone"), std::string::npos) << children[size_t(rank)].text;
+    }
+  }
+}
+
 TEST(ProcessFaults, WhoDoesNotComeIsNamed) {
   const auto children = run_processes(
       3, {}, [](World&) {},
