@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "cuda/direct_storage.h"
 #include "cuda/nccl.h"
 #include "strata/error.h"
 
@@ -107,6 +108,10 @@ class CudaDevice final : public Device {
   void copy(void* to, const void* from, int64_t bytes, Stream stream) override {
     must(cudaMemcpyAsync(to, from, size_t(bytes), cudaMemcpyDefault, streams_[size_t(stream)]),
          "cannot copy to or from the CUDA device");
+  }
+
+  std::unique_ptr<DeviceFile> open_file(int file, void* memory, int64_t bytes) override {
+    return open_direct(index_, file, memory, bytes);
   }
 
   void* queue(Stream stream) override { return streams_[size_t(stream)]; }

@@ -7,11 +7,15 @@
 
 #include <algorithm>
 #include <array>
+#include <cstring>
 #include <limits>
 #include <map>
 #include <mutex>
+#include <span>
 #include <string>
 
+#include "cuda/choices.h"
+#include "engine/runtime/cache_path.h"
 #include "strata/error.h"
 
 namespace strata::cuda {
@@ -28,6 +32,7 @@ struct Library {
   decltype(&cublasLtMatmulPreferenceCreate) prefer;
   decltype(&cublasLtMatmulPreferenceSetAttribute) set_preference;
   decltype(&cublasLtMatmulAlgoGetHeuristic) heuristic;
+  decltype(&cublasLtGetVersion) version;
   cublasLtHandle_t handle = nullptr;
 
   Library() {
@@ -50,6 +55,7 @@ struct Library {
     find(prefer, "cublasLtMatmulPreferenceCreate");
     find(set_preference, "cublasLtMatmulPreferenceSetAttribute");
     find(heuristic, "cublasLtMatmulAlgoGetHeuristic");
+    find(version, "cublasLtGetVersion");
     must(create(&handle), "cublasLtCreate");
   }
   static void must(cublasStatus_t status, const char* what) {
@@ -67,10 +73,36 @@ cudaDataType_t type_of(DType dtype) {
   return dtype == DType::f32 ? CUDA_R_32F : dtype == DType::bf16 ? CUDA_R_16BF : CUDA_R_16F;
 }
 
-// Bytes that an address is a multiple of, up to the 256 that cuBLASLt would otherwise take for granted.
+// Bytes that an address is a multiple of, up to those of one access: what is beyond depends on the plan, and another
+// plan of the same run is to take the same algorithm. (cuBLASLt would take 256 for granted.)
 uint32_t alignment_of(const void* memory) {
   const auto address = reinterpret_cast<uintptr_t>(memory);
-  return address == 0 ? 256 : uint32_t(std::min<uintptr_t>(256, address & -address));
+  return address == 0 ? 16 : uint32_t(std::min<uintptr_t>(16, address & -address));
+}
+constexpr int kOperands = 4;  // in cuBLAS's order: first, second, result, and bias or x
+using Alignment = std::array<uint32_t, kOperands>;
+
+constexpr const char* kNone = "none";
+std::string bytes_of(const cublasLtMatmulAlgo_t& one) { return {reinterpret_cast<const char*>(&one), sizeof one}; }
+
+// What a choice depends on, in words.
+std::string key_of(const GemmShape& s, const Alignment& alignment) {
+  int device = 0;
+  cudaDeviceProp properties;
+  if (cudaGetDevice(&device) != cudaSuccess || cudaGetDeviceProperties(&properties, device) != cudaSuccess)
+    throw Error("cudaGetDeviceProperties failed.", ExitCode::failed);
+  std::string text = std::string(properties.name) + ", cuBLASLt " + std::to_string(library().version()) + ", " +
+                     std::string(name_of(s.in)) + " to " + std::string(name_of(s.out));
+  for (const int64_t size : {s.m, s.n, s.k, s.lda, s.ldb, s.ldc}) text += " " + std::to_string(size);
+  for (const auto& [flag, name] : {std::pair(s.transpose_a, " a'"),
+                                   {s.transpose_b, " b'"},
+                                   {s.bias, " bias"},
+                                   {s.accumulate, " accumulate"},
+                                   {s.gelu_gradient, " gelu'"}})
+    if (flag) text += name;
+  text += ", aligned";
+  for (const uint32_t bytes : alignment) text += " " + std::to_string(bytes);
+  return text;
 }
 
 }  // namespace
@@ -81,24 +113,52 @@ struct Gemm::Plan {
   cublasLtMatrixLayout_t a = nullptr, b = nullptr, c = nullptr;
   cublasLtMatmulAlgo_t algorithm;
 
-  cublasStatus_t run(const GemmShape& s, const cublasLtMatmulAlgo_t& with, const void* A, const void* B,
-                     const void* bias, void* C, void* workspace, void* queue) const {
+  cublasStatus_t run(const GemmShape& s, const cublasLtMatmulAlgo_t& with, const GemmMemory& at, void* queue) const {
     const float alpha = 1, beta = s.accumulate ? 1 : 0;
-    if (s.bias) library().set(what, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias, sizeof bias);
-    return library().matmul(library().handle, what, &alpha, B, b, A, a, &beta, C, c, C, c, &with, workspace, kWorkspace,
-                            static_cast<cudaStream_t>(queue));
+    if (s.bias) library().set(what, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &at.bias, sizeof at.bias);
+    if (s.gelu_gradient) library().set(what, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &at.x, sizeof at.x);
+    return library().matmul(library().handle, what, &alpha, at.B, b, at.A, a, &beta, at.C, c, at.C, c, &with,
+                            at.workspace, kWorkspace, static_cast<cudaStream_t>(queue));
+  }
+
+  // Of the candidates the fastest of two runs each after one, on the memory they will run on; nothing lies there yet.
+  // As bytes: an algorithm is plain data that the same version of the library takes again. kNone where none runs.
+  std::string fastest(const GemmShape& shape, std::span<const cublasLtMatmulHeuristicResult_t> candidates,
+                      const GemmMemory& memory) const {
+    cudaEvent_t start, stop;
+    cudaEventCreate(&start);
+    cudaEventCreate(&stop);
+    float best = std::numeric_limits<float>::infinity();
+    std::string chosen = kNone;
+    for (const auto& candidate : candidates)
+      for (int round = 0; round < 3; ++round) {
+        cudaEventRecord(start, nullptr);
+        const cublasStatus_t status = run(shape, candidate.algo, memory, nullptr);
+        cudaEventRecord(stop, nullptr);
+        cudaEventSynchronize(stop);
+        float milliseconds = 0;
+        cudaEventElapsedTime(&milliseconds, start, stop);
+        if (status == CUBLAS_STATUS_SUCCESS && round > 0 && milliseconds < best) {
+          best = milliseconds;
+          chosen = bytes_of(candidate.algo);
+        }
+      }
+    cudaEventDestroy(start);
+    cudaEventDestroy(stop);
+    return chosen;
   }
 };
 
-Gemm::Gemm(const GemmShape& shape, const void* A, const void* B, const void* bias, void* C, void* workspace)
-    : shape_(shape) {
+Gemm::Gemm(const GemmShape& shape, const GemmMemory& memory) : shape_(shape) {
+  if (shape.gelu_gradient && shape.ldc % 8 != 0) return;  // x's stride is to be a multiple of 8
   static std::mutex mutex;
-  static auto& known = *new std::map<std::pair<GemmShape, std::array<uint32_t, 4>>, std::shared_ptr<const Plan>>;
+  static auto& found = *new std::map<std::pair<GemmShape, Alignment>, std::shared_ptr<const Plan>>;
+  static const Choices& choices = *new Choices(cache_path("products"));
   const std::lock_guard lock(mutex);
-  const std::array<uint32_t, 4> alignment{alignment_of(B), alignment_of(A), alignment_of(C), alignment_of(bias)};
-  auto& found = known[{shape, alignment}];
-  if (found) {
-    plan_ = found;
+  const Alignment alignment{alignment_of(memory.B), alignment_of(memory.A), alignment_of(memory.C),
+                            alignment_of(shape.gelu_gradient ? memory.x : memory.bias)};
+  if (const auto before = found.find({shape, alignment}); before != found.end()) {
+    plan_ = before->second;
     return;
   }
   const Library& lib = library();
@@ -114,7 +174,13 @@ Gemm::Gemm(const GemmShape& shape, const void* A, const void* B, const void* bia
     const cudaDataType_t type = type_of(shape.in);
     must(lib.set(plan->what, CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue, sizeof epilogue), "setting the epilogue");
     must(lib.set(plan->what, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, &type, sizeof type), "setting the bias");
-    must(lib.set(plan->what, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias, sizeof bias), "setting the bias");
+    must(lib.set(plan->what, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &memory.bias, sizeof memory.bias), "setting the bias");
+  }
+  if (shape.gelu_gradient) {
+    const cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_DGELU;
+    must(lib.set(plan->what, CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue, sizeof epilogue), "setting the epilogue");
+    must(lib.set(plan->what, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, &shape.ldc, sizeof shape.ldc), "GELU's stride");
+    must(lib.set(plan->what, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &memory.x, sizeof memory.x), "GELU's input");
   }
   const auto layout = [&](cublasLtMatrixLayout_t& to, DType type, int64_t rows, int64_t columns, int64_t stride) {
     must(lib.layout(&to, type_of(type), uint64_t(columns), uint64_t(rows), stride), "cublasLtMatrixLayoutCreate");
@@ -135,43 +201,31 @@ Gemm::Gemm(const GemmShape& shape, const void* A, const void* B, const void* bia
          "the alignment");
   cublasLtMatmulHeuristicResult_t candidates[kCandidates];
   int count = 0;
-  must(lib.heuristic(lib.handle, plan->what, plan->b, plan->a, plan->c, plan->c, preference, kCandidates, candidates,
-                     &count),
-       "cublasLtMatmulAlgoGetHeuristic");
-  if (count == 0)
-    throw Error("cuBLASLt knows no way to multiply " + std::to_string(shape.m) + " x " + std::to_string(shape.k) +
-                    " by " + std::to_string(shape.k) + " x " + std::to_string(shape.n) + " here.",
+  const cublasStatus_t status = lib.heuristic(lib.handle, plan->what, plan->b, plan->a, plan->c, plan->c, preference,
+                                              kCandidates, candidates, &count);
+  if (status != CUBLAS_STATUS_NOT_SUPPORTED) must(status, "cublasLtMatmulAlgoGetHeuristic");
+  std::string chosen = kNone;
+  if (status == CUBLAS_STATUS_SUCCESS && count > 0)
+    chosen = choices.get(
+        key_of(shape, alignment), [&] { return plan->fastest(shape, std::span(candidates, size_t(count)), memory); },
+        [&] { return bytes_of(candidates[0].algo); });
+  if (chosen.size() == sizeof plan->algorithm)
+    std::memcpy(&plan->algorithm, chosen.data(), chosen.size());
+  else if (shape.gelu_gradient)
+    plan = nullptr;
+  else
+    throw Error("cuBLASLt has no algorithm that multiplies " + std::to_string(shape.m) + " x " +
+                    std::to_string(shape.k) + " by " + std::to_string(shape.k) + " x " + std::to_string(shape.n) +
+                    " here.",
                 ExitCode::failed);
-  // The fastest of three runs each, on the memory they will run on; nothing lies there yet.
-  cudaEvent_t start, stop;
-  cudaEventCreate(&start);
-  cudaEventCreate(&stop);
-  float best = std::numeric_limits<float>::infinity();
-  for (int i = 0; i < count; ++i)
-    for (int round = 0; round < 3; ++round) {
-      cudaEventRecord(start, nullptr);
-      const cublasStatus_t status = plan->run(shape, candidates[i].algo, A, B, bias, C, workspace, nullptr);
-      cudaEventRecord(stop, nullptr);
-      cudaEventSynchronize(stop);
-      float milliseconds = 0;
-      cudaEventElapsedTime(&milliseconds, start, stop);
-      if (status == CUBLAS_STATUS_SUCCESS && (i == 0 || round > 0) && milliseconds < best) {
-        best = milliseconds;
-        plan->algorithm = candidates[i].algo;
-      }
-    }
-  cudaEventDestroy(start);
-  cudaEventDestroy(stop);
-  if (best == std::numeric_limits<float>::infinity())
-    throw Error("none of cuBLASLt's algorithms runs for a product of this shape.", ExitCode::failed);
-  plan_ = found = plan;
+  plan_ = found[{shape, alignment}] = plan;
 }
 
 Gemm::~Gemm() = default;
 int64_t Gemm::workspace() { return kWorkspace; }
 
-void Gemm::run(const void* A, const void* B, const void* bias, void* C, void* workspace, void* queue) const {
-  Library::must(plan_->run(shape_, plan_->algorithm, A, B, bias, C, workspace, queue), "cublasLtMatmul");
+void Gemm::run(const GemmMemory& memory, void* queue) const {
+  Library::must(plan_->run(shape_, plan_->algorithm, memory, queue), "cublasLtMatmul");
 }
 
 }  // namespace strata::cuda

@@ -43,6 +43,7 @@ class NvmeStore {
   Channel channel() const;  // throws Error (failed) when the kernel refuses a further ring
   int64_t bytes() const { return options_.bytes; }
   bool direct() const { return direct_; }  // false: through the page cache
+  int file() const { return file_; }
   // What is slower here than it should be and why, in sentences; empty when all is well.
   const std::string& note() const { return note_; }
 

@@ -71,6 +71,16 @@ PY
 "$strata" train config.toml --set run.directory=offloaded --set plugins.mixed_precision.dtype=bf16 --set plugins.offload.optimizer=host \
   --set plugins.offload.activations=nvme --set plugins.offload.directory=. --set plugins.offload.minimum=0 >out 2>&1 || fail "offload: $(cat out)"
 grep -q "waiting for NVMe" out || fail "offload shows no stalls: $(cat out)"
+# The device's own way to the disk: the same bits, without the host memory that staging takes.
+for direct in false true; do
+  away=(config.toml --set run.directory=direct_$direct --set device.direct_storage=$direct --set plugins.offload.parameters=nvme
+    --set plugins.offload.activations=nvme --set plugins.offload.directory=. --set plugins.offload.minimum=0)
+  "$strata" plan "${away[@]}" >plan_$direct 2>&1 || fail "plan, direct storage $direct: $(cat plan_$direct)"
+  "$strata" train "${away[@]}" >out 2>&1 || fail "direct storage $direct: $(cat out)"
+  losses direct_$direct/log.jsonl | cmp - cuda || fail "losses with direct storage $direct differ"
+done
+grep -q "host memory at the peak" plan_false || fail "staging takes no host memory: $(cat plan_false)"
+! grep -q "host memory at the peak" plan_true || fail "direct storage takes host memory: $(cat plan_true)"
 
 # What kinds of ops take.
 "$strata" bench kernels config.toml --json kernels.json >out 2>&1 || fail "bench kernels: $(cat out)"
@@ -93,6 +103,8 @@ status=0
 grep -q "device.memory = 8.00 GiB, but emulated H100" out || fail "memory: $(cat out)"
 "$strata" train config.toml --set run.directory=wrong --set device.backend=cpu --set 'network.provider="nccl"' >out 2>&1 && fail "nccl on cpu was accepted"
 grep -q "exchanges between CUDA devices, but device.backend" out || fail "nccl: $(cat out)"
+"$strata" train config.toml --set run.directory=wrong --set device.backend=cpu --set device.direct_storage=true >out 2>&1 && fail "direct storage on cpu was accepted"
+grep -q "device.direct_storage is a CUDA device's, but device.backend = \"cpu\"; leave it out." out || fail "direct storage on cpu: $(cat out)"
 [[ ! -e wrong ]] || fail "wrong usage left something behind"
 
 # The script that measures on a GPU, on a tiny model.
@@ -102,6 +114,6 @@ import json
 sections = {s["title"]: s.get("figures") for s in json.load(open("gpu-report/report.json"))["sections"]}
 assert sections["Kernels"]["tiny"]["kernels"] and sections["Launch overhead"]["true"]["seconds"] > 0
 assert sections["Training speed"]["tiny"]["strata"]["tokens_per_second"] > 0
-assert len(sections["Offload"]) == 3 and all("tokens_per_second" in run for run in sections["Offload"].values()), sections["Offload"]
+assert len(sections["Offload"]) == 5 and all("tokens_per_second" in run for run in sections["Offload"].values()), sections["Offload"]
 PY
 finish cuda_command

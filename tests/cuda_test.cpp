@@ -5,6 +5,11 @@
 #include "tests/backends.h"
 #include "tests/harness.h"
 #if defined(STRATA_EMULATED_CUDA)
+#include <filesystem>
+#include <fstream>
+#include <thread>
+
+#include "cuda/choices.h"
 #include "cuda/emulated/machine.h"
 #endif
 
@@ -249,6 +254,41 @@ std::string refusal(cuda::Machine machine, int index = 0) {
   return text;
 }
 
+// What was measured once is taken from then on: by this process, by others, after a damaged line, and never in parts.
+TEST(Cuda, ChoicesAreKept) {
+  std::string folder = (std::filesystem::temp_directory_path() / "strata-choices-XXXXXX").string();
+  ASSERT_TRUE(mkdtemp(folder.data()));
+  const std::string path = folder + "/sub/products", bytes("\0\xff\n 1", 5);
+  int measured = 0;
+  const auto get = [&](const std::string& file, const std::string& key, const std::string& found) {
+    return cuda::Choices(file).get(
+        key, [&] { return ++measured, found; }, [] { return std::string("first"); });
+  };
+  EXPECT_EQ(get(path, "a product", bytes), bytes);
+  EXPECT_EQ(get(path, "a product", "another"), bytes);
+  EXPECT_EQ(get(path, "a product, aligned", "another"), "another");
+  EXPECT_EQ(measured, 2);
+  std::ofstream(path, std::ios::app) << "zz broken\n0a cut";  // without its end
+  EXPECT_EQ(get(path, "broken", "new"), "new");
+  EXPECT_EQ(get(path, "broken", "newer"), "new");
+  EXPECT_EQ(get(path, "cut", "whole"), "\n");  // the next line ended it
+  EXPECT_EQ(get(path, "a product", "another"), bytes);
+  measured = 0;
+  EXPECT_EQ(get("", "a product", bytes), "first");
+  EXPECT_EQ(get(path + "/no folder", "a product", bytes), "first");
+  EXPECT_EQ(measured, 0);
+  std::vector<std::thread> threads;
+  std::vector<std::string> results(8);
+  for (size_t i = 0; i < results.size(); ++i)
+    threads.emplace_back([&, i] {
+      results[i] = cuda::Choices(path).get(
+          "at once", [&] { return std::to_string(i); }, [] { return std::string(); });
+    });
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(std::count(results.begin(), results.end(), results[0]), 8);
+  std::filesystem::remove_all(folder);
+}
+
 TEST(Cuda, RefusalsSayWhatToDo) {
   const auto expect = [](const std::string& text, const std::string& part) {
     EXPECT_NE(text.find(part), std::string::npos) << text;
@@ -266,6 +306,18 @@ TEST(Cuda, RefusalsSayWhatToDo) {
     expect(error.what(), "the plan needs 64.00 GiB of memory of emulated H100");
     expect(error.what(), "is free; lower device.memory");
   }
+  cuda::machine().direct_storage = false;
+  void* const memory = device.allocate(Tier::device, 4096);
+  try {
+    device.open_file(0, memory, 4096);
+    ADD_FAILURE();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ExitCode::usage);
+    expect(error.what(), "cuFile");
+    expect(error.what(), "or leave out device.direct_storage");
+  }
+  device.release(Tier::device, memory);
+  cuda::machine().direct_storage = true;
 }
 #endif
 #endif

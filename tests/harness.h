@@ -60,6 +60,7 @@ class Runner final : public StepContext {
     plan = plan_residency(built.program, {.backend = session_.device.backend,
                                           .threads = threads_.count(),
                                           .host_stream = session_.host.threads > 0,
+                                          .direct_storage = session_.device.direct_storage,
                                           .device_budget = session_.device.memory.count,
                                           .host_budget = session_.host.memory.count,
                                           .rates = rates});

@@ -199,7 +199,11 @@ void check_random_programs(const std::string& backend, int count) {
     const MemoryPlan without = plan_memory(plain.program, backend, 2);
     const auto expected = plain.results(without, false, backend);
     resting.let_rest(folder.path());
-    Residency settings{.backend = backend, .threads = 2, .host_stream = backend == "cuda", .rates = {}};
+    Residency settings{.backend = backend,
+                       .threads = 2,
+                       .host_stream = backend == "cuda",
+                       .direct_storage = backend == "cuda" && seed % 2 == 0,
+                       .rates = {}};
     // What is read from a disk is aligned as disks need it, here and in what it is compared with.
     const int64_t all = plan_memory(plain.program, backend, 2, kStorageAlignment).device().total_bytes();
     if (resting.random() % 4) settings.device_budget = all * int64_t(30 + resting.random() % 80) / 100;

@@ -10,6 +10,7 @@ struct Machine {
   int devices = 4, driver = 13000, major = 9, minor = 0;
   size_t memory = size_t{4} << 30;  // bytes of each device
   const char* name = "emulated H100";
+  bool direct_storage = true;
 };
 // Read by every call; to be changed between runs only.
 Machine& machine();

@@ -93,7 +93,7 @@ Launch bind_loss(const Binding& b, bool gradient) {
     auto p = std::make_shared<Products>();
     const void *x = b.in<void>(0), *w = b.in<void>(1);
     const auto make = [&](const GemmShape& shape, const void* A, const void* B, void* C) {
-      return std::make_unique<Gemm>(shape, A, B, nullptr, C, room);
+      return std::make_unique<Gemm>(shape, GemmMemory{A, B, C, room});
     };
     p->logits =
         make({false, true, m, s.vocabulary, s.hidden, s.hidden, s.hidden, s.stride, s.type, DType::f32}, x, w, logits);
@@ -119,15 +119,15 @@ Launch bind_loss(const Binding& b, bool gradient) {
       const int64_t m = std::min(s.chunk, s.rows - row);
       const Products& p = m == s.chunk ? *full : *last;
       const void* x = at(b.in<void>(0), s.type, row * s.hidden);
-      p.logits->run(x, b.in<void>(1), nullptr, logits, room, queue);
+      p.logits->run({x, b.in<void>(1), logits, room}, queue);
       with_type(s.type, [&](auto zero) {
         using T = decltype(zero);
         launch(row_loss<T>, dim3(unsigned(m)), kBlock, 0, queue, logits, gradient ? static_cast<T*>(slopes) : nullptr,
                targets + row, losses + row, s.vocabulary, s.stride, float(scale), upstream);
       });
       if (!gradient) continue;
-      p.dx->run(slopes, b.in<void>(1), nullptr, at(b.out<void>(1), s.type, row * s.hidden), room, queue);
-      (row > 0 ? p.dw : p.dw_first)->run(slopes, x, nullptr, b.out<void>(2), room, queue);
+      p.dx->run({slopes, b.in<void>(1), at(b.out<void>(1), s.type, row * s.hidden), room}, queue);
+      (row > 0 ? p.dw : p.dw_first)->run({slopes, x, b.out<void>(2), room}, queue);
     }
     launch(total, dim3(1), 256, 0, queue, losses, s.rows, scale, b.out<float>(0));
   };

@@ -62,6 +62,10 @@ void declare(Options& options, DeviceSection& device) {
       "graphs", device.graphs,
       "on cuda: run a step that never waits for the host as one graph, and of others what lies between two waits; a "
       "graph costs less to start than its ops");
+  options.add(
+      "direct_storage", device.direct_storage,
+      "on cuda: what goes between the device and the NVMe tier goes by GPUDirect Storage (needs NVIDIA's cuFile and a "
+      "file system that takes part), not through host memory");
 }
 
 void declare(Options& options, HostSection& host) {
@@ -136,6 +140,10 @@ Sections read_sections(const Config& config) {
     throw Error(config.root().table("network")->find("provider")->place,
                 "network.provider = \"nccl\" exchanges between CUDA devices, but device.backend = \"" +
                     sections.device.backend + "\"; set it to \"auto\".");
+  if (sections.device.direct_storage && sections.device.backend != "cuda")
+    throw Error(config.root().table("device")->find("direct_storage")->place,
+                "device.direct_storage is a CUDA device's, but device.backend = \"" + sections.device.backend +
+                    "\"; leave it out.");
   const DataSection& data = sections.data;
   if (data.global_batch % data.micro_batch != 0)
     throw Error(config.root().table("data")->place,

@@ -39,7 +39,7 @@ struct DeviceSection {
   int64_t index = -1;
   Bytes memory;
   int64_t threads = 0;
-  bool graphs = true;
+  bool graphs = true, direct_storage = false;
 };
 
 struct HostSection {

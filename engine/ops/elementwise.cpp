@@ -163,6 +163,7 @@ const AtLoad registered([] {
        .summary = "dy, x -> dx",
        .shape = same_shape(2),
        .in_place = {{0, 0}},
+       .fusions = {{"linear_input_gradient", "linear_gelu_gradient"}},
        .half = true,
        .kernels = {{"cpu", elementwise_kernel<2>([](const Binding&, const auto& in, const auto& out, int64_t n,
                                                     int64_t) { gelu_gradient(in[0], in[1], out[0], n); })},

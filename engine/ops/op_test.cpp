@@ -31,6 +31,7 @@ struct Case {
   Attributes attributes;
   bool residual = false;  // add a tensor of the output's shape through the accumulating output
   bool loss = false;      // the output is a loss itself
+  Shape then{};           // the weight of a linear layer after the op
 };
 
 using test::kBackends;
@@ -59,6 +60,11 @@ Built build(const Case& c, DType type) {
     b.inputs.push_back(builder.data("residual", b.program[b.outputs[0]].shape, type));
     wanted.push_back(b.inputs.back());
     builder.accumulate_onto(0, b.inputs.back());
+  }
+  if (!c.then.empty()) {
+    b.inputs.push_back(builder.data("then", c.then, type));
+    wanted.push_back(b.inputs.back());
+    b.outputs = builder.emit_all("linear", {b.outputs[0], b.inputs.back()}, {});
   }
   Root root{b.outputs[0], {}};
   if (!c.loss) b.cotangents.push_back(root.gradient = builder.data("cotangent", b.program[b.outputs[0]].shape, type));
@@ -217,6 +223,45 @@ void check(const Case& c, uint32_t seed, const std::vector<std::string>& backend
   }
 }
 
+// GELU's gradient joins the product that makes its input, unless somebody else reads that, and its bits stay.
+TEST(Ops, GeluGradientEndsTheProduct) {
+  Threads threads(2);
+  std::mt19937 random(5);
+  std::normal_distribution<float> normal;
+  for (const DType type : {DType::f32, DType::bf16}) {
+    std::vector<std::byte> results[2];
+    for (const bool apart : {false, true}) {
+      Program program;
+      Builder builder(program);
+      const TensorId x = builder.data("x", {33, 24}, type), w = builder.data("w", {17, 24}, type),
+                     dout = builder.data("dout", {33, 17}, type);
+      const TensorId y = builder.emit("gelu", {x}), out = builder.emit("linear", {y, w});
+      const std::vector<TensorId> wanted = apart ? std::vector{x, y} : std::vector{x};
+      const TensorId dx = differentiate(program, {{out, dout}}, wanted)[0];
+      const auto has = [&](const char* kind) {
+        return std::any_of(program.ops.begin(), program.ops.end(), [&](const Op& op) { return op.kind->name == kind; });
+      };
+      EXPECT_EQ(has("linear_gelu_gradient"), !apart);
+      EXPECT_EQ(has("gelu_gradient"), apart);
+      EXPECT_EQ(has("linear_input_gradient"), apart);
+      program[dx].step_output = true;
+      const MemoryPlan plan = plan_memory(program, "cpu", 2);
+      Storage storage(program, plan);
+      Executor executor(program, plan, storage, "cpu", threads);
+      random.seed(5), normal.reset();
+      for (const TensorId id : {x, w, dout})
+        for (int64_t i = 0; i < elements(program[id].shape); ++i) {
+          const float value = normal(random);
+          from_f32(type, &value, at(executor.pointer(id), type, i), 1);
+        }
+      executor.run();
+      const auto* bytes = static_cast<const std::byte*>(executor.pointer(dx));
+      results[apart].assign(bytes, bytes + program[dx].bytes());
+    }
+    EXPECT_EQ(results[0], results[1]);
+  }
+}
+
 // oneDNN's products of bf16 and those of panels in f32, in every form, against sums in double.
 TEST(Ops, HalfProducts) {
   Threads threads(2);
@@ -304,6 +349,7 @@ std::vector<Case> cases(std::mt19937& random) {
       {"layer_norm", {{{batch, rows, columns}}, {{columns}}, {{columns}}}, epsilon},
       {"rms_norm", {{{rows, columns}}, {{columns}}}, epsilon},
       {"gelu", {{{rows, columns}}}, {}},
+      {.kind = "gelu", .inputs = {{{rows, in}}}, .attributes = {}, .then = {out, in}},
       {"relu", {{{rows, columns}}}, {}},
       {"squared_relu", {{{rows, columns}}}, {}},
       {"swiglu", {{{rows, columns}}, {{rows, columns}}}, {}},

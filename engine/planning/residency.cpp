@@ -219,7 +219,8 @@ class Planner {
     for (int round = 0;; ++round) {
       for (Tensor& part : program_.tensors)
         if (part.part_of && part.persistent) part.home = program_[part.part_of].home;
-      Materialized now = materialize(program_, decisions_, is_asynchronous(settings_.backend));
+      Materialized now =
+          materialize(program_, decisions_, is_asynchronous(settings_.backend) && !program_.direct_storage);
       bool within = true, changed = false;
       const MemoryPlan plan = measure_memory(now.program, settings_.backend, settings_.threads);
       for (Tier tier : {Tier::device, Tier::host}) {
@@ -389,6 +390,7 @@ bool rests(const Program& program) {
 }
 
 MemoryPlan plan_residency(Program& program, const Residency& settings) {
+  program.direct_storage = settings.direct_storage;
   const auto away = [](const auto& home) { return home.second != Tier::device; };
   if (rests(program) || (settings.homes && std::any_of(settings.homes->begin(), settings.homes->end(), away)))
     return Planner(program, settings).run();

@@ -15,6 +15,7 @@ struct Residency {
   std::string backend = "cpu";
   int threads = 1;
   bool host_stream = false;                    // updates beside offloaded states have threads of their own
+  bool direct_storage = false;                 // an asynchronous device reads and writes the NVMe tier by itself
   int64_t device_budget = 0, host_budget = 0;  // bytes; 0: none
   Rates rates;
   const std::map<std::string, Tier>* homes = nullptr;      // of persistent tensors, when another program decided them

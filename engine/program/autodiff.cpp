@@ -39,6 +39,33 @@ class Walk {
     });
   }
 
+  // Pairs of backward ops that their kinds declare to be one; `kept` are tensors that somebody else will read.
+  void fuse(const std::vector<TensorId>& kept) {
+    std::vector<int> readers(program_.tensors.size());
+    for (const Op& op : program_.ops)
+      for (TensorId id : op.inputs)
+        if (id) ++readers[size_t(id.value)];
+    for (TensorId id : kept)
+      if (id) ++readers[size_t(id.value)];
+    std::vector<Op> fused;
+    for (Op& op : program_.ops) {
+      if (!fused.empty() && op.stage == Stage::backward && op.accumulate == 0) {
+        const Op& before = fused.back();
+        for (const auto& [kind, together] : op.kind->fusions)
+          if (before.kind->name == kind && before.stage == Stage::backward && before.outputs.size() == 1 &&
+              before.accumulate == 0 && before.outputs[0] == op.inputs[0] && readers[size_t(op.inputs[0].value)] == 1) {
+            op.inputs.erase(op.inputs.begin());
+            op.inputs.insert(op.inputs.begin(), before.inputs.begin(), before.inputs.end());
+            op.kind = &find_kind(together);
+            fused.pop_back();
+            break;
+          }
+      }
+      fused.push_back(std::move(op));
+    }
+    program_.ops = std::move(fused);
+  }
+
   TensorId gradient(TensorId id) const { return gradient_.at(id.value); }
 
  private:
@@ -134,6 +161,7 @@ std::vector<TensorId> differentiate(Program& program, const std::vector<Root>& r
   walk.run();
   std::vector<TensorId> result;
   for (TensorId id : wanted) result.push_back(walk.gradient(id));
+  walk.fuse(result);
   return result;
 }
 

@@ -6,12 +6,12 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <sstream>
 
+#include "engine/runtime/cache_path.h"
 #include "engine/runtime/device_rates.h"
 #include "engine/runtime/peak.h"
 #include "memory/arena.h"
@@ -43,13 +43,6 @@ std::string boot_id() {
   std::string id;
   std::ifstream("/proc/sys/kernel/random/boot_id") >> id;
   return id;
-}
-
-std::string cache_path() {
-  if (const char* folder = std::getenv("XDG_CACHE_HOME"); folder && *folder)
-    return std::string(folder) + "/strata/rates.json";
-  if (const char* home = std::getenv("HOME"); home && *home) return std::string(home) + "/.cache/strata/rates.json";
-  return "";
 }
 
 void measure_processor(int threads, Rates& rates) {
@@ -133,7 +126,7 @@ class Cache {
 
 Rates machine_rates(int threads, const std::string& storage_directory, const std::string& backend, int index) {
   Rates rates;
-  Cache cache(cache_path());
+  Cache cache(cache_path("rates.json"));
   const bool device = is_asynchronous(backend);
   const std::string key = device ? fmt::format("{} {} since boot {}", backend, std::max(0, index), boot_id())
                                  : fmt::format("{}, {} threads", processor_name(), threads);

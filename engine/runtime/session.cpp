@@ -115,6 +115,7 @@ PlannedProgram Session::plan(Goal goal, const PlannedProgram* training, int64_t 
       plan_residency(program, {.backend = device.backend,
                                .threads = threads(),
                                .host_stream = host.threads > 0,
+                               .direct_storage = device.direct_storage,
                                .device_budget = device.memory.count,
                                .host_budget = host.memory.count > 0 ? host.memory.count - host_bytes_beside : 0,
                                .rates = planned.rates,

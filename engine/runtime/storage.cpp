@@ -29,10 +29,20 @@ class Storage::Slot final : public StorageSlot {
  public:
   Slot(Nvme& nvme, const Tensor& tensor, int64_t offset)
       : nvme_(nvme), name_(tensor.name), offset_(offset), bytes_(padded(tensor.bytes())) {}
-  void read(void* to) override { nvme_.reading.read(offset_, to, bytes_, name_); }
-  void write(const void* from) override { nvme_.writing.write(offset_, from, bytes_, name_); }
+  void read(void* to) override {
+    if (!nvme_.is_direct(to)) return nvme_.reading.read(offset_, to, bytes_, name_);
+    named([&] { nvme_.direct->read(offset_, to, bytes_); });
+  }
+  void write(const void* from) override {
+    if (!nvme_.is_direct(from)) return nvme_.writing.write(offset_, from, bytes_, name_);
+    named([&] { nvme_.direct->write(offset_, from, bytes_); });
+  }
 
  private:
+  void named(const auto& transfer) const try { transfer(); } catch (const Error& error) {
+    throw Error("tensor \"" + name_ + "\" between the disk and the device: " + error.what(), error.code());
+  }
+
   Nvme& nvme_;
   std::string name_;
   int64_t offset_, bytes_;
@@ -59,6 +69,12 @@ Storage::Storage(const Program& program, const MemoryPlan& plan, const std::vect
       throw Error("tensors are to rest on the NVMe tier, but no plugin names a directory for it.");
     nvme_ = std::make_unique<Nvme>(NvmeStore::Options{
         .directory = program.storage_directory, .bytes = padded(bytes(Tier::nvme)), .faults = std::move(faults)});
+    if (device_ && program.direct_storage) {
+      if (!nvme_->store.direct()) throw Error("device.direct_storage needs direct I/O, but " + nvme_->store.note());
+      nvme_->direct = device_->open_file(nvme_->store.file(), base(Tier::device), bytes(Tier::device));
+      nvme_->device_begin = base(Tier::device);
+      nvme_->device_end = base(Tier::device) + bytes(Tier::device);
+    }
   }
   for (size_t i = 0; i < program.tensors.size(); ++i) {
     const Tensor& tensor = program.tensors[i];
@@ -83,6 +99,7 @@ Storage::Storage(const Program& program, const MemoryPlan& plan, const std::vect
 
 Storage::~Storage() {
   if (!device_) return;
+  if (nvme_) nvme_->direct.reset();
   for (Tier tier : {Tier::device, Tier::host})
     if (bases_[int(tier)]) device_->release(tier, bases_[int(tier)]);
   for (std::byte* memory : shared_) device_->release(Tier::host, memory);

@@ -23,7 +23,8 @@ class Storage {
  public:
   // Persistent tensors live where `plan` says; transient regions hold the most of the plan and of `also`, the plans of
   // other programs that will run here. Throws Error when the NVMe tier's directory cannot be used.
-  // `device`: where the arenas come from when it is not the host's own memory; outlives this. `faults` is for tests.
+  // `device`: where the arenas come from when it is not the host's own memory; outlives this. It opens the NVMe tier's
+  // file itself when a program moves bytes between the two. `faults` is for tests.
   Storage(const Program& program, const MemoryPlan& plan, const std::vector<const MemoryPlan*>& also = {},
           NvmeStore::Faults faults = {}, Device* device = nullptr);
   ~Storage();
@@ -64,7 +65,10 @@ class Storage {
     explicit Nvme(const NvmeStore::Options& options)
         : store(options), reading(store.channel()), writing(store.channel()) {}
     NvmeStore store;
-    NvmeStore::Channel reading, writing;  // of the streams read and write, which may run at once
+    NvmeStore::Channel reading, writing;                       // of the streams read and write, which may run at once
+    std::byte *device_begin = nullptr, *device_end = nullptr;  // the device's arena, when
+    std::unique_ptr<DeviceFile> direct;                        // it moves bytes by itself
+    bool is_direct(const void* memory) const { return memory >= device_begin && memory < device_end; }
   };
   void* scratch(int64_t bytes);
 

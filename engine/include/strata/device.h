@@ -16,6 +16,15 @@ namespace strata {
 
 class World;  // comm/world.h
 
+// A file that the device moves bytes from and to by itself. Both return when all is there; threads may call at once.
+// Throw Error (failed) saying what the system said.
+class DeviceFile {
+ public:
+  virtual ~DeviceFile() = default;
+  virtual void read(int64_t offset, void* to, int64_t bytes) = 0;
+  virtual void write(int64_t offset, const void* from, int64_t bytes) = 0;
+};
+
 class Device {
  public:
   virtual ~Device() = default;
@@ -30,6 +39,10 @@ class Device {
   virtual void release(Tier tier, void* memory) = 0;
   virtual void copy(void* to, const void* from, int64_t bytes) = 0;  // either way or within; returns when done
   virtual void copy(void* to, const void* from, int64_t bytes, Stream stream) = 0;  // put into the queue
+
+  // An open file (for direct I/O) for transfers within this memory of the device; both outlive it. Throws Error (usage)
+  // where the device or the file cannot do that.
+  virtual std::unique_ptr<DeviceFile> open_file(int file, void* memory, int64_t bytes) = 0;
 
   // The queue of a stream of the program, as kernels take it (Binding::queue).
   virtual void* queue(Stream stream) = 0;

@@ -140,6 +140,10 @@ struct OpKind {
   std::function<Cost(const OpView&)> cost{};         // empty: every input read and output written once, no flops
   uint32_t accumulates = 0;                          // bit i: output i can be added to an addend
   std::vector<std::pair<int, int>> in_place{};       // {output, input}: may share memory when the input is dead after
+  // {kind, fused}: in the backward pass an op of this kind whose first input an op of `kind` makes just before it, for
+  // it alone, becomes with that one an op of kind `fused`: that op's inputs, then the rest of this one's. For kinds
+  // without attributes.
+  std::vector<std::pair<std::string, std::string>> fusions{};
   bool half = false;  // kernels take bf16 and f16 where they take f32; for others mixed precision casts around the op
   std::map<std::string, Kernel, std::less<>> kernels{};  // by backend: "cpu", "reference", …
 };

@@ -89,6 +89,7 @@ struct Program {
   std::unordered_map<int32_t, std::vector<RestingForm>>
       forms;                      // by tensor; the planner takes the cheapest that will do
   std::string storage_directory;  // of the NVMe tier; empty: there is none
+  bool direct_storage = false;    // the device reads and writes there without the host's memory
   int64_t storage_limit = 0;      // bytes the NVMe tier may take; 0: what is free
   std::vector<TensorId> losses;   // one {1} tensor a microbatch; the step's loss is their sum
 
