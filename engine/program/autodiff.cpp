@@ -37,9 +37,11 @@ class Walk {
       ++i;
       return drop;
     });
+    first_backward_ = forward_ops_ - size_t(std::count(dropped.begin(), dropped.end(), char(true)));
   }
 
-  // Pairs of backward ops that their kinds declare to be one; `kept` are tensors that somebody else will read.
+  // Pairs of the ops that run() made which their kinds declare to be one; `kept` are tensors that somebody else will
+  // read.
   void fuse(const std::vector<TensorId>& kept) {
     std::vector<int> readers(program_.tensors.size());
     for (const Op& op : program_.ops)
@@ -49,11 +51,11 @@ class Walk {
       if (id) ++readers[size_t(id.value)];
     std::vector<Op> fused;
     for (Op& op : program_.ops) {
-      if (!fused.empty() && op.stage == Stage::backward && op.accumulate == 0) {
+      if (fused.size() > first_backward_ && op.accumulate == 0) {
         const Op& before = fused.back();
         for (const auto& [kind, together] : op.kind->fusions)
-          if (before.kind->name == kind && before.stage == Stage::backward && before.outputs.size() == 1 &&
-              before.accumulate == 0 && before.outputs[0] == op.inputs[0] && readers[size_t(op.inputs[0].value)] == 1) {
+          if (before.kind->name == kind && before.outputs.size() == 1 && before.accumulate == 0 &&
+              before.outputs[0] == op.inputs[0] && readers[size_t(op.inputs[0].value)] == 1) {
             op.inputs.erase(op.inputs.begin());
             op.inputs.insert(op.inputs.begin(), before.inputs.begin(), before.inputs.end());
             op.kind = &find_kind(together);
@@ -76,7 +78,7 @@ class Walk {
 
   Program& program_;
   Builder build_;
-  size_t forward_ops_;
+  size_t forward_ops_, first_backward_ = 0;
   std::vector<char> needs_, is_loss_;
   std::vector<TensorId> gradient_;  // by forward tensor
 };
