@@ -106,6 +106,7 @@ std::string offload(const std::string& directory, const std::string& tier) {
 TEST(Ranks, ReproducibleRunsAreEqual) {
   test::TemporaryFolder folder;
   const std::string run = "reproducible = true\n", optimizer = "[plugins.adamw]\nlearning_rate = 1e-3\n";
+  size_t number = 0;
   for (const std::string clip : {"", "[plugins.clip]\nmax_norm = 0.1\n"})
     for (int micro_batch : {1, 2}) {
       const Outcome expected = outcome(1, toml(1, micro_batch, optimizer + clip, run));
@@ -114,6 +115,7 @@ TEST(Ranks, ReproducibleRunsAreEqual) {
         for (const std::string& exchange : kExchanges)
           for (const std::string& extra :
                {std::string(), "[plugins.recompute]\n" + offload(folder.path(), ranks == 2 ? "host" : "nvme")}) {
+            if (test::left_out(number++)) continue;
             const std::string text = toml(ranks, micro_batch, optimizer + clip + exchange + extra, run);
             SCOPED_TRACE(text);
             expect_same(outcome(ranks, text, ranks == 4 && micro_batch == 1), expected, "");
@@ -150,6 +152,7 @@ TEST(Ranks, EveryCombinationAgrees) {
       {sm3, 4, 2, 8, "", recompute + host},
       {adamw, 2, 4, 8, "", "[plugins.gist]\nminimum = 0\n" + clip + host},
   };
+  size_t number = 0;
   for (const Case& c : cases) {
     const auto text = [&](int ranks, const std::string& plugins, const std::string& mesh) {
       std::string all = toml(ranks, c.micro_batch, plugins, "", mesh);
@@ -159,6 +162,7 @@ TEST(Ranks, EveryCombinationAgrees) {
     const Outcome expected =
         outcome(1, text(1, c.optimizer + (c.extra.find("clip") == std::string::npos ? "" : clip), ""));
     for (const std::string& exchange : kExchanges) {
+      if (test::left_out(number++)) continue;
       const std::string all = text(c.ranks, c.optimizer + exchange + c.extra, c.mesh);
       SCOPED_TRACE(all);
       expect_close(outcome(c.ranks, all), expected, c.optimizer == adamw ? "adamw" : "adafactor or sm3");
@@ -323,8 +327,10 @@ TEST(Ranks, CheckpointsFitAnyLayout) {
     SCOPED_TRACE("into " + std::to_string(layouts[i].ranks) + ", exchange " + std::to_string(layouts[i].exchange));
     EXPECT_EQ(run(layouts[i], i % 3 == 0 ? hosted("nvme") : "", directory(0), directory(i), i % 2 == 0), expected);
   }
+  size_t number = 0;
   for (size_t i = 1; i < layouts.size(); ++i)
     for (const Layout& to : layouts) {
+      if (test::left_out(number++)) continue;
       SCOPED_TRACE("from " + std::to_string(layouts[i].ranks) + ", exchange " + std::to_string(layouts[i].exchange) +
                    " to " + std::to_string(to.ranks) + ", exchange " + std::to_string(to.exchange));
       ASSERT_EQ(run(to, "", directory(i), "", false), expected);
