@@ -2,7 +2,6 @@
 #include "cuda/direct_storage.h"
 
 #include <cuda_runtime.h>
-#include <dlfcn.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -10,6 +9,7 @@
 #include <string>
 
 #include "cuda/cufile.h"
+#include "cuda/library.h"
 #include "strata/error.h"
 
 namespace strata::cuda {
@@ -17,27 +17,6 @@ namespace {
 
 constexpr const char* kAdvice =
     ", or leave out device.direct_storage: what rests on NVMe then goes through host memory.";
-
-#ifdef STRATA_EMULATE
-void* open_library() { return nullptr; }
-#define STRATA_CUFILE(function) (&function)
-#else
-void* open_library() {
-  void* library = dlopen("libcufile.so.0", RTLD_NOW | RTLD_LOCAL);
-  if (!library) library = dlopen("/usr/local/cuda/lib64/libcufile.so.0", RTLD_NOW | RTLD_LOCAL);
-  if (!library)
-    throw Error("libcufile.so.0 was not found (" + std::string(dlerror()) + "); install the package libcufile-" +
-                std::to_string(CUDART_VERSION / 1000) + "-" + std::to_string(CUDART_VERSION % 1000 / 10) +
-                " of NVIDIA's repository or set LD_LIBRARY_PATH" + kAdvice);
-  return library;
-}
-template <class Function>
-Function find(void* library, const char* symbol) {
-  if (void* const found = dlsym(library, symbol)) return reinterpret_cast<Function>(found);
-  throw Error("libcufile.so.0 lacks " + std::string(symbol) + "; is it another version of cuFile?");
-}
-#define STRATA_CUFILE(function) find<decltype(&function)>(library, #function)
-#endif
 
 void must(CUfileError_t result, const std::string& what) {
   if (result.err != 0)
@@ -48,19 +27,23 @@ void must(CUfileError_t result, const std::string& what) {
                 kAdvice);
 }
 
-struct Library {
-  void* const library = open_library();
-  decltype(&cuFileHandleRegister) add = STRATA_CUFILE(cuFileHandleRegister);
-  decltype(&cuFileHandleDeregister) remove = STRATA_CUFILE(cuFileHandleDeregister);
-  decltype(&cuFileBufRegister) add_memory = STRATA_CUFILE(cuFileBufRegister);
-  decltype(&cuFileBufDeregister) remove_memory = STRATA_CUFILE(cuFileBufDeregister);
-  decltype(&cuFileRead) read = STRATA_CUFILE(cuFileRead);
-  decltype(&cuFileWrite) write = STRATA_CUFILE(cuFileWrite);
-  Library() { must(STRATA_CUFILE(cuFileDriverOpen)(), "cuFile does not start"); }
+struct CuFile {
+  const Library library{"libcufile.so.0",
+                        "install the package libcufile-" + std::to_string(CUDART_VERSION / 1000) + "-" +
+                            std::to_string(CUDART_VERSION % 1000 / 10) +
+                            " of NVIDIA's repository or set LD_LIBRARY_PATH" + kAdvice,
+                        "is it another version of cuFile?"};
+  decltype(&cuFileHandleRegister) add = STRATA_SYMBOL(library, cuFileHandleRegister);
+  decltype(&cuFileHandleDeregister) remove = STRATA_SYMBOL(library, cuFileHandleDeregister);
+  decltype(&cuFileBufRegister) add_memory = STRATA_SYMBOL(library, cuFileBufRegister);
+  decltype(&cuFileBufDeregister) remove_memory = STRATA_SYMBOL(library, cuFileBufDeregister);
+  decltype(&cuFileRead) read = STRATA_SYMBOL(library, cuFileRead);
+  decltype(&cuFileWrite) write = STRATA_SYMBOL(library, cuFileWrite);
+  CuFile() { must(STRATA_SYMBOL(library, cuFileDriverOpen)(), "cuFile does not start"); }
 };
 
-const Library& cufile() {
-  static const Library& one = *new Library;
+const CuFile& cufile() {
+  static const CuFile& one = *new CuFile;
   return one;
 }
 

@@ -3,7 +3,6 @@
 
 #include <cublasLt.h>
 #include <cuda_runtime.h>
-#include <dlfcn.h>
 
 #include <algorithm>
 #include <array>
@@ -15,6 +14,7 @@
 #include <string>
 
 #include "cuda/choices.h"
+#include "cuda/library.h"
 #include "engine/runtime/cache_path.h"
 #include "strata/error.h"
 
@@ -23,49 +23,33 @@ namespace {
 
 constexpr int64_t kWorkspace = 32 << 20;  // what NVIDIA recommends for Hopper
 
-struct Library {
-  decltype(&cublasLtCreate) create;
-  decltype(&cublasLtMatmul) matmul;
-  decltype(&cublasLtMatmulDescCreate) describe;
-  decltype(&cublasLtMatmulDescSetAttribute) set;
-  decltype(&cublasLtMatrixLayoutCreate) layout;
-  decltype(&cublasLtMatmulPreferenceCreate) prefer;
-  decltype(&cublasLtMatmulPreferenceSetAttribute) set_preference;
-  decltype(&cublasLtMatmulAlgoGetHeuristic) heuristic;
-  decltype(&cublasLtGetVersion) version;
+struct CublasLt {
+  const Library library{"libcublasLt.so." + std::to_string(CUDART_VERSION / 1000),
+                        "install the package libcublas-" + std::to_string(CUDART_VERSION / 1000) + "-" +
+                            std::to_string(CUDART_VERSION % 1000 / 10) +
+                            " of NVIDIA's repository, or set LD_LIBRARY_PATH.",
+                        "is it another version of cuBLAS?"};
+  decltype(&cublasLtCreate) create = STRATA_SYMBOL(library, cublasLtCreate);
+  decltype(&cublasLtMatmul) matmul = STRATA_SYMBOL(library, cublasLtMatmul);
+  decltype(&cublasLtMatmulDescCreate) describe = STRATA_SYMBOL(library, cublasLtMatmulDescCreate);
+  decltype(&cublasLtMatmulDescSetAttribute) set = STRATA_SYMBOL(library, cublasLtMatmulDescSetAttribute);
+  decltype(&cublasLtMatrixLayoutCreate) layout = STRATA_SYMBOL(library, cublasLtMatrixLayoutCreate);
+  decltype(&cublasLtMatmulPreferenceCreate) prefer = STRATA_SYMBOL(library, cublasLtMatmulPreferenceCreate);
+  decltype(&cublasLtMatmulPreferenceSetAttribute) set_preference =
+      STRATA_SYMBOL(library, cublasLtMatmulPreferenceSetAttribute);
+  decltype(&cublasLtMatmulAlgoGetHeuristic) heuristic = STRATA_SYMBOL(library, cublasLtMatmulAlgoGetHeuristic);
+  decltype(&cublasLtGetVersion) version = STRATA_SYMBOL(library, cublasLtGetVersion);
   cublasLtHandle_t handle = nullptr;
 
-  Library() {
-    const std::string name = "libcublasLt.so." + std::to_string(CUDART_VERSION / 1000);
-    void* library = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
-    if (!library) library = dlopen(("/usr/local/cuda/lib64/" + name).c_str(), RTLD_NOW | RTLD_LOCAL);
-    if (!library)
-      throw Error(name + " was not found (" + std::string(dlerror()) + "); install the package libcublas-" +
-                  std::to_string(CUDART_VERSION / 1000) + "-" + std::to_string(CUDART_VERSION % 1000 / 10) +
-                  " of NVIDIA's repository, or set LD_LIBRARY_PATH.");
-    const auto find = [&](auto& function, const char* symbol) {
-      function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(library, symbol));
-      if (!function) throw Error(name + " lacks " + symbol + "; is it another version of cuBLAS?");
-    };
-    find(create, "cublasLtCreate");
-    find(matmul, "cublasLtMatmul");
-    find(describe, "cublasLtMatmulDescCreate");
-    find(set, "cublasLtMatmulDescSetAttribute");
-    find(layout, "cublasLtMatrixLayoutCreate");
-    find(prefer, "cublasLtMatmulPreferenceCreate");
-    find(set_preference, "cublasLtMatmulPreferenceSetAttribute");
-    find(heuristic, "cublasLtMatmulAlgoGetHeuristic");
-    find(version, "cublasLtGetVersion");
-    must(create(&handle), "cublasLtCreate");
-  }
+  CublasLt() { must(create(&handle), "cublasLtCreate"); }
   static void must(cublasStatus_t status, const char* what) {
     if (status != CUBLAS_STATUS_SUCCESS)
       throw Error(std::string(what) + " failed with status " + std::to_string(int(status)) + ".", ExitCode::failed);
   }
 };
 
-const Library& library() {
-  static const Library& one = *new Library;
+const CublasLt& library() {
+  static const CublasLt& one = *new CublasLt;
   return one;
 }
 
@@ -161,9 +145,9 @@ Gemm::Gemm(const GemmShape& shape, const GemmMemory& memory) : shape_(shape) {
     plan_ = before->second;
     return;
   }
-  const Library& lib = library();
+  const CublasLt& lib = library();
   auto plan = std::make_shared<Plan>();
-  const auto must = Library::must;
+  const auto must = CublasLt::must;
   must(lib.describe(&plan->what, CUBLAS_COMPUTE_32F, CUDA_R_32F), "cublasLtMatmulDescCreate");
   const cublasOperation_t first = shape.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N,
                           second = shape.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N;
@@ -225,7 +209,7 @@ Gemm::~Gemm() = default;
 int64_t Gemm::workspace() { return kWorkspace; }
 
 void Gemm::run(const GemmMemory& memory, void* queue) const {
-  Library::must(plan_->run(shape_, plan_->algorithm, memory, queue), "cublasLtMatmul");
+  CublasLt::must(plan_->run(shape_, plan_->algorithm, memory, queue), "cublasLtMatmul");
 }
 
 }  // namespace strata::cuda

@@ -2,7 +2,6 @@
 #include "cuda/nccl.h"
 
 #include <cuda_runtime.h>
-#include <dlfcn.h>
 #include <nccl.h>
 
 #include <atomic>
@@ -10,6 +9,7 @@
 #include <cstring>
 #include <thread>
 
+#include "cuda/library.h"
 #include "strata/error.h"
 
 namespace strata::cuda {
@@ -17,48 +17,32 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-#ifdef STRATA_EMULATE
-void* open_library() { return nullptr; }
-#define STRATA_NCCL(function) &function
-#else
-void* open_library() {
-  void* const library = dlopen("libnccl.so.2", RTLD_NOW | RTLD_LOCAL);
-  if (!library)
-    throw Error("libnccl.so.2 was not found (" + std::string(dlerror()) +
-                "); install the package libnccl2 of NVIDIA's repository or set LD_LIBRARY_PATH, or exchange through "
-                "host memory with network.provider = \"tcp\" or \"shm\".");
-  return library;
-}
-template <class Function>
-Function find(void* library, const char* symbol) {
-  if (void* const found = dlsym(library, symbol)) return reinterpret_cast<Function>(found);
-  throw Error("libnccl.so.2 lacks " + std::string(symbol) + "; NCCL 2.18 or newer is needed.");
-}
-#define STRATA_NCCL(function) find<decltype(&function)>(library, #function)
-#endif
-
-struct Library {
-  void* const library = open_library();
-  decltype(&ncclGetUniqueId) unique_id = STRATA_NCCL(ncclGetUniqueId);
-  decltype(&ncclCommInitRank) init = STRATA_NCCL(ncclCommInitRank);
-  decltype(&ncclCommDestroy) destroy = STRATA_NCCL(ncclCommDestroy);
-  decltype(&ncclCommAbort) abort = STRATA_NCCL(ncclCommAbort);
-  decltype(&ncclCommGetAsyncError) state = STRATA_NCCL(ncclCommGetAsyncError);
-  decltype(&ncclGetErrorString) text = STRATA_NCCL(ncclGetErrorString);
-  decltype(&ncclGetLastError) last_error = STRATA_NCCL(ncclGetLastError);
-  decltype(&ncclGroupStart) group_start = STRATA_NCCL(ncclGroupStart);
-  decltype(&ncclGroupEnd) group_end = STRATA_NCCL(ncclGroupEnd);
-  decltype(&ncclAllReduce) all_reduce = STRATA_NCCL(ncclAllReduce);
-  decltype(&ncclReduceScatter) reduce_scatter = STRATA_NCCL(ncclReduceScatter);
-  decltype(&ncclReduce) reduce = STRATA_NCCL(ncclReduce);
-  decltype(&ncclAllGather) all_gather = STRATA_NCCL(ncclAllGather);
-  decltype(&ncclBroadcast) broadcast = STRATA_NCCL(ncclBroadcast);
-  decltype(&ncclSend) send = STRATA_NCCL(ncclSend);
-  decltype(&ncclRecv) receive = STRATA_NCCL(ncclRecv);
+struct Nccl {
+  const Library library{
+      "libnccl.so.2",
+      "install the package libnccl2 of NVIDIA's repository or set LD_LIBRARY_PATH, or exchange through "
+      "host memory with network.provider = \"tcp\" or \"shm\".",
+      "NCCL 2.18 or newer is needed."};
+  decltype(&ncclGetUniqueId) unique_id = STRATA_SYMBOL(library, ncclGetUniqueId);
+  decltype(&ncclCommInitRank) init = STRATA_SYMBOL(library, ncclCommInitRank);
+  decltype(&ncclCommDestroy) destroy = STRATA_SYMBOL(library, ncclCommDestroy);
+  decltype(&ncclCommAbort) abort = STRATA_SYMBOL(library, ncclCommAbort);
+  decltype(&ncclCommGetAsyncError) state = STRATA_SYMBOL(library, ncclCommGetAsyncError);
+  decltype(&ncclGetErrorString) text = STRATA_SYMBOL(library, ncclGetErrorString);
+  decltype(&ncclGetLastError) last_error = STRATA_SYMBOL(library, ncclGetLastError);
+  decltype(&ncclGroupStart) group_start = STRATA_SYMBOL(library, ncclGroupStart);
+  decltype(&ncclGroupEnd) group_end = STRATA_SYMBOL(library, ncclGroupEnd);
+  decltype(&ncclAllReduce) all_reduce = STRATA_SYMBOL(library, ncclAllReduce);
+  decltype(&ncclReduceScatter) reduce_scatter = STRATA_SYMBOL(library, ncclReduceScatter);
+  decltype(&ncclReduce) reduce = STRATA_SYMBOL(library, ncclReduce);
+  decltype(&ncclAllGather) all_gather = STRATA_SYMBOL(library, ncclAllGather);
+  decltype(&ncclBroadcast) broadcast = STRATA_SYMBOL(library, ncclBroadcast);
+  decltype(&ncclSend) send = STRATA_SYMBOL(library, ncclSend);
+  decltype(&ncclRecv) receive = STRATA_SYMBOL(library, ncclRecv);
 };
 
-const Library& nccl() {
-  static const Library& one = *new Library;
+const Nccl& nccl() {
+  static const Nccl& one = *new Nccl;
   return one;
 }
 
