@@ -289,6 +289,20 @@ TEST(ProcessFaults, LateBytesGoNowhere) {
   }
 }
 
+// One that has never been connected to: libfabric tries again and again, and this is not to last.
+TEST(ProcessFaults, AFirstSendToALostRankEnds) {
+  const auto children = run_processes(2, {.provider = "tcp", .timeout_seconds = 3}, [](World& world) {
+    const auto group = world.group("data", everybody(2));
+    if (world.rank() == 1) _exit(9);
+    usleep(500'000);
+    float one = 1;
+    group->send({{reinterpret_cast<std::byte*>(&one), 4}}, 1);
+    group->barrier();
+  });
+  EXPECT_EQ(children[0].code, 1);
+  EXPECT_NE(children[0].text.find("rank 1 is gone"), std::string::npos) << children[0].text;
+}
+
 TEST(ProcessFaults, WhoDoesNotComeIsNamed) {
   const auto children = run_processes(
       3, {}, [](World&) {},
