@@ -1,5 +1,7 @@
 // Exchanges between the ranks of a mesh axis, grouped: any number of tensors in one operation. They run on the exchange
 // stream and take a group from the executor (strata/communicator.h).
+#include <algorithm>
+
 #include "engine/ops/registration.h"
 #include "strata/communicator.h"
 
@@ -22,16 +24,19 @@ std::vector<TensorSpec> same(const OpView& v) {
   return specs;
 }
 
-Cost moved(const OpView& v) {
-  double bytes = 0;
-  for (int i = 0; i < v.inputs(); ++i) bytes += 3 * double(v.input(i).bytes());
-  for (int i = 0; i < v.outputs(); ++i) bytes += 3 * double(v.output(i).bytes());
-  return {.flops = 0, .bytes = bytes};
+// What is exchanged is the whole tensors, which are the larger of inputs and outputs; `passes` times.
+std::function<Cost(const OpView&)> moved(double passes) {
+  return [passes](const OpView& v) {
+    double in = 0, out = 0;
+    for (int i = 0; i < v.inputs(); ++i) in += double(v.input(i).bytes());
+    for (int i = 0; i < v.outputs(); ++i) out += double(v.output(i).bytes());
+    return Cost{.flops = 0, .bytes = 3 * (in + out), .wire = passes * std::max(in, out)};
+  };
 }
 
 void add(std::string name, std::string summary, std::function<std::vector<TensorSpec>(const OpView&)> shape,
-         bool in_place, Kernel kernel) {
-  OpKind kind{.name = std::move(name), .summary = std::move(summary), .shape = std::move(shape), .cost = moved};
+         bool in_place, double passes, Kernel kernel) {
+  OpKind kind{.name = std::move(name), .summary = std::move(summary), .shape = std::move(shape), .cost = moved(passes)};
   if (in_place)
     for (int i = 0; i < 256; ++i) kind.in_place.push_back({i, i});
   kind.kernels = {{"cpu", kernel}, {"reference", kernel}};
@@ -40,6 +45,7 @@ void add(std::string name, std::string summary, std::function<std::vector<Tensor
 
 const AtLoad registered([] {
   add("all_reduce", "x (…), … -> the sum or largest over an axis, the same shapes", same, true,
+      2,  // reduced, then gathered
       {[](const Binding& b) -> Launch {
          const Reduction reduction = b.attributes().string("reduction") == "max" ? Reduction::max : Reduction::sum;
          Pieces data;
@@ -68,7 +74,7 @@ const AtLoad registered([] {
         }
         return specs;
       },
-      false,
+      false, 1,
       {[](const Binding& b) -> Launch {
          std::vector<Pieces> parts(size_t(b.group().size()));
          Pieces result;
@@ -91,7 +97,7 @@ const AtLoad registered([] {
         }
         return specs;
       },
-      false,
+      false, 1,
       {[](const Binding& b) -> Launch {
          std::vector<Pieces> parts(size_t(b.group().size()));
          std::vector<std::tuple<std::byte*, const std::byte*, int64_t>> own;
@@ -108,7 +114,7 @@ const AtLoad registered([] {
          };
        },
        {}});
-  add("gather_rows", "x (rows, …) of which this rank's share is right, … -> all rows, in place", same, false,
+  add("gather_rows", "x (rows, …) of which this rank's share is right, … -> all rows, in place", same, false, 1,
       {[](const Binding& b) -> Launch {
          std::vector<Pieces> parts(size_t(b.group().size()));
          for (int i = 0; i < b.outputs(); ++i)

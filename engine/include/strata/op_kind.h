@@ -42,10 +42,12 @@ class OpView {
   const Op* op_;
 };
 
-// Work of one op: floating-point operations (a multiply-add counts 2) and bytes moved to and from memory.
+// Work of one op: floating-point operations (a multiply-add counts 2) and bytes moved to and from memory. Of an
+// exchange, `wire` are bytes handed to other ranks were they countless: in a group of n each hands on (n - 1) / n of it.
 struct Cost {
   double flops = 0;
   double bytes = 0;
+  double wire = 0;
 };
 
 // What stands for the memory of a tensor on the NVMe tier: the pointer that a kernel gets there. Reads and writes the
