@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Installs Strata, moves the tree, writes a plugin with `strata new-plugin` outside of the source, builds it against the
-# moved tree and runs its test; then tries libraries that are no plugins or do not fit: out_of_tree.sh BUILD_FOLDER
+# moved tree and runs its test; does the same with the examples of the documents; then tries libraries that are no plugins or do not fit: out_of_tree.sh BUILD_FOLDER
 set -euo pipefail
 build=$1
+source=$(dirname "$(dirname "$(realpath "$0")")")
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 cd "$work"
@@ -19,9 +20,14 @@ sanitize=$(sed -n 's/^STRATA_SANITIZE:STRING=//p' "$build/CMakeCache.txt")
 "$strata" new-plugin clip_value
 "$strata" new-plugin clip_value 2>error && exit 1
 grep -q 'exists already' error
-cmake -G Ninja -S clip_value -B clip_value/build -DCMAKE_PREFIX_PATH="$work/moved" -DCMAKE_CXX_FLAGS="$flags" >cmake.log || { cat cmake.log; exit 1; }
-cmake --build clip_value/build >build.log || { cat build.log; exit 1; }
-ctest --test-dir clip_value/build --output-on-failure
+build_and_test() {  # FOLDER
+  cmake -G Ninja -S "$1" -B "$1/build" -DCMAKE_PREFIX_PATH="$work/moved" -DCMAKE_CXX_FLAGS="$flags" >cmake.log || { cat cmake.log; exit 1; }
+  cmake --build "$1/build" >build.log || { cat build.log; exit 1; }
+  ctest --test-dir "$1/build" --output-on-failure
+}
+build_and_test clip_value
+cp -r "$source/docs/examples" .
+for example in examples/*; do build_and_test "$example"; done
 STRATA_PLUGIN_PATH=$work/clip_value/build/lib/strata/plugins "$strata" plugins clip_value | grep -q 'limit'
 # Packages strip their libraries; a stripped plugin is a plugin.
 mkdir stripped

@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cctype>
 
 #include "engine/config/sections.h"
 #include "engine/plugin/loader.h"
@@ -44,12 +45,44 @@ Json table_schema(const Options& options, const std::string& description, Json::
   return schema;
 }
 
-template <class Section>
-Json section_schema(const std::string& description) {
-  Section section;
-  Options options;
-  declare(options, section);
-  return table_schema(options, description);
+// Calls visit(name, what it is about, its options) for each of the engine's own tables, in the order of the reference.
+template <class Visit>
+void over_sections(Visit&& visit) {
+  const auto one = [&](const char* name, const char* description, auto section) {
+    Options options;
+    declare(options, section);
+    visit(name, description, options);
+  };
+  one("run", "the run", RunSection());
+  one("data", "the data", DataSection());
+  one("device", "the device", DeviceSection());
+  one("host", "the host beside the device", HostSection());
+  one("mesh", "ranks by axis", MeshSection());
+  one("network", "how ranks reach each other", NetworkSection());
+}
+
+bool is_model(const LoadedPlugin& plugin) {
+  const auto provides = plugin->capabilities().provides;
+  return std::find(provides.begin(), provides.end(), "model") != provides.end();
+}
+
+// One cell: a bar would end it.
+std::string cell(std::string text) {
+  for (size_t at = 0; (at = text.find('|', at)) != std::string::npos; at += 2) text.insert(at, "\\");
+  return text;
+}
+
+std::string option_rows(const Options& options) {
+  if (options.all().empty()) return "No options.\n";
+  std::string text = "| option | type | default | meaning |\n| --- | --- | --- | --- |\n";
+  for (const Option& option : options.all()) {
+    std::string type = option.type_name();
+    if (!option.range_text().empty()) type += ", " + option.range_text();
+    if (!option.unit_name().empty()) type += ", in " + option.unit_name();
+    const std::string otherwise = option.is_required() ? "required" : "`" + option.default_text() + "`";
+    text += fmt::format("| `{}` | {} | {} | {} |\n", option.name(), cell(type), cell(otherwise), cell(option.help()));
+  }
+  return text;
 }
 
 }  // namespace
@@ -76,26 +109,46 @@ std::string json_schema(const std::vector<std::string>& plugin_folders) {
     const LoadedPlugin plugin = load_plugin(name, plugin_folders);  // one that cannot be loaded is an Error here
     Options options;
     declare_options(plugin, options);
-    const auto provides = plugin->capabilities().provides;
-    if (std::find(provides.begin(), provides.end(), "model") != provides.end())
+    if (is_model(plugin))
       models.push_back(table_schema(options, plugin.summary(), {{"plugin", Json::Object{{"const", name}}}}));
     else
       strategies.emplace_back(
           name, table_schema(options, plugin.summary(), {{"enabled", Json::Object{{"type", "boolean"}}}}));
   }
-  const Json schema = Json::Object{
-      {"$schema", "https://json-schema.org/draft/2020-12/schema"},
-      {"title", "Strata configuration"},
-      {"type", "object"},
-      {"properties", Json::Object{{"run", section_schema<RunSection>("the run")},
-                                  {"model", Json::Object{{"oneOf", models}}},
-                                  {"data", section_schema<DataSection>("the data")},
-                                  {"device", section_schema<DeviceSection>("the device")},
-                                  {"host", section_schema<HostSection>("the host beside the device")},
-                                  {"plugins", Json::Object{{"type", "object"}, {"properties", strategies}}}}},
-      {"required", Json::Array{"model", "data"}},
-      {"additionalProperties", false}};
+  Json::Object properties{{"model", Json::Object{{"oneOf", models}}}};
+  over_sections([&](const char* name, const char* description, const Options& options) {
+    properties.emplace_back(name, table_schema(options, description));
+  });
+  properties.emplace_back("plugins", Json::Object{{"type", "object"}, {"properties", strategies}});
+  const Json schema = Json::Object{{"$schema", "https://json-schema.org/draft/2020-12/schema"},
+                                   {"title", "Strata configuration"},
+                                   {"type", "object"},
+                                   {"properties", properties},
+                                   {"required", Json::Array{"model", "data"}},
+                                   {"additionalProperties", false}};
   return schema.dump(2) + "\n";
+}
+
+std::string options_markdown(const std::vector<std::string>& plugin_folders) {
+  std::string text =
+      "# Options\n\n"
+      "Every table and key of a configuration. Written by `strata plugins --markdown`; do not edit.\n\n"
+      "Sizes in bytes may be written as \"2GiB\" or \"500MB\". Each table under `[plugins]` also takes\n"
+      "`enabled = false`, which is as if the table were not there.\n";
+  over_sections([&](const char* name, const char* description, const Options& options) {
+    text += fmt::format("\n## [{}]\n\n{:c}{}.\n\n{}", name, std::toupper(description[0]), description + 1,
+                        option_rows(options));
+  });
+  std::string models, strategies;
+  for (const std::string& name : plugin_names(plugin_folders)) {
+    const LoadedPlugin plugin = load_plugin(name, plugin_folders);
+    Options options;
+    declare_options(plugin, options);
+    const bool model = is_model(plugin);
+    const std::string title = model ? fmt::format("[model] plugin = \"{}\"", name) : "[plugins." + name + "]";
+    (model ? models : strategies) += fmt::format("\n## {}\n\n{}.\n\n{}", title, plugin.summary(), option_rows(options));
+  }
+  return text + models + strategies;
 }
 
 }  // namespace strata

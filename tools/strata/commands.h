@@ -45,7 +45,7 @@ int check_command_main(const ConfigArguments& arguments);
 struct PluginsArguments {
   std::string name;
   std::vector<std::string> paths;
-  bool schema = false;
+  bool schema = false, markdown = false;
 };
 int plugins_command_main(const PluginsArguments& arguments);
 

@@ -112,6 +112,8 @@ int main(int argc, char** argv) {
   plugins_command->add_option("--path", plugins_arguments.paths, "more folders to search");
   plugins_command->add_flag("--schema", plugins_arguments.schema,
                             "print the JSON schema of a whole configuration, for editors");
+  plugins_command->add_flag("--markdown", plugins_arguments.markdown,
+                            "print the reference of all options, as in docs/options.md");
   plugins_command->callback([&] { action = [&] { return plugins_command_main(plugins_arguments); }; });
 
   NewPluginArguments new_plugin_arguments;

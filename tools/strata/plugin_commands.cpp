@@ -31,6 +31,10 @@ int plugins_command_main(const PluginsArguments& arguments) {
     fmt::print("{}", json_schema(arguments.paths));
     return int(ExitCode::done);
   }
+  if (arguments.markdown) {
+    fmt::print("{}", options_markdown(arguments.paths));
+    return int(ExitCode::done);
+  }
   if (!arguments.name.empty()) {
     show(arguments.name, arguments.paths);
     return int(ExitCode::done);

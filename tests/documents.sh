@@ -1,0 +1,110 @@
+#!/usr/bin/env bash
+# What the documents say is so: the reference of options is what the command prints, plugins' pages name every option, links
+# lead somewhere, and each configuration that docs/guide.md shows is planned and trained: documents.sh BUILD_FOLDER
+set -euo pipefail
+build=$(realpath "$1")
+source=$(dirname "$(dirname "$(realpath "$0")")")
+sanitize=$(sed -n 's/^STRATA_SANITIZE:STRING=//p' "$build/CMakeCache.txt")
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+cd "$work"
+unset STRATA_PLUGIN_PATH
+"$build/bin/strata" plugins --markdown >options.md
+diff -u "$source/docs/options.md" options.md >difference || {
+  head -n 40 difference
+  echo "docs/options.md is out of date; write it anew: build/bin/strata plugins --markdown >docs/options.md"
+  exit 1
+}
+"$build/bin/strata" plugins --schema >schema.json
+for i in $(seq 400); do echo "line $i: all work and no play makes a dull model, said the fox to the dog"; done >text
+"$build/bin/strata" data prepare text --output data >/dev/null
+python3 - "$build/bin/strata" "$source" "$sanitize" <<'PYTHON'
+import json, os, pathlib, re, subprocess, sys, tomllib
+
+strata, source, sanitize = sys.argv[1], pathlib.Path(sys.argv[2]), sys.argv[3]
+failures = []
+
+
+def fail(text):
+    failures.append(text)
+    print("FAILED:", text)
+
+
+# Options: in the schema and on the plugins' pages.
+tables = {}
+for line in (source / "docs/options.md").read_text().splitlines():
+    if match := re.match(r'## \[(.*?)\](?: plugin = "(.*)")?$', line):
+        tables[table := "plugins." + match[2] if match[2] else match[1]] = []
+    elif match := re.match(r"\| `(\w+)` \|", line):
+        tables[table].append(match[1])
+schema = json.load(open("schema.json"))["properties"]
+for table, options in tables.items():
+    if table.startswith("plugins."):
+        page = (source / "plugins" / table[8:] / "README.md").read_text()
+        for option in options:
+            if not re.search(rf"^\| `?{option}`? \|", page, re.M):
+                fail(f"plugins/{table[8:]}/README.md does not name the option {option}")
+    elif set(options) != set(schema[table]["properties"]):
+        fail(f"--schema and docs/options.md differ on [{table}]")
+
+# Links: relative ones lead to files, and their anchors to headings.
+pages = [source / "README.md", source / "CONTRIBUTING.md", source / "CHANGELOG.md", *source.glob("docs/*.md"), *source.glob("plugins/*/README.md")]
+anchors = lambda page: {re.sub(r"[^\w\- ]", "", h).strip().lower().replace(" ", "-") for h in re.findall(r"^#+ (.*)$", page.read_text(), re.M)}
+for page in pages:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if re.match(r"\w+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        to = (page.parent / path) if path else page
+        if not to.exists():
+            fail(f"{page.relative_to(source)}: {target} leads nowhere")
+        elif anchor and anchor not in anchors(to):
+            fail(f"{page.relative_to(source)}: {target}: no such heading")
+for number, line in enumerate((source / "docs/architecture.md").read_text().splitlines(), 1):
+    if len(line) > 120 and not line.startswith("|"):
+        fail(f"docs/architecture.md:{number}: {len(line)} characters, at most 120")
+
+# Configurations of the guide, each on a tiny model: indented blocks that begin with a table.
+base = """[run]
+steps = 2
+[model]
+plugin = "gpt"
+layers = 3
+hidden = 32
+heads = 2
+context = 1024
+[data]
+train = ["data/train_*.bin"]
+[plugins.adamw]
+"""
+open("config.toml", "w").write(base)
+os.mkdir("offload")
+blocks = re.findall(r"(?:^    .*\n|^\n(?=    ))+", (source / "docs/guide.md").read_text(), re.M)
+blocks = [part for block in blocks for part in re.split(r"\n\n(?=    \[)", block) if part.lstrip().startswith("[")]
+if len(blocks) < 10:
+    fail(f"docs/guide.md: {len(blocks)} configurations found")
+for number, block in enumerate(blocks):
+    if sanitize and number % 3:
+        continue
+    sets = {}
+    for table, values in tomllib.loads(re.sub(r"^    ", "", block, flags=re.M)).items():
+        for key, value in values.items():
+            if table == "plugins":
+                sets[f"plugins.{key}.enabled"] = True
+                sets.update({f"plugins.{key}.{name}": one for name, one in value.items()})
+            else:
+                sets[f"{table}.{key}"] = value
+    if any(f"plugins.{name}.enabled" in sets for name in ("adamw8bit", "adafactor", "sm3")):
+        sets["plugins.adamw.enabled"] = False
+    sets.update({"data.sequence_length": 16, "data.global_batch": 8, "data.micro_batch": 1 if "mesh.data" in sets else 4})
+    arguments = ["config.toml", "--set", f'run.directory="run{number}"']
+    for key, value in sets.items():
+        arguments += ["--set", f"{key}={json.dumps(value)}"]
+    for command in ["plan"] if sanitize else ["plan", "train"]:
+        done = subprocess.run([strata, command, *arguments], capture_output=True, text=True)
+        if done.returncode != 0:
+            fail(f"docs/guide.md: {command} of\n{block}\nends with {done.returncode}: {done.stderr}")
+print(f"{len(blocks)} configurations of the guide, {len(pages)} pages")
+sys.exit(1 if failures else 0)
+PYTHON
+echo "documents: as expected"
