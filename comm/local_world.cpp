@@ -10,6 +10,7 @@
 #include "comm/world.h"
 #include "memory/arena.h"
 #include "strata/error.h"
+#include "strata/threads.h"
 
 namespace strata {
 namespace {
@@ -52,6 +53,13 @@ class LocalWorld final : public World {
     if (++round.left == hall_.size) hall_.rounds.erase(number);
     return all;
   }
+
+  std::vector<std::string> gather_to_zero(const std::string& mine) override {
+    std::vector<std::string> all = gather(mine);
+    if (rank_ != 0) all.clear();
+    return all;
+  }
+  std::string broadcast(const std::string& text) override { return gather(rank_ == 0 ? text : "")[0]; }
 
   std::unique_ptr<Communicator> group(const std::string& name, const std::vector<int>& members) override {
     WindowsOptions options{.name = name, .ranks = members, .timeout_seconds = hall_.timeout};
@@ -111,6 +119,8 @@ std::unique_ptr<World> single_world() {
     void check() const override {}
     std::vector<int> missing(double) override { return {}; }
     std::vector<std::string> gather(const std::string& mine) override { return {mine}; }
+    std::vector<std::string> gather_to_zero(const std::string& mine) override { return {mine}; }
+    std::string broadcast(const std::string& text) override { return text; }
     std::unique_ptr<Communicator> group(const std::string&, const std::vector<int>&) override {
       internal_error("a group of one rank", __FILE__, __LINE__);
     }
@@ -138,8 +148,15 @@ void run_local(int size, const std::function<void(World&)>& body, double timeout
                   known ? known->code() : ExitCode::failed);
     }
   };
-  for (int rank = 1; rank < size; ++rank) threads.emplace_back(one, rank);
-  one(0);
+  try {
+    for (int rank = 1; rank < size; ++rank)
+      threads.push_back(start_thread("rank " + std::to_string(rank), [&one, rank] { one(rank); }));
+    one(0);
+  } catch (const Error&) {  // one() throws nothing: there are no more threads
+    LocalWorld(hall, 0).abort("another rank could not start", ExitCode::failed);
+    std::lock_guard lock(mutex);
+    first = std::current_exception();
+  }
   for (std::thread& thread : threads) thread.join();
   if (first) std::rethrow_exception(first);
 }

@@ -83,6 +83,20 @@ class ProcessWorld final : public World {
     return all;
   }
 
+  std::vector<std::string> gather_to_zero(const std::string& mine) override {
+    const std::string key = "gather " + std::to_string(gathers_++) + " ";
+    meeting_.put(key + std::to_string(rank_), mine);
+    std::vector<std::string> all;
+    for (int r = 0; rank_ == 0 && r < size_; ++r) all.push_back(meeting_.get(key + std::to_string(r)));
+    return all;
+  }
+
+  std::string broadcast(const std::string& text) override {
+    const std::string key = "gather " + std::to_string(gathers_++);
+    if (rank_ == 0) meeting_.put(key, text);
+    return meeting_.get(key);
+  }
+
   std::unique_ptr<Communicator> group(const std::string& name, const std::vector<int>& members) override {
     std::string key = "group " + name + " " + std::to_string(made_[name]++);
     int mine = -1;

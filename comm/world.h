@@ -19,6 +19,10 @@ class World {
   virtual int local_rank() const = 0;  // this one's number among them
   // Everybody's text, by rank. All ranks call it, in the same order as everything else here.
   virtual std::vector<std::string> gather(const std::string& mine) = 0;
+  // The same for rank 0 alone, which may read them; the others get nothing and do not wait.
+  virtual std::vector<std::string> gather_to_zero(const std::string& mine) = 0;
+  // Rank 0's text, for all.
+  virtual std::string broadcast(const std::string& text) = 0;
   // A group of these ranks, ascending; called by its members alone. `name` is for messages.
   virtual std::unique_ptr<Communicator> group(const std::string& name, const std::vector<int>& members) = 0;
   // For waits that are not this interface's own: throws what ended another rank, if one has.

@@ -5,7 +5,10 @@
 
 #include <exception>
 #include <mutex>
+#include <system_error>
 #include <utility>
+
+#include "strata/error.h"
 
 namespace strata {
 namespace {
@@ -51,29 +54,53 @@ struct Threads::State {
       if (!error) error = std::current_exception();
     }
   }
+
+  void work(int thread) {
+    omp_set_num_threads(1);
+    uint32_t seen = 0;
+    for (;;) {
+      seen = await_change(generation, seen);
+      if (stop) return;
+      call(thread);
+      if (left.fetch_sub(1, std::memory_order_acq_rel) == 1) left.notify_one();
+    }
+  }
+
+  void end() {
+    stop = true;
+    generation.fetch_add(1, std::memory_order_release);
+    generation.notify_all();
+    for (std::thread& worker : workers) worker.join();
+  }
 };
+
+std::thread start_thread(const std::string& purpose, std::function<void()> body) {
+  try {
+    return std::thread(std::move(body));
+  } catch (const std::system_error& error) {
+    throw Error("cannot start a thread for " + purpose + ": " + error.code().message() +
+                    ". The system's limits of processes and memory (ulimit -u, ulimit -v, the container's) allow no "
+                    "more.",
+                ExitCode::failed);
+  }
+}
 
 Threads::Threads(int count) : state_(std::make_unique<State>()), count_(count < 1 ? 1 : count) {
   omp_set_num_threads(1);  // libraries called from a kernel run on the kernel's own thread
-  for (int thread = 1; thread < count_; ++thread)
-    state_->workers.emplace_back([this, thread] {
-      omp_set_num_threads(1);
-      uint32_t seen = 0;
-      for (;;) {
-        seen = await_change(state_->generation, seen);
-        if (state_->stop) return;
-        state_->call(thread);
-        if (state_->left.fetch_sub(1, std::memory_order_acq_rel) == 1) state_->left.notify_one();
-      }
-    });
+  try {
+    state_->workers.reserve(size_t(count_));
+    for (int thread = 1; thread < count_; ++thread)
+      state_->workers.emplace_back([state = state_.get(), thread] { state->work(thread); });
+  } catch (const std::system_error& error) {
+    const std::string started = std::to_string(state_->workers.size() + 1);
+    state_->end();
+    throw Error("cannot start " + std::to_string(count_) + " threads, only " + started + ": " + error.code().message() +
+                ". Lower device.threads or host.threads, or raise the system's limits of processes and memory "
+                "(ulimit -u, ulimit -v, the container's).");
+  }
 }
 
-Threads::~Threads() {
-  state_->stop = true;
-  state_->generation.fetch_add(1, std::memory_order_release);
-  state_->generation.notify_all();
-  for (std::thread& worker : state_->workers) worker.join();
-}
+Threads::~Threads() { state_->end(); }
 
 void Threads::run(Function function, void* context) {
   State& state = *state_;

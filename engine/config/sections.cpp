@@ -33,12 +33,12 @@ void declare(Options& options, RunSection& run) {
       "reproducible", run.reproducible,
       "sum gradients in a balanced tree over all microbatches of a step, so that any number of ranks gives the same "
       "bits");
-  options.add("plugin_path", run.plugin_path, "more folders to look for plugins in");
+  options.add("plugin_path", run.plugin_path, "more folders to look for plugins in").per_rank();
 }
 
 void declare(Options& options, DataSection& data) {
-  options.add("train", data.train, "token files (.bin); * and ? match many").required();
-  options.add("validation", data.validation, "token files for validation; none: no validation");
+  options.add("train", data.train, "token files (.bin); * and ? match many").required().per_rank();
+  options.add("validation", data.validation, "token files for validation; none: no validation").per_rank();
   options.add("sequence_length", data.sequence_length, "tokens in one sequence").range(1, kLargest).unit("tokens");
   options.add("global_batch", data.global_batch, "sequences in one optimizer step")
       .range(1, kLargest)
@@ -55,7 +55,8 @@ void declare(Options& options, DeviceSection& device) {
   options
       .add("index", device.index,
            "which device, where there are several; -1: by the number of the rank among those of its host")
-      .range(-1, 1023);
+      .range(-1, 1023)
+      .per_rank();
   options.add("memory", device.memory, "hard limit of the plan; 0: none").non_negative().unit("bytes");
   options.add("threads", device.threads, "threads of the compute stream; 0: one per processor").range(0, 4096);
   options.add(
@@ -96,8 +97,9 @@ void declare(Options& options, NetworkSection& network) {
       "nccl (between CUDA devices), or a libfabric provider (tcp, shm, verbs, …) for everything; auto: nccl where "
       "every rank has a device of its own and run.reproducible is not set, otherwise shared memory within a host "
       "and tcp between");
-  options.add("address", network.address,
-              "this host's address or name for the others; empty: that of the way to rank 0");
+  options
+      .add("address", network.address, "this host's address or name for the others; empty: that of the way to rank 0")
+      .per_rank();
   options
       .add("direct", network.direct,
            "most ranks of a group over libfabric that all exchange with all at once; larger groups go step by step, by "
@@ -129,6 +131,7 @@ Sections read_sections(const Config& config) {
     if (!table && std::string(name) == "data")
       throw Error(config.root().place.file + ": there is no [data] table; it names the token files to train on.");
     if (table) options.read(*table);
+    add_settings(sections.settings, name, options);
   };
   read(sections.run, "run");
   read(sections.data, "data");
@@ -164,6 +167,7 @@ Sections read_sections(const Config& config) {
     throw Error(config.root().table("data")->place,
                 "run.reproducible on several ranks needs a power of two of microbatches a rank, but there are " +
                     std::to_string(microbatches) + "; change data.global_batch or data.micro_batch.");
+  sections.settings.push_back({"data.validation (whether any is given)", data.validation.empty() ? "no" : "yes"});
   if (data.train.empty()) throw Error(config.root().table("data")->find("train")->place, "data.train names no file.");
   return sections;
 }

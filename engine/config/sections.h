@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "engine/config/config.h"
+#include "engine/config/settings.h"
 #include "strata/options.h"
 
 namespace strata {
@@ -68,6 +69,7 @@ struct Sections {
   HostSection host;
   MeshSection mesh;
   NetworkSection network;
+  Settings settings;  // all of the above
 };
 
 void declare(Options& options, RunSection& section);

@@ -169,7 +169,8 @@ std::vector<std::string> plugins_providing(const std::string& capability,
   return names;
 }
 
-std::vector<LoadedPlugin> load_plugins(const Config& config, const std::vector<std::string>& more_folders) {
+std::vector<LoadedPlugin> load_plugins(const Config& config, const std::vector<std::string>& more_folders,
+                                       Settings* settings) {
   std::vector<LoadedPlugin> plugins;
   const auto enable = [&](const std::string& name, const Place& place, const ConfigTable& table,
                           const std::vector<std::string>& also) {
@@ -181,6 +182,9 @@ std::vector<LoadedPlugin> load_plugins(const Config& config, const std::vector<s
     Options options;
     declare_options(plugins.back(), options);
     options.read(table, also);
+    if (!settings) return;
+    settings->push_back({table.path() + " (plugin)", name + " " + plugins.back().version()});
+    add_settings(*settings, table.path(), options);
   };
   const ConfigTable* model = config.root().table("model");
   if (!model)

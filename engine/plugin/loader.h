@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "engine/config/config.h"
+#include "engine/config/settings.h"
 #include "strata/plugin.h"
 
 namespace strata {
@@ -42,7 +43,9 @@ std::vector<std::string> plugin_names(const std::vector<std::string>& more_folde
 // Those that provide a capability; libraries that cannot be loaded are passed over.
 std::vector<std::string> plugins_providing(const std::string& capability, const std::vector<std::string>& more_folders);
 
-// The model plugin and all enabled plugins in the order of the file, configured from their tables.
-std::vector<LoadedPlugin> load_plugins(const Config& config, const std::vector<std::string>& more_folders);
+// The model plugin and all enabled plugins in the order of the file, configured from their tables. What they were set
+// to, and which version of each it is, is added to `settings`.
+std::vector<LoadedPlugin> load_plugins(const Config& config, const std::vector<std::string>& more_folders,
+                                       Settings* settings = nullptr);
 
 }  // namespace strata

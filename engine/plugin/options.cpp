@@ -176,6 +176,12 @@ Option& Option::required() {
   required_ = true;
   return *this;
 }
+Option& Option::per_rank() {
+  per_rank_ = true;
+  return *this;
+}
+
+std::string Option::value_text() const { return std::visit(Describe{}, target_); }
 
 std::string Option::type_name() const {
   constexpr const char* names[] = {"boolean", "integer", "integer", "number", "string", "bytes", "list of strings"};

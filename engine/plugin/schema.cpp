@@ -29,6 +29,7 @@ Json option_schema(const Option& option) {
   if (!option.unit_name().empty()) help += " (" + option.unit_name() + ")";
   if (option.choice_names().empty() && !option.range_text().empty()) help += "; " + option.range_text();
   if (!option.is_required()) help += "; default " + option.default_text();
+  if (option.is_per_rank()) help += "; ranks may differ";
   schema.emplace_back("description", help);
   return schema;
 }
@@ -97,6 +98,7 @@ std::string options_text(const Options& options) {
     if (!option.range_text().empty()) notes += ", " + option.range_text();
     if (!option.unit_name().empty()) notes += ", in " + option.unit_name();
     notes += option.is_required() ? ", required" : ", default " + option.default_text();
+    if (option.is_per_rank()) notes += ", ranks may differ";
     text += fmt::format("  {:<{}}  {}\n  {:<{}}  ({})\n", option.name(), width, option.help(), "", width, notes);
   }
   return text;

@@ -2,6 +2,7 @@
 #include "engine/runtime/ranks.h"
 
 #include <filesystem>
+#include <map>
 #include <numeric>
 #include <set>
 #include <sstream>
@@ -50,27 +51,76 @@ std::string rank_directory(const std::string& directory, const World& world) {
   return own;
 }
 
+namespace {
+
+// Everybody's problem, by rank; throws the first one on all ranks.
+void throw_first(World& world, const std::string& mine) {
+  std::string first;
+  for (const std::string& text : world.gather_to_zero(mine))
+    if (first.empty()) first = text;
+  first = world.broadcast(first);
+  if (!first.empty()) throw Error(first);
+}
+
+// The first option that this rank has otherwise than rank 0, in words; empty when there is none.
+std::string first_difference(const Settings& mine, const std::string& of_zero, int rank) {
+  const auto set = [](const std::string& value) { return value.empty() ? "is not set" : "= " + value; };
+  std::map<std::string, std::string> others;
+  std::istringstream lines(of_zero);
+  for (std::string key, value; std::getline(lines, key, '\0') && std::getline(lines, value, '\0');) others[key] = value;
+  const auto differs = [&](const std::string& key, const std::string& zero, const std::string& here) {
+    return "ranks have different configurations: " + key + " " + set(zero) + " on rank 0 and " + set(here) +
+           " on rank " + std::to_string(rank) + "; start all ranks with one configuration.";
+  };
+  for (const Setting& setting : mine) {
+    const auto found = others.find(setting.key);
+    const std::string zero = found == others.end() ? "" : found->second;
+    if (found != others.end()) others.erase(found);
+    if (!setting.per_rank && zero != setting.value) return differs(setting.key, zero, setting.value);
+  }
+  for (const auto& [key, value] : others) return differs(key, value, "");  // of plugins that are not enabled here
+  return "";
+}
+
+}  // namespace
+
+void require_same_settings(World& world, const Settings& settings) {
+  if (world.size() == 1) return;
+  std::string text;
+  for (const Setting& setting : settings) text += setting.key + '\0' + setting.value + '\0';
+  throw_first(world, first_difference(settings, world.broadcast(text), world.rank()));
+}
+
+void require_same_start(World& world, int64_t step) {
+  const std::string mine = std::to_string(step), zero = world.broadcast(mine);
+  throw_first(world, mine == zero ? ""
+                                  : "rank 0 begins after step " + zero + ", rank " + std::to_string(world.rank()) +
+                                        " after step " + mine +
+                                        "; run.directory must be one folder that all ranks see, and --resume be given "
+                                        "to all or none.");
+}
+
 void require_same_plan(World& world, const Program& program, const std::string& data) {
   if (world.size() == 1) return;
-  const auto differs = [](const std::vector<std::string>& all) {
-    for (size_t r = 1; r < all.size(); ++r)
-      if (all[r] != all[0]) return int(r);
-    return 0;
-  };
-  const auto sets = world.gather(data);
-  if (const int r = differs(sets))
-    throw Error("ranks read different data: rank 0 has " + sets[0] + ", rank " + std::to_string(r) + " has " +
-                sets[size_t(r)] + "; give every rank the same files.");
-  if (differs(world.gather(plan_hash(program))) == 0) return;
-  const auto texts = world.gather(print(program));
-  const int r = differs(texts);
-  if (r == 0) return;
-  std::istringstream a(texts[0]), b(texts[size_t(r)]);
+  const std::string rank = std::to_string(world.rank()), data_of_zero = world.broadcast(data);
+  throw_first(world, data == data_of_zero ? ""
+                                          : "ranks read different data: rank 0 has " + data_of_zero + ", rank " + rank +
+                                                " has " + data + "; give every rank the same files.");
+  const std::string hash = plan_hash(program);
+  const bool same = hash == world.broadcast(hash);
+  // Rank 0's program travels only where one is different.
+  std::string any;
+  for (const std::string& text : world.gather_to_zero(same ? "" : "different")) any += text;
+  if (world.broadcast(any).empty()) return;
+  const std::string own = print(program), of_zero = world.broadcast(own);
+  std::istringstream a(of_zero), b(own);
   std::string first, other;
   while (std::getline(a, first) && std::getline(b, other) && first == other) {
   }
-  throw Error("ranks have different plans; start all with one configuration. The first difference: rank 0 has\n  " +
-              first + "\nrank " + std::to_string(r) + " has\n  " + other);
+  throw_first(world, same ? ""
+                          : "ranks have different plans; start all with one configuration. The first difference: rank "
+                            "0 has\n  " +
+                                first + "\nrank " + rank + " has\n  " + other);
 }
 
 std::vector<double> values_of_ranks(const Groups& groups, std::vector<double> values) {

@@ -19,6 +19,14 @@ Groups make_groups(World& world, const Mesh& mesh, Device* device = nullptr, con
 // Where this rank's files of the NVMe tier go: a folder of its own, made here, when there are several ranks.
 std::string rank_directory(const std::string& directory, const World& world);
 
+// Throws Error (usage) on all ranks when one is set otherwise than rank 0 in anything that is not Option::per_rank: the
+// first difference of the first such rank. What nobody compares (a seed, the number of steps) would train wrongly, or
+// make ranks wait for each other.
+void require_same_settings(World& world, const Settings& settings);
+
+// Throws Error (usage) on all ranks when they are about to begin at different steps.
+void require_same_start(World& world, int64_t step);
+
 // Throws Error (usage) on all ranks when their programs or data differ, with the first difference.
 void require_same_plan(World& world, const Program& program, const std::string& data);
 

@@ -8,6 +8,7 @@
 
 #include "engine/plugin/order.h"
 #include "engine/runtime/machine_rates.h"
+#include "engine/runtime/ranks.h"
 #include "engine/runtime/saver.h"
 #include "engine/runtime/usage.h"
 
@@ -29,7 +30,9 @@ Session::Session(const std::string& config_path, const std::vector<std::string>&
   load_backend(device.backend);
   if (is_asynchronous(device.backend))
     host.threads = std::max<int64_t>(1, host.threads);  // updates on the host are never between the device's ops
-  loaded_ = load_plugins(config, run.plugin_path);
+  settings = sections.settings;
+  loaded_ = load_plugins(config, run.plugin_path, &settings);
+  if (world) require_same_settings(*world, settings);
   for (const LoadedPlugin& plugin : loaded_) plugins.push_back({plugin.name(), &*plugin});
   plugins = in_order(plugins);
   require_exactly_one(plugins, "model", "set model.plugin");
@@ -80,8 +83,8 @@ Rates Session::shared_rates(const std::string& directory) const {
   if (first) rates = machine_rates(threads(), directory, device.backend, int(device.index));
   if (!world || world->size() == 1) return rates;
   const auto bytes = reinterpret_cast<char*>(&rates);
-  const std::vector<std::string> all = world->gather(std::string(bytes, sizeof rates));
-  std::copy_n(all[0].data(), sizeof rates, bytes);
+  const std::string common = world->broadcast(std::string(bytes, sizeof rates));
+  std::copy_n(common.data(), sizeof rates, bytes);
   return rates;
 }
 

@@ -100,7 +100,7 @@ class Loop final : public StepContext {
     saver_.emplace(*storage_, session.mesh, world_, threads_, session.run.directory, int(session.run.keep),
                    session.run.save_behind);
     start(options.resume);
-    world_.gather("");  // nobody writes before everybody has looked for checkpoints
+    require_same_start(world_, step_);  // and nobody writes before everybody has looked for checkpoints
     if (first_rank()) log_.emplace(session.run.directory + "/log.jsonl", step_);
   }
 

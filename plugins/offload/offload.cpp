@@ -21,7 +21,7 @@ class Offload final : public strata::Plugin {
     o.add("gradients", gradients_, "where gradients rest between backward pass, reduction and update").choices(tiers);
     o.add("parameters", parameters_, "where parameters rest between uses").choices(tiers);
     o.add("activations", activations_, "where activations rest between forward and backward pass").choices(tiers);
-    o.add("directory", directory_, "folder on the NVMe disk; needed when something rests on nvme");
+    o.add("directory", directory_, "folder on the NVMe disk; needed when something rests on nvme").per_rank();
     o.add("space", space_, "most the files there may take; 0: what is free").non_negative().unit("bytes");
     o.add("host_fraction", host_fraction_,
           "share of the bytes bound for nvme that stays in host memory; -1: what fits host.memory (all go to nvme when "

@@ -3,16 +3,23 @@
 #pragma once
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <string>
 #include <thread>
 #include <type_traits>
 #include <vector>
 
 namespace strata {
 
+// A thread of its own for `body`, which must not throw. Throws Error (failed) that tells for what (`purpose`, "the
+// stream read") where the system gives no more threads.
+std::thread start_thread(const std::string& purpose, std::function<void()> body);
+
 class Threads {
  public:
-  // `count` threads including the caller of parallel(). Each has oneDNN/OpenMP limited to itself.
+  // `count` threads including the caller of parallel(). Each has oneDNN/OpenMP limited to itself. Throws Error (usage)
+  // where the system does not give that many.
   explicit Threads(int count);
   ~Threads();
   Threads(const Threads&) = delete;

@@ -1,0 +1,81 @@
+// What ranks compare before the first step: each difference is told on all ranks, with the ranks that differ.
+#include "engine/runtime/ranks.h"
+
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <map>
+#include <mutex>
+#include <set>
+
+#include "strata/error.h"
+
+namespace strata {
+namespace {
+
+// The one message that all ranks end with; "" when none does.
+std::string outcome(int ranks, const std::function<void(World&)>& compare) {
+  std::set<std::string> messages;
+  std::mutex mutex;
+  run_local(ranks, [&](World& world) {
+    std::string message;
+    try {
+      compare(world);
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ExitCode::usage);
+      message = error.what();
+    }
+    std::lock_guard lock(mutex);
+    messages.insert(message);
+  });
+  EXPECT_EQ(messages.size(), 1u);
+  return *messages.begin();
+}
+
+// The first difference of the first rank that differs.
+TEST(RanksAgree, OnSettings) {
+  const Settings common{{"run.seed", "1337"}, {"run.steps", "100"}, {"network.address", "\"\"", true}};
+  const auto changed = [&](std::map<int, Settings> others) {
+    return outcome(4, [&, others](World& world) {
+      const auto found = others.find(world.rank());
+      require_same_settings(world, found == others.end() ? common : found->second);
+    });
+  };
+  Settings other = common;
+  EXPECT_EQ(changed({}), "");
+  other[2].value = "\"10.0.0.7\"";
+  EXPECT_EQ(changed({{1, other}}), "");
+  other[1].value = "90";
+  EXPECT_EQ(changed({{3, other}}),
+            "ranks have different configurations: run.steps = 100 on rank 0 and = 90 on rank 3; start all ranks with "
+            "one configuration.");
+  Settings seed = other;
+  seed[0].value = "7";
+  EXPECT_NE(changed({{2, seed}, {3, other}}).find("run.seed = 1337 on rank 0 and = 7 on rank 2;"), std::string::npos);
+  Settings more = common;
+  more.push_back({"plugins.clip.max_norm", "1"});
+  EXPECT_NE(changed({{1, more}}).find("plugins.clip.max_norm is not set on rank 0 and = 1 on rank 1;"),
+            std::string::npos);
+  EXPECT_NE(changed({{0, more}}).find("plugins.clip.max_norm = 1 on rank 0 and is not set on rank 1;"),
+            std::string::npos);
+}
+
+TEST(RanksAgree, OnTheStep) {
+  EXPECT_EQ(outcome(3, [](World& world) { require_same_start(world, 7); }), "");
+  EXPECT_NE(outcome(3, [](World& world) { require_same_start(world, world.rank() == 2 ? 5 : 7); })
+                .find("rank 0 begins after step 7, rank 2 after step 5"),
+            std::string::npos);
+}
+
+TEST(RanksAgree, OnTheData) {
+  EXPECT_EQ(outcome(3, [](World& world) { require_same_plan(world, Program(), "10 tokens"); }), "");
+  EXPECT_NE(outcome(3,
+                    [](World& world) {
+                      require_same_plan(world, Program(), world.rank() == 1 ? "9 tokens" : "10 tokens");
+                    })
+                .find("rank 0 has 10 tokens, rank 1 has 9 tokens"),
+            std::string::npos);
+}
+
+}  // namespace
+}  // namespace strata
