@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # What the documents say is so: the reference of options is what the command prints, plugins' pages name every option, links
-# lead somewhere, and each configuration that docs/guide.md shows is planned and trained: documents.sh BUILD_FOLDER
+# lead somewhere, and each configuration that README.md, docs/guide.md and docs/running.md show is planned and trained:
+# documents.sh BUILD_FOLDER
 set -euo pipefail
 build=$(realpath "$1")
 source=$(dirname "$(dirname "$(realpath "$0")")")
@@ -64,7 +65,7 @@ for number, line in enumerate((source / "docs/architecture.md").read_text().spli
     if len(line) > 120 and not line.startswith("|"):
         fail(f"docs/architecture.md:{number}: {len(line)} characters, at most 120")
 
-# Configurations of the guide, each on a tiny model: indented blocks that begin with a table.
+# Configurations, each on a tiny model: indented blocks that begin with a table.
 base = """[run]
 steps = 2
 [model]
@@ -79,11 +80,13 @@ train = ["data/train_*.bin"]
 """
 open("config.toml", "w").write(base)
 os.mkdir("offload")
-blocks = re.findall(r"(?:^    .*\n|^\n(?=    ))+", (source / "docs/guide.md").read_text(), re.M)
-blocks = [part for block in blocks for part in re.split(r"\n\n(?=    \[)", block) if part.lstrip().startswith("[")]
+blocks = []
+for page in (source / "README.md", source / "docs/guide.md", source / "docs/running.md"):
+    for block in re.findall(r"(?:^    .*\n|^\n(?=    ))+", page.read_text(), re.M):
+        blocks += [(page.name, part) for part in re.split(r"\n\n(?=    \[)", block) if part.lstrip().startswith("[")]
 if len(blocks) < 10:
-    fail(f"docs/guide.md: {len(blocks)} configurations found")
-for number, block in enumerate(blocks):
+    fail(f"{len(blocks)} configurations found")
+for number, (page, block) in enumerate(blocks):
     if sanitize and number % 3:
         continue
     sets = {}
@@ -96,15 +99,21 @@ for number, block in enumerate(blocks):
                 sets[f"{table}.{key}"] = value
     if any(f"plugins.{name}.enabled" in sets for name in ("adamw8bit", "adafactor", "sm3")):
         sets["plugins.adamw.enabled"] = False
-    sets.update({"data.sequence_length": 16, "data.global_batch": 8, "data.micro_batch": 1 if "mesh.data" in sets else 4})
-    arguments = ["config.toml", "--set", f'run.directory="run{number}"']
+    if sets.get("device.backend") == "cuda":  # there need not be one
+        continue
+    if "plugins.offload.directory" in sets:
+        sets["plugins.offload.directory"] = "offload"
+    if "data.train" in sets:  # a whole configuration, of a larger model on other data
+        sets.update({"run.steps": 2, "model.layers": 3, "model.hidden": 32, "model.heads": 2, "data.train": "data/train_*.bin"})
+    sets.update({"run.directory": f"run{number}", "data.sequence_length": 16, "data.global_batch": 8, "data.micro_batch": 1 if "mesh.data" in sets else 4})
+    arguments = ["config.toml"]
     for key, value in sets.items():
         arguments += ["--set", f"{key}={json.dumps(value)}"]
     for command in ["plan"] if sanitize else ["plan", "train"]:
         done = subprocess.run([strata, command, *arguments], capture_output=True, text=True)
         if done.returncode != 0:
-            fail(f"docs/guide.md: {command} of\n{block}\nends with {done.returncode}: {done.stderr}")
-print(f"{len(blocks)} configurations of the guide, {len(pages)} pages")
+            fail(f"{page}: {command} of\n{block}\nends with {done.returncode}: {done.stderr}")
+print(f"{len(blocks)} configurations, {len(pages)} pages")
 sys.exit(1 if failures else 0)
 PYTHON
 echo "documents: as expected"
