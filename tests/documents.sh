@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What the documents say is so: the reference of options is what the command prints, plugins' pages name every option, links
-# lead somewhere, and each configuration that README.md, docs/guide.md and docs/running.md show is planned and trained:
+# and names of files lead somewhere, and each configuration that README.md, docs/guide.md and docs/running.md show is planned and trained:
 # documents.sh BUILD_FOLDER
 set -euo pipefail
 build=$(realpath "$1")
@@ -61,6 +61,16 @@ for page in pages:
             fail(f"{page.relative_to(source)}: {target} leads nowhere")
         elif anchor and anchor not in anchors(to):
             fail(f"{page.relative_to(source)}: {target}: no such heading")
+
+# Files and folders that are named are there: in the tree, or by the end of their path (`strata/plugin.h`, `trace.cpp`).
+folders = {path.name for path in source.iterdir() if path.is_dir() and not path.name.startswith((".", "build"))} - {"data", "runs"}
+files = ["/" + str(path.relative_to(source)) for folder in folders for path in (source / folder).rglob("*")]
+for page in pages:
+    for name in re.findall(r"`([\w.-]+(?:/[\w.-]+)*/?)`", page.read_text()):
+        if re.search(r"NAME|^[A-Z]", name) or not (name.split("/")[0] in folders and "/" in name or re.search(r"\.(cpp|cu|h|sh)$", name)):
+            continue
+        if name.rstrip("/") not in folders and not any(file.endswith("/" + name.rstrip("/")) for file in files):
+            fail(f"{page.relative_to(source)}: there is no {name}")
 for number, line in enumerate((source / "docs/architecture.md").read_text().splitlines(), 1):
     if len(line) > 120 and not line.startswith("|"):
         fail(f"docs/architecture.md:{number}: {len(line)} characters, at most 120")
