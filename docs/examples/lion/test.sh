@@ -31,7 +31,7 @@ train() { "$strata" train config.toml --set "run.directory=\"$1\"" "${@:2}" >/de
 train one --set plugins.lion.learning_rate=0.125
 train two --set plugins.lion.learning_rate=0.25
 train ranks --set plugins.lion.learning_rate=0.125 --set mesh.data=2 --set plugins.zero.stage=2
-train long --set plugins.lion.learning_rate=0.003 --set run.steps=60
+train long --set plugins.lion.learning_rate=0.003 --set run.steps=30
 python3 - <<'PYTHON'
 import glob, json, struct
 def tensors(directory):
