@@ -295,7 +295,7 @@ TEST(Ranks, CheckpointsFitAnyLayout) {
       test::Runner runner(text(layout.ranks, layout.exchange, more), {}, Goal::train, {},
                           layout.ranks > 1 ? &world : nullptr);
       Threads threads(1);
-      const Mesh mesh(world.rank(), layout.ranks, 1);
+      const Mesh mesh(world.rank(), {{"replicate", 1}, {"shard", layout.ranks}});
       if (!to.empty()) std::filesystem::create_directories(to);
       world.gather("");
       Saver saver(*runner.storage, mesh, world, threads, to, 1, behind);
@@ -315,8 +315,7 @@ TEST(Ranks, CheckpointsFitAnyLayout) {
         auto& whole = tensors[tensor.name];
         whole.resize(size_t(elements(tensor.full_shape()) * size_of(tensor.dtype)));
         const int64_t row = tensor.bytes() / tensor.shape[0];
-        const int64_t first = tensor.layout.empty() ? 0 : tensor.layout[0].first * row;
-        std::copy(data, data + tensor.bytes(), whole.begin() + first);
+        std::copy(data, data + tensor.bytes(), whole.begin() + box_of(tensor).offset[0] * row);
       }
     };
     run_local(layout.ranks, body, 30);

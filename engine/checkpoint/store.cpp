@@ -17,7 +17,8 @@ namespace strata {
 namespace {
 
 namespace fs = std::filesystem;
-constexpr int64_t kVersion = 1;
+// Version 2 says where a piece lies by dimension ("offset", "extent"), version 1 by rows ("first", "rows").
+constexpr int64_t kVersion = 2, kOldestVersion = 1;
 constexpr int64_t kShardBytes = int64_t{4} << 30;
 const std::string kPrefix = "step-", kHidden = ".saving-";
 
@@ -49,14 +50,14 @@ Json::Array written(const std::vector<TensorRecord>& tensors, const std::vector<
   Json::Array list;
   for (size_t i = 0; i < tensors.size(); ++i) {
     const TensorRecord& t = tensors[i];
-    Shape whole = t.shape;
-    if (t.rows_in_all > 0) whole[0] = t.rows_in_all;
+    const Shape& whole = t.whole.empty() ? t.shape : t.whole;
+    const Shape offset = t.offset.empty() ? Shape(t.shape.size(), 0) : t.offset;
     list.push_back(Json::Object{{"name", t.name},
                                 {"role", std::string(name_of(t.role))},
                                 {"dtype", std::string(name_of(t.dtype))},
                                 {"shape", Json::Array(whole.begin(), whole.end())},
-                                {"first", t.first},
-                                {"rows", t.shape[0]},
+                                {"offset", Json::Array(offset.begin(), offset.end())},
+                                {"extent", Json::Array(t.shape.begin(), t.shape.end())},
                                 {"file", files[i]},
                                 {"xxh3", checksum(t.data.get(), size_t(elements(t.shape) * size_of(t.dtype)))}});
   }
@@ -218,6 +219,39 @@ void CheckpointStore::save(const CheckpointInfo& info, const std::vector<TensorR
   saving.commit();
 }
 
+namespace {
+
+Shape shape_of(const Json& list, const std::string& where) {
+  Shape shape;
+  for (const Json& size : list.array(where)) shape.push_back(size.integer(where));
+  return shape;
+}
+
+bool lies_within(const Box& box, const Shape& whole) {
+  if (box.offset.size() != whole.size() || box.extent.size() != whole.size()) return false;
+  for (size_t d = 0; d < whole.size(); ++d)
+    if (box.offset[d] < 0 || box.extent[d] < 0 || box.offset[d] > whole[d] || box.extent[d] > whole[d] - box.offset[d])
+      return false;
+  return true;
+}
+
+// Whether pieces, sorted by where they begin, hold every element of a tensor once: as many elements, and none twice.
+bool make_up_the_whole(const std::vector<Checkpoint::Piece>& pieces, const Shape& whole) {
+  __int128 held = 0, wanted = 1;
+  constexpr __int128 kMost = __int128{1} << 62;
+  for (int64_t size : whole)
+    if ((wanted *= std::max<int64_t>(0, size)) > kMost) return false;
+  for (size_t i = 0; i < pieces.size(); ++i) {
+    const Box& box = pieces[i].box;
+    held += elements(box.extent);
+    for (size_t j = i + 1; j < pieces.size() && pieces[j].box.offset[0] < box.offset[0] + box.extent[0]; ++j)
+      if (overlap(box, pieces[j].box)) return false;
+  }
+  return held == wanted;
+}
+
+}  // namespace
+
 Checkpoint::Checkpoint(const std::string& path, ManifestChecksum manifest) : path_(path) {
   const std::string file = (fs::path(path) / "manifest.json").string();
   if (!fs::exists(file)) throw Error(path + ": is no checkpoint: it has no manifest.json.");
@@ -232,9 +266,11 @@ Checkpoint::Checkpoint(const std::string& path, ManifestChecksum manifest) : pat
     if (!value) throw Error(where + " lacks \"" + key + "\".");
     return *value;
   };
-  if (const int64_t version = field(*content, "version", file).integer(file + ": version"); version != kVersion)
+  const int64_t version = field(*content, "version", file).integer(file + ": version");
+  if (version < kOldestVersion || version > kVersion)
     throw Error(file + ": has version " + std::to_string(version) +
-                " of the checkpoint format; this Strata reads version " + std::to_string(kVersion) + ".");
+                " of the checkpoint format; this Strata reads versions " + std::to_string(kOldestVersion) + " to " +
+                std::to_string(kVersion) + ".");
   info_.step = field(*content, "step", file).integer(file + ": step");
   info_.samples = field(*content, "samples", file).integer(file + ": samples");
   info_.config = field(*content, "config", file).string(file + ": config");
@@ -247,14 +283,18 @@ Checkpoint::Checkpoint(const std::string& path, ManifestChecksum manifest) : pat
                 dtype_of(field(item, "dtype", where).string(where), where),
                 {},
                 {}};
-    for (const Json& size : field(item, "shape", where).array(where)) entry.shape.push_back(size.integer(where));
+    entry.shape = shape_of(field(item, "shape", where), where);
     if (entry.shape.empty()) throw Error(where + " has no shape.");
-    Piece piece{field(item, "file", where).string(where), field(item, "xxh3", where).string(where), 0, entry.shape[0]};
-    if (const Json* first = item.find("first")) piece.first = first->integer(where);
-    if (const Json* rows = item.find("rows")) piece.rows = rows->integer(where);
+    Piece piece{field(item, "file", where).string(where), field(item, "xxh3", where).string(where),
+                whole_box(entry.shape)};
+    if (version == 1) {
+      if (const Json* first = item.find("first")) piece.box.offset[0] = first->integer(where);
+      if (const Json* rows = item.find("rows")) piece.box.extent[0] = rows->integer(where);
+    } else {
+      piece.box = {shape_of(field(item, "offset", where), where), shape_of(field(item, "extent", where), where)};
+    }
     if (piece.file.find('/') != std::string::npos) throw Error(where + " names a file outside of the checkpoint.");
-    if (piece.first < 0 || piece.rows < 0 || piece.first > entry.shape[0] || piece.rows > entry.shape[0] - piece.first)
-      throw Error(where + " has a piece that lies outside of it.");
+    if (!lies_within(piece.box, entry.shape)) throw Error(where + " has a piece that lies outside of it.");
     if (auto& opened = files_[piece.file]; !opened)
       opened = std::make_shared<SafetensorsFile>((fs::path(path) / piece.file).string());
     const auto [at, fresh] = entries_.emplace(name, entry);
@@ -264,23 +304,17 @@ Checkpoint::Checkpoint(const std::string& path, ManifestChecksum manifest) : pat
   }
   for (auto& [name, entry] : entries_) {
     std::sort(entry.pieces.begin(), entry.pieces.end(),
-              [](const Piece& a, const Piece& b) { return a.first < b.first; });
-    int64_t next = 0;
-    for (const Piece& piece : entry.pieces) {
-      if (piece.first != next) break;
-      next += piece.rows;
-    }
-    if (next != entry.shape[0])
+              [](const Piece& a, const Piece& b) { return a.box.offset < b.box.offset; });
+    if (!make_up_the_whole(entry.pieces, entry.shape))
       throw Error(file + ": tensor \"" + name + "\": its pieces do not make up the whole. Use an older checkpoint.");
   }
 }
 
 void Checkpoint::read(const std::string& name, DType dtype, const Shape& shape, void* out) const {
-  read_rows(name, dtype, shape, 0, shape[0], out);
+  read_box(name, dtype, shape, whole_box(shape), out);
 }
 
-void Checkpoint::read_rows(const std::string& name, DType dtype, const Shape& shape, int64_t first, int64_t rows,
-                           void* out) const {
+void Checkpoint::read_box(const std::string& name, DType dtype, const Shape& shape, const Box& box, void* out) const {
   const auto found = entries_.find(name);
   if (found == entries_.end())
     throw Error(path_ + ": holds no tensor \"" + name + "\"; it is a checkpoint of another model or other plugins.");
@@ -291,23 +325,24 @@ void Checkpoint::read_rows(const std::string& name, DType dtype, const Shape& sh
     throw Error(path_ + ": tensor \"" + name + "\" is " + std::string(name_of(entry.dtype)) + text(entry.shape) +
                 ", but this model has " + std::string(name_of(dtype)) + text(shape) +
                 "; it is a checkpoint of another model.");
-  const int64_t columns = elements(shape) / shape[0], row = columns * size_of(entry.dtype);
   for (const Piece& piece : entry.pieces) {
-    const int64_t begin = std::max(first, piece.first), end = std::min(first + rows, piece.first + piece.rows);
-    if (end <= begin) continue;
+    if (!overlap(piece.box, box)) continue;
     const SafetensorsFile& file = *files_.at(piece.file);
     const auto stored = file.tensors().find(name);
     if (stored == file.tensors().end())
       throw Error(file.path() + ": lacks the tensor \"" + name + "\" that the manifest promises.");
     const auto bytes = file.data(stored->second);
-    if (bytes.size() != size_t(piece.rows * row) || checksum(bytes.data(), bytes.size()) != piece.checksum)
+    if (bytes.size() != size_t(elements(piece.box.extent) * size_of(entry.dtype)) ||
+        checksum(bytes.data(), bytes.size()) != piece.checksum)
       throw Error(file.path() + ": tensor \"" + name +
                   "\" is damaged: its checksum does not match. Use an older checkpoint.");
-    const std::byte* from = bytes.data() + (begin - piece.first) * row;
-    if (entry.dtype == dtype)
-      std::memcpy(at(out, dtype, (begin - first) * columns), from, size_t((end - begin) * row));
-    else
-      convert(entry.dtype, from, dtype, at(out, dtype, (begin - first) * columns), (end - begin) * columns);
+    for_common(piece.box, box, [&](int64_t from, int64_t to, int64_t count) {
+      const void* const source = at(static_cast<const void*>(bytes.data()), entry.dtype, from);
+      if (entry.dtype == dtype)
+        std::memcpy(at(out, dtype, to), source, size_t(count * size_of(dtype)));
+      else
+        convert(entry.dtype, source, dtype, at(out, dtype, to), count);
+    });
   }
 }
 

@@ -10,6 +10,7 @@
 #include "comm/world.h"
 #include "engine/checkpoint/safetensors.h"
 #include "strata/json.h"
+#include "strata/layout.h"
 
 namespace strata {
 
@@ -19,8 +20,8 @@ struct TensorRecord {
   DType dtype;
   Shape shape;  // of what this rank writes
   TensorBytes data;
-  int64_t first = 0;        // row of the whole tensor that it begins with
-  int64_t rows_in_all = 0;  // of the whole tensor; 0: this is all of it
+  Shape offset{};  // where in the whole tensor it begins, by dimension; empty: at its start
+  Shape whole{};   // shape of the whole tensor; empty: this is all of it
 };
 
 struct CheckpointInfo {
@@ -77,20 +78,19 @@ class Checkpoint {
   const CheckpointInfo& info() const { return info_; }
   struct Piece {
     std::string file, checksum;
-    int64_t first, rows;
+    Box box;  // of the whole tensor
   };
   struct Entry {
     Role role;
     DType dtype;
     Shape shape;                // of the whole tensor
-    std::vector<Piece> pieces;  // by first row, without gaps
+    std::vector<Piece> pieces;  // by where they begin, without gaps or overlaps
   };
   const std::map<std::string, Entry>& tensors() const { return entries_; }
   // Copies a tensor out after checking its shape, dtype and checksum.
   void read(const std::string& name, DType dtype, const Shape& shape, void* out) const;
-  // The same of `rows` rows from `first` on, whoever wrote them; `shape` is the whole tensor's.
-  void read_rows(const std::string& name, DType dtype, const Shape& shape, int64_t first, int64_t rows,
-                 void* out) const;
+  // The same of one box, row-major, whoever wrote its elements; `shape` is the whole tensor's.
+  void read_box(const std::string& name, DType dtype, const Shape& shape, const Box& box, void* out) const;
 
  private:
   std::string path_;

@@ -114,6 +114,30 @@ TEST_F(Checkpoints, SaveAndLoadKeepTheLast) {
   EXPECT_THROW(checkpoint.read("other", DType::f32, {10}, read.data()), Error);
 }
 
+// Two ranks of ZeRO 1 wrote it before pieces had places by dimension: 1 layer, hidden 4, vocabulary 16, two steps. The
+// sums of value · (index + 1) were taken from its files with a script.
+TEST(OldCheckpoints, Version1IsRead) {
+  const Checkpoint checkpoint(STRATA_SOURCE_DIR "/tests/reference/data/checkpoint-v1");
+  EXPECT_EQ(checkpoint.info().step, 2);
+  const auto sum = [&](const std::string& name, const Shape& shape) {
+    std::vector<float> values(size_t(elements(shape)));
+    checkpoint.read(name, DType::f32, shape, values.data());
+    double total = 0;
+    for (size_t i = 0; i < values.size(); ++i) total += double(values[i]) * double(i + 1);
+    return total;
+  };
+  EXPECT_DOUBLE_EQ(sum("embedding.weight", {16, 4}), -1.2615074089262635);
+  EXPECT_DOUBLE_EQ(sum("block.0.mlp.down.weight", {4, 16}), 7.032911635615164);
+  ASSERT_EQ(checkpoint.tensors().at("block.0.qkv.weight.adamw.v").pieces.size(), 2u);
+  EXPECT_DOUBLE_EQ(sum("block.0.qkv.weight.adamw.v", {12, 4}), 0.001750773728570053);
+  // A column of what two ranks wrote by rows.
+  float column[12];
+  checkpoint.read_box("block.0.qkv.weight.adamw.v", DType::f32, {12, 4}, {{0, 2}, {12, 1}}, column);
+  std::vector<float> whole(48);
+  checkpoint.read("block.0.qkv.weight.adamw.v", DType::f32, {12, 4}, whole.data());
+  for (size_t i = 0; i < 12; ++i) EXPECT_EQ(column[i], whole[4 * i + 2]);
+}
+
 TEST_F(Checkpoints, EveryFlippedBitIsFound) {
   CheckpointStore store(folder_, 1);
   const std::vector<float> w(64, 1.5f);

@@ -91,9 +91,13 @@ const AtLoad registered([] {
       [](const OpView& v) -> std::vector<TensorSpec> {
         std::vector<TensorSpec> specs;
         for (int i = 0; i < v.inputs(); ++i) {
-          require(v.has_input(i) && v.input(i).layout.size() == 1 && v.input(i).layout[0].dimension == 0, v,
-                  "tensors split along their rows");
-          specs.push_back({v.input(i).full_shape(), v.input(i).dtype});
+          // It undoes the last split; what was split before stays so.
+          require(v.has_input(i) && !v.input(i).layout.empty() && v.input(i).layout.back().dimension == 0 &&
+                      v.input(i).layout.back().axis == v.attributes().string("axis"),
+                  v, "tensors whose rows are split over the axis, last of their splits");
+          Shape shape = v.input(i).shape;
+          shape[0] = v.input(i).layout.back().full;
+          specs.push_back({shape, v.input(i).dtype});
         }
         return specs;
       },

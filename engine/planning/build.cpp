@@ -33,9 +33,15 @@ void rewrite(std::span<const NamedPlugin> plugins, std::string_view stage, Progr
   }
 }
 
-// What a gradient of one microbatch has yet to be summed over: the axes that split the batch.
-std::vector<std::string> partial_over(const Mesh& mesh) {
-  return mesh.size("data") > 1 ? std::vector<std::string>{"data"} : std::vector<std::string>{};
+// What a gradient of one microbatch has yet to be summed over: the axes that split the batch, but those that split its
+// parameter.
+std::vector<std::string> partial_over(const Mesh& mesh, const Layout& layout) {
+  std::vector<std::string> axes;
+  for (std::string_view axis : mesh.parts_of(kDataAxis))
+    if (mesh.size(axis) > 1 &&
+        std::none_of(layout.begin(), layout.end(), [&](const Split& split) { return split.axis == axis; }))
+      axes.emplace_back(axis);
+  return axes;
 }
 
 // Each gradient as a type of 16 bits: rounded as soon as it is made, and summed over microbatches in that type.
@@ -47,8 +53,10 @@ void narrow(Program& program, std::vector<Gradient>& list, DType dtype) {
     for (const Op& op : program.ops)
       if (std::find(op.outputs.begin(), op.outputs.end(), gradient.tensor) != op.outputs.end())
         build.block_index = op.block;
+    const Layout layout = program[gradient.tensor].layout;
     gradient.tensor =
         build.emit("cast", {gradient.tensor}, {{"dtype", std::string(name_of(dtype))}}, program[gradient.tensor].name);
+    program[gradient.tensor].layout = layout;
   }
   hoist(program, program.ops.size() - list.size());
 }
@@ -56,9 +64,9 @@ void narrow(Program& program, std::vector<Gradient>& list, DType dtype) {
 void require_summed(const std::vector<Gradient>& list) {
   for (const Gradient& gradient : list)
     if (!gradient.partial.empty())
-      throw Error("mesh." + gradient.partial.front() +
-                  " asks for several ranks, but no enabled plugin sums gradients over them; enable data_parallel or "
-                  "zero, or set it to 1.");
+      throw Error(
+          "mesh.data asks for several ranks, but no enabled plugin sums gradients over them; enable data_parallel or "
+          "zero, or set it to 1.");
 }
 
 double flops(const Program& program) {
@@ -102,9 +110,12 @@ BuiltProgram build_program(std::span<const NamedPlugin> plugins, const BatchShap
     gradients = differentiate(single, roots, parameters);
     verify(single, "differentiation");
     for (size_t i = 0; i < parameters.size(); ++i)
-      if (gradients[i])
+      if (gradients[i]) {
+        const Layout& layout = single[parameters[i]].layout;
+        single[gradients[i]].layout = layout;
         list.push_back(
-            {.parameter = parameters[i], .tensor = gradients[i], .scale = {}, .partial = partial_over(mesh)});
+            {.parameter = parameters[i], .tensor = gradients[i], .scale = {}, .partial = partial_over(mesh, layout)});
+      }
     if (is_half(forward.gradient_dtype)) narrow(single, list, forward.gradient_dtype);
     const size_t first = single.ops.size();
     ProgramStage backward{.program = single, .batch = batch, .goal = goal, .mesh = mesh, .gradients = &list};

@@ -2,6 +2,7 @@
 #include "strata/stages.h"
 
 #include <algorithm>
+#include <map>
 #include <numeric>
 
 #include "strata/convert.h"
@@ -74,14 +75,36 @@ void GradientStage::materialize(Gradient& gradient) {
   gradient.scale = {};
 }
 
-TensorId GradientStage::sum_over(TensorId partial, const Layout& layout) {
-  for (const Split& split : layout) {
-    if (mesh_.size(split.axis) == 1) continue;
-    build_.stream = Stream::exchange;
-    partial = build_.emit("all_reduce", {partial}, {{"axis", split.axis}, {"reduction", "sum"}});
-    build_.stream = Stream::compute;
+std::string take_data_axes(const Mesh& mesh, std::vector<std::string>& partial) {
+  std::vector<std::string> taken;
+  size_t in_all = 0;
+  for (std::string_view axis : mesh.parts_of(kDataAxis)) {
+    in_all += mesh.size(axis) > 1;
+    if (std::erase(partial, axis) && mesh.size(axis) > 1) taken.emplace_back(axis);
   }
-  return partial;
+  if (taken.empty()) return "";
+  return taken.size() == in_all ? std::string(kDataAxis) : taken.front();
+}
+
+std::vector<TensorId> GradientStage::over_all(std::string_view each, std::string_view together) {
+  build_.role = Role::workspace;
+  std::map<std::vector<std::string>, std::vector<TensorId>> parts;  // by the axes that split the gradients
+  for (const Gradient& gradient : gradients_) {
+    std::vector<std::string> axes;
+    for (const Split& split : build_[gradient.tensor].layout)
+      if (mesh_.size(split.axis) > 1) axes.push_back(split.axis);
+    parts[axes].push_back(build_.emit(each, {gradient.tensor}));
+  }
+  std::vector<TensorId> values;
+  for (const auto& [axes, list] : parts) {
+    TensorId value = build_.emit(together, list);
+    build_.stream = Stream::exchange;
+    for (const std::string& axis : axes)
+      value = build_.emit("all_reduce", {value}, {{"axis", axis}, {"reduction", "sum"}});
+    build_.stream = Stream::compute;
+    values.push_back(value);
+  }
+  return values;
 }
 
 TensorId UpdateStage::over_parts(const Gradient& gradient, TensorId partial, const std::string& reduction) {
@@ -99,11 +122,12 @@ TensorId UpdateStage::over_parts(const Gradient& gradient, TensorId partial, con
 
 std::vector<std::vector<size_t>> buckets_of(const Program& program, const std::vector<Gradient>& gradients,
                                             int64_t bytes) {
-  std::vector<int64_t> final_at(gradients.size(), -1);
+  std::vector<int64_t> final_at(gradients.size(), -1), written(program.tensors.size(), -1);
   for (size_t i = 0; i < program.ops.size(); ++i)
     for (TensorId id : program.ops[i].outputs)
-      for (size_t g = 0; g < gradients.size(); ++g)
-        if (gradients[g].tensor == id) final_at[g] = int64_t(i);
+      if (id) written[size_t(id.value)] = int64_t(i);
+  for (size_t g = 0; g < gradients.size(); ++g)
+    if (gradients[g].tensor) final_at[g] = written[size_t(gradients[g].tensor.value)];
   std::vector<size_t> order(gradients.size());
   std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return final_at[a] < final_at[b]; });
@@ -130,13 +154,27 @@ Gradient UpdateStage::in_f32(const Gradient& gradient) {
 }
 
 TensorId UpdateStage::state(const Gradient& gradient, std::string_view name, const Shape& shape, DType dtype,
-                            bool whole) {
-  const Program& program = build_.program();
-  const TensorId id =
-      build_.state(program[program.whole(gradient.parameter)].name + "." + std::string(name), shape, dtype);
-  const Tensor& parameter = program[gradient.parameter];
-  if (!whole && !parameter.layout.empty() && shape[0] == parameter.shape[0])
-    build_.program()[id].layout = parameter.layout;
+                            const std::vector<int>& follows) {
+  Program& program = build_.program();
+  const std::string full_name = program[program.whole(gradient.parameter)].name + "." + std::string(name);
+  const Tensor parameter = program[gradient.parameter];
+  const auto followed = [&](size_t dimension) { return follows.empty() ? int(dimension) : follows[dimension]; };
+  bool right = follows.empty() ? shape == parameter.shape : follows.size() == shape.size();
+  for (size_t d = 0; right && d < shape.size(); ++d)
+    right = followed(d) == kNone || (followed(d) >= 0 && size_t(followed(d)) < parameter.shape.size() &&
+                                     shape[d] == parameter.shape[size_t(followed(d))]);
+  if (!right)
+    throw Error("state " + full_name + " of shape " + text(shape) + " does not say which dimensions of its parameter " +
+                    text(parameter.shape) + " it follows.",
+                ExitCode::failed);
+  const TensorId id = build_.state(full_name, shape, dtype);
+  for (Split split : parameter.layout)
+    for (size_t d = 0; d < shape.size(); ++d)
+      if (followed(d) == split.dimension) {
+        split.dimension = int(d);
+        program[id].layout.push_back(split);
+        break;
+      }
   return id;
 }
 

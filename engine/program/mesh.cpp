@@ -1,23 +1,75 @@
 // Axes from sizes (strata/mesh.h).
 #include "strata/mesh.h"
 
-namespace strata {
+#include <algorithm>
 
-Mesh::Mesh(int rank, int data, int replicate) : rank_(rank), size_(data) {
-  const int shard = data / replicate;
-  Axis all{"data", data, rank, {}}, sharded{"shard", shard, rank % shard, {}},
-      copies{"replicate", replicate, rank / shard, {}};
-  for (int r = 0; r < data; ++r) all.members.push_back(r);
-  for (int r = 0; r < shard; ++r) sharded.members.push_back(copies.coordinate * shard + r);
-  for (int r = 0; r < replicate; ++r) copies.members.push_back(r * shard + sharded.coordinate);
-  axes_ = {all, sharded, copies};
+namespace strata {
+namespace {
+
+struct Grid {
+  std::vector<int> size, stride;  // by axis; ranks between neighbours along it
+};
+
+Grid grid_of(const Mesh::Sizes& sizes) {
+  Grid grid;
+  int stride = 1;
+  for (size_t a = sizes.size(); a-- > 0;) {
+    grid.size.insert(grid.size.begin(), sizes[a].second);
+    grid.stride.insert(grid.stride.begin(), stride);
+    stride *= sizes[a].second;
+  }
+  return grid;
+}
+
+// The axis made of those chosen: ranks that agree with `rank` on all others, the first axis chosen outermost.
+Axis combined(std::string name, int rank, const Grid& grid, const std::vector<size_t>& chosen) {
+  Axis axis{std::move(name), 1, 0, {}};
+  int origin = rank;
+  for (size_t a : chosen) {
+    const int coordinate = rank / grid.stride[a] % grid.size[a];
+    origin -= coordinate * grid.stride[a];
+    axis.coordinate = axis.coordinate * grid.size[a] + coordinate;
+    axis.size *= grid.size[a];
+  }
+  for (int i = 0; i < axis.size; ++i) {
+    int member = origin, rest = i;
+    for (size_t c = chosen.size(); c-- > 0; rest /= grid.size[chosen[c]])
+      member += rest % grid.size[chosen[c]] * grid.stride[chosen[c]];
+    axis.members.push_back(member);
+  }
+  return axis;
+}
+
+}  // namespace
+
+Mesh::Mesh(int rank, Sizes axes) : rank_(rank), sizes_(std::move(axes)) {
+  const Grid grid = grid_of(sizes_);
+  std::vector<size_t> data;
+  for (size_t a = 0; a < sizes_.size(); ++a) {
+    size_ *= sizes_[a].second;
+    axes_.push_back(combined(sizes_[a].first, rank, grid, {a}));
+    if (sizes_[a].first == kReplicateAxis || sizes_[a].first == kShardAxis) data.push_back(a);
+  }
+  data_ = combined(std::string(kDataAxis), rank, grid, data);
 }
 
 const Axis& Mesh::operator[](std::string_view axis) const {
+  if (axis == kDataAxis) return data_;
   for (const Axis& one : axes_)
     if (one.name == axis) return one;
   static const Axis alone;
   return alone;
+}
+
+std::vector<std::string_view> Mesh::parts_of(std::string_view axis) const {
+  if (axis == kDataAxis) return {kReplicateAxis, kShardAxis};
+  return {axis};
+}
+
+std::vector<Axis> Mesh::groups() const {
+  std::vector<Axis> all = axes_;
+  all.push_back(data_);
+  return all;
 }
 
 }  // namespace strata

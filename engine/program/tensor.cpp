@@ -31,7 +31,8 @@ std::string_view name_of(DType type) {
 
 Shape Tensor::full_shape() const {
   Shape full = shape;
-  for (const Split& split : layout) full[size_t(split.dimension)] = split.full;
+  for (size_t i = layout.size(); i-- > 0;)  // of several splits of a dimension the first divides the whole
+    full[size_t(layout[i].dimension)] = layout[i].full;
   return full;
 }
 

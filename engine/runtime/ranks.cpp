@@ -26,7 +26,7 @@ Groups make_groups(World& world, const Mesh& mesh, Device* device, const Network
           "\" needs a device for each rank, but ranks share one; start fewer ranks a host, or set it to \"auto\".");
     own = !shared;
   }
-  for (const Axis& axis : mesh.axes())
+  for (const Axis& axis : mesh.groups())
     if (axis.size > 1) {
       if (own)
         groups[axis.name] = device->group(world, axis.name, axis.members, network.timeout);

@@ -6,6 +6,7 @@
 #include <set>
 
 #include "strata/error.h"
+#include "strata/layout.h"
 
 namespace strata {
 namespace {
@@ -16,23 +17,25 @@ int64_t room(const Tensor& tensor) { return (tensor.bytes() + kAlignment - 1) / 
 
 void read_into(const Checkpoint& checkpoint, const Tensor& tensor, void* out) {
   const std::string& name = tensor.rounded_from.empty() ? tensor.name : tensor.rounded_from;
-  const int64_t first = tensor.layout.empty() ? 0 : tensor.layout[0].first;
   // A constant that a strategy begins with (a loss scale) is not in the checkpoints of runs without that strategy.
   if (tensor.initializer.kind == Initializer::Kind::constant && !checkpoint.tensors().contains(name)) {
     std::fill_n(static_cast<double*>(out), elements(tensor.shape), tensor.initializer.value);
     return;
   }
-  checkpoint.read_rows(name, tensor.dtype, tensor.full_shape(), first, tensor.shape[0], out);
+  checkpoint.read_box(name, tensor.dtype, tensor.full_shape(), box_of(tensor), out);
 }
 
 bool writes(const Tensor& tensor, const Mesh& mesh) {
   if (tensor.role == Role::scalar || !tensor.rounded_from.empty()) return false;
   const auto splits = [&](std::string_view axis) {
-    return std::any_of(tensor.layout.begin(), tensor.layout.end(), [&](const Split& s) { return s.axis == axis; });
+    return std::any_of(tensor.layout.begin(), tensor.layout.end(), [&](const Split& split) {
+      const auto parts = mesh.parts_of(split.axis);
+      return std::find(parts.begin(), parts.end(), axis) != parts.end();
+    });
   };
-  return std::all_of(mesh.axes().begin(), mesh.axes().end(), [&](const Axis& axis) {
-    return axis.name == "data" || axis.coordinate == 0 || splits(axis.name);  // "data" is replicate x shard
-  });
+  // Along an axis that does not split it all ranks hold the same.
+  return std::all_of(mesh.axes().begin(), mesh.axes().end(),
+                     [&](const Axis& axis) { return axis.coordinate == 0 || splits(axis.name); });
 }
 
 int64_t snapshot_bytes(const std::vector<Tensor>& tensors, const Mesh& mesh) {
@@ -75,7 +78,7 @@ std::vector<TensorRecord> Saver::records(bool on_nvme) {
     if (writes(tensor, mesh_) && (tensor.home == Tier::nvme) == on_nvme)
       list.push_back({tensor.name, tensor.role, tensor.dtype, tensor.shape,
                       std::function<const void*()>([this, &tensor] { return storage_.view(tensor); }),
-                      tensor.layout.empty() ? 0 : tensor.layout[0].first, tensor.full_shape()[0]});
+                      box_of(tensor).offset, tensor.full_shape()});
   return list;
 }
 

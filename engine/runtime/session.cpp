@@ -26,7 +26,7 @@ Session::Session(const std::string& config_path, const std::vector<std::string>&
   if (world && world->size() != mesh_section.data)
     throw Error("[mesh] asks for " + std::to_string(mesh_section.data) + " ranks, but " +
                 std::to_string(world->size()) + " were started; set mesh.data to that, or start as many.");
-  mesh = Mesh(world ? world->rank() : 0, int(mesh_section.data), int(mesh_section.replicate));
+  mesh = Mesh(world ? world->rank() : 0, mesh_section.axes());
   load_backend(device.backend);
   if (is_asynchronous(device.backend))
     host.threads = std::max<int64_t>(1, host.threads);  // updates on the host are never between the device's ops

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "strata/convert.h"
+#include "strata/layout.h"
 #include "strata/op_kind.h"
 #include "strata/random.h"
 
@@ -12,16 +13,6 @@ namespace strata {
 namespace {
 
 int64_t padded(int64_t bytes) { return (bytes + kStorageAlignment - 1) / kStorageAlignment * kStorageAlignment; }
-
-// Index in the full tensor of the first element this rank holds: layouts split rows.
-int64_t first_element(const Tensor& tensor) {
-  int64_t first = 0;
-  for (const Split& split : tensor.layout) {
-    STRATA_CHECK(split.dimension == 0);
-    first += split.first * (elements(tensor.shape) / std::max<int64_t>(tensor.shape[0], 1));
-  }
-  return first;
-}
 
 }  // namespace
 
@@ -173,12 +164,15 @@ void Storage::initialize(uint64_t seed, Threads& threads) {
             constexpr int64_t kChunk = 1024;
             float values[kChunk];
             const uint64_t stream = stream_of(tensor.rounded_from.empty() ? tensor.name : tensor.rounded_from);
+            const GlobalIndex global(tensor);
             for (int64_t i = begin; i < end; i += kChunk) {
               const int64_t some = std::min(kChunk, end - i);
               if (tensor.initializer.kind == Initializer::Kind::ones)
                 std::fill_n(values, some, 1.0f);
               else
-                fill_normal(values, first_element(tensor) + i, some, tensor.initializer.value, seed, stream);
+                global.runs(i, i + some, [&](int64_t local, int64_t index, int64_t count) {
+                  fill_normal(values + (local - i), index, count, tensor.initializer.value, seed, stream);
+                });
               from_f32(tensor.dtype, values, at(data, tensor.dtype, i), some);
             }
           });

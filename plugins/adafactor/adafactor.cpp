@@ -1,6 +1,7 @@
 // The Adafactor optimizer as a plugin: its options, its op kind and the op for each parameter.
 // The mathematics is in adafactor_kernel.h.
 #include <cmath>
+#include <numeric>
 
 #include "plugins/adafactor/adafactor_kernel.h"
 #include "plugins/adafactor/adafactor_part.h"
@@ -179,14 +180,20 @@ class Adafactor final : public strata::Plugin {
       const Shape shape = build[gradient.parameter].shape;  // a copy: adding states moves the list
       std::vector<TensorId> inputs{gradient.parameter, gradient.tensor, step, factor, gradient.scale, {}};
       std::vector<TensorId> outputs{gradient.parameter};
-      const auto state = [&](std::string_view name, const Shape& state_shape, bool whole = false) {
-        outputs.push_back(stage.state(gradient, name, state_shape, DType::f32, whole));
+      const auto state = [&](std::string_view name, const Shape& state_shape, std::vector<int> follows = {}) {
+        outputs.push_back(stage.state(gradient, name, state_shape, DType::f32, follows));
         return outputs.back();
       };
       if (settings_.beta1 > 0) inputs[kMoment] = state("adafactor.m", shape);
       if (shape.size() >= 2) {
-        inputs.push_back(state("adafactor.row", row_shape(shape)));
-        inputs.push_back(state("adafactor.column", column_shape(shape), true));
+        // Rows follow all dimensions but the last, columns all but the last but one.
+        std::vector<int> rows(shape.size()), columns;
+        std::iota(rows.begin(), rows.end(), 0);
+        columns = rows;
+        rows.pop_back();
+        columns.erase(columns.end() - 2);
+        inputs.push_back(state("adafactor.row", row_shape(shape), rows));
+        inputs.push_back(state("adafactor.column", column_shape(shape), columns));
       } else {
         inputs.push_back(state("adafactor.v", shape));
       }

@@ -56,8 +56,7 @@ strata::Launch bind_cpu(const Binding& b) {
   require(b.input(0).dtype == DType::f32, b, "f32 tensors on the cpu backend");
   const int64_t count = strata::elements(b.input(0).shape);
   const DType gradient = b.input(1).dtype, moment = b.input(2).dtype;
-  strata::adamw::Rounding rounding;
-  for (const strata::Split& split : b.input(0).layout) rounding.first = split.first * (count / b.input(0).shape[0]);
+  strata::adamw::Rounding rounding{.global = strata::GlobalIndex(b.input(0))};
   const uint64_t streams[] = {strata::stream_of(b.input(2).name), strata::stream_of(b.input(3).name)};
   return [=]() mutable {
     const strata::adamw::Settings s = settings(b);
@@ -69,7 +68,7 @@ strata::Launch bind_cpu(const Binding& b) {
                                    count, factors);
     const uint64_t of_step = uint64_t(step) * 0x9E3779B97F4A7C15;
     if (moment != DType::f32)
-      rounding = {uint64_t(*b.in<double>(7)), streams[0] ^ of_step, streams[1] ^ of_step, rounding.first};
+      rounding = {uint64_t(*b.in<double>(7)), streams[0] ^ of_step, streams[1] ^ of_step, rounding.global};
     strata::adamw::update(b.threads(), b.out<float>(0), b.in<void>(1), gradient, b.out<void>(1), b.out<void>(2), moment,
                           count, factors, rounding);
   };

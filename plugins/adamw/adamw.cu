@@ -1,6 +1,7 @@
 // AdamW on the GPU: one pass over memory, eight elements a thread; see adamw_kernel.h for the mathematics.
 #include "cuda/bind.h"
 #include "cuda/philox.h"
+#include "strata/layout.h"
 #include "strata/random.h"
 
 namespace strata::cuda::adamw_kernels {
@@ -12,7 +13,7 @@ struct Settings {
   double beta1, beta2, epsilon, learning_rate, weight_decay;
   const double *step, *factor, *scale, *seed;
   uint64_t m_stream, v_stream;
-  int64_t first;  // global index of element 0
+  GlobalIndex global;
 };
 
 // As to_bf16_stochastically: eight numbers of 16 bits a block of Philox.
@@ -54,8 +55,8 @@ STRATA_KERNEL update(float* parameter, const Gradient* gradient, Moment* m, Mome
   if constexpr (sizeof(Moment) == 2) {
     const uint64_t seed = uint64_t(*s.seed), of_step = uint64_t(step) * 0x9E3779B97F4A7C15ull;
     for (int e = 0; e < kEach && i + e < count; ++e) {
-      m[i + e] = round_stochastically(first[e], seed, s.m_stream ^ of_step, s.first + i + e);
-      v[i + e] = round_stochastically(second[e], seed, s.v_stream ^ of_step, s.first + i + e);
+      m[i + e] = round_stochastically(first[e], seed, s.m_stream ^ of_step, s.global(i + e));
+      v[i + e] = round_stochastically(second[e], seed, s.v_stream ^ of_step, s.global(i + e));
     }
   } else {
     store(m, i, count, first);
@@ -76,8 +77,7 @@ const Registration kind("adamw", [](const Binding& b) -> Launch {
              b.has_input(7) ? b.in<double>(7) : nullptr,
              stream_of(b.input(2).name),
              stream_of(b.input(3).name),
-             0};
-  for (const Split& split : b.input(0).layout) s.first = split.first * (count(b.input(0)) / b.input(0).shape[0]);
+             GlobalIndex(b.input(0))};
   return with_type(b.input(1).dtype, [&](auto zero) -> Launch {
     using Gradient = decltype(zero);
     const auto bind = [&](auto moment) -> Launch {

@@ -49,10 +49,12 @@ void update(Threads& threads, float* parameter, const void* gradient, DType grad
       to_f32(moment_type, at(m, moment_type, i), first, some);
       to_f32(moment_type, at(v, moment_type, i), second, some);
       update_range(parameter + i, g, first, second, some, factors);
-      to_bf16_stochastically(first, static_cast<uint16_t*>(m) + i, some, rounding.seed, rounding.m_stream,
-                             rounding.first + i);
-      to_bf16_stochastically(second, static_cast<uint16_t*>(v) + i, some, rounding.seed, rounding.v_stream,
-                             rounding.first + i);
+      rounding.global.runs(i, i + some, [&](int64_t local, int64_t index, int64_t run) {
+        to_bf16_stochastically(first + (local - i), static_cast<uint16_t*>(m) + local, run, rounding.seed,
+                               rounding.m_stream, index);
+        to_bf16_stochastically(second + (local - i), static_cast<uint16_t*>(v) + local, run, rounding.seed,
+                               rounding.v_stream, index);
+      });
     }
   });
 }

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "strata/tensor.h"
+#include "strata/layout.h"
 #include "strata/threads.h"
 
 namespace strata::adamw {
@@ -46,7 +46,7 @@ void update(Threads& threads, float* parameter, const float* gradient, float* m,
 // global index of the elements.
 struct Rounding {
   uint64_t seed = 0, m_stream = 0, v_stream = 0;
-  int64_t first = 0;
+  GlobalIndex global{};
 };
 // The same with a gradient and moments that may be of 16 bits, each of one type.
 void update(Threads& threads, float* parameter, const void* gradient, DType gradient_type, void* m, void* v,

@@ -95,7 +95,9 @@ class AdamW8Bit final : public strata::Plugin {
       std::vector<TensorId> states;
       for (const char* moment : {"m", "v"}) {
         states.push_back(stage.state(gradient, std::string("adamw8bit.") + moment, shape, DType::u8));
-        states.push_back(stage.state(gradient, std::string("adamw8bit.") + moment + "_scale", scales));
+        states.push_back(stage.state(gradient, std::string("adamw8bit.") + moment + "_scale", scales, DType::f32,
+                                     shape.size() > 1 ? std::vector<int>{0, strata::UpdateStage::kNone}
+                                                      : std::vector<int>{strata::UpdateStage::kNone}));
       }
       std::vector<TensorId> inputs{gradient.parameter, gradient.tensor}, outputs{gradient.parameter};
       inputs.insert(inputs.end(), states.begin(), states.end());

@@ -2,7 +2,6 @@
 // gradients are read once for the norm and never rewritten.
 #include <algorithm>
 #include <cmath>
-#include <map>
 
 #include "strata/exact_sum.h"
 #include "strata/plugin.h"
@@ -54,22 +53,10 @@ class Clip final : public strata::Plugin {
     const bool shared = std::all_of(stage.gradients().begin(), stage.gradients().end(),
                                     [&](const strata::Gradient& gradient) { return gradient.scale == scale; });
     if (!shared) scale = {};
-    build.role = strata::Role::workspace;
-    // By what the gradients are split over: each rank has the sum of its parts.
-    std::map<std::string, std::pair<strata::Layout, std::vector<strata::TensorId>>> squares;
-    for (auto& gradient : stage.gradients()) {
-      if (!shared) stage.materialize(gradient);
-      build.role = strata::Role::workspace;
-      const strata::Layout layout = build[gradient.tensor].layout;
-      std::string axes;
-      for (const strata::Split& split : layout) axes += split.axis + " ";
-      squares[axes].first = layout;
-      squares[axes].second.push_back(build.emit("sum_of_squares", {gradient.tensor}));
-    }
-    if (squares.empty()) return;
-    std::vector<strata::TensorId> sums;
-    for (const auto& [axes, parts] : squares)
-      sums.push_back(stage.sum_over(build.emit("add_sums", parts.second), parts.first));
+    if (stage.gradients().empty()) return;
+    if (!shared)
+      for (auto& gradient : stage.gradients()) stage.materialize(gradient);
+    const std::vector<strata::TensorId> sums = stage.over_all("sum_of_squares", "add_sums");
     std::vector<strata::TensorId> inputs{sums.size() == 1 ? sums[0] : build.emit("add_sums", sums)};
     if (scale) inputs.push_back(scale);
     const auto out = build.emit_all("clip_factor", inputs, {{"max_norm", max_norm_}}, {}, "clip");

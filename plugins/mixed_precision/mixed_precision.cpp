@@ -144,18 +144,7 @@ class MixedPrecision final : public strata::Plugin {
   // One factor for all gradients: 1/scale, or NaN after an overflow anywhere.
   void unscale(strata::GradientStage& stage) {
     strata::Builder& build = stage.build();
-    build.role = Role::workspace;
-    std::map<std::string, std::pair<strata::Layout, std::vector<TensorId>>> parts;  // by what they are split over
-    for (const strata::Gradient& gradient : stage.gradients()) {
-      const strata::Layout layout = build[gradient.tensor].layout;
-      std::string axes;
-      for (const strata::Split& split : layout) axes += split.axis + " ";
-      parts[axes].first = layout;
-      parts[axes].second.push_back(build.emit("overflowed", {gradient.tensor}));
-    }
-    std::vector<TensorId> flags;
-    for (const auto& [axes, part] : parts)
-      flags.push_back(stage.sum_over(build.emit("any_overflowed", part.second), part.first));
+    std::vector<TensorId> flags = stage.over_all("overflowed", "any_overflowed");
     const TensorId scale = build.program().find("loss_scale");
     const TensorId good = persistent(build.program(), "loss_scale.good_steps", 0);
     flags.insert(flags.end(), {scale, good});

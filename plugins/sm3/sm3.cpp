@@ -116,8 +116,10 @@ class Sm3 final : public strata::Plugin {
       const Shape shape = build[gradient.parameter].shape;  // a copy: adding states moves the list
       const bool matrix = shape.size() >= 2;
       const int64_t columns = matrix ? shape.back() : 1;
-      const TensorId row = stage.state(gradient, "sm3.row", {strata::elements(shape) / columns});
-      const TensorId column = matrix ? stage.state(gradient, "sm3.column", {columns}, DType::f32, true) : TensorId{};
+      const TensorId row = stage.state(gradient, "sm3.row", {strata::elements(shape) / columns}, DType::f32,
+                                       {shape.size() <= 2 ? 0 : strata::UpdateStage::kNone});
+      const TensorId column =
+          matrix ? stage.state(gradient, "sm3.column", {columns}, DType::f32, {int(shape.size()) - 1}) : TensorId{};
       const TensorId momentum = settings_.momentum > 0 ? stage.state(gradient, "sm3.momentum", shape) : TensorId{};
       std::vector<TensorId> outputs{gradient.parameter, row};
       if (column) outputs.push_back(column);

@@ -22,8 +22,8 @@ using strata::Stream;
 using strata::Tensor;
 using strata::TensorId;
 
-constexpr const char* kAxis = "shard";  // ranks that share what is split
-constexpr const char* kCopies = "replicate";
+const std::string kAxis{strata::kShardAxis};  // ranks that share what is split
+const std::string kCopies{strata::kReplicateAxis};
 
 class Zero final : public strata::Plugin {
  public:
@@ -67,7 +67,7 @@ class Zero final : public strata::Plugin {
       Shape shape = parameter.shape;
       shape[0] = strata::share_of(shape[0], 0, ranks_).count();
       gradient.parameter = program.add_part(gradient.parameter, parameter.name + ".part", shape, 0);
-      program[gradient.parameter].layout = {{.dimension = 0, .axis = kAxis, .full = parameter.shape[0]}};
+      program[gradient.parameter].layout = with_rows_split(parameter);
     }
   }
 
@@ -84,35 +84,43 @@ class Zero final : public strata::Plugin {
   // Matrices with a row for each rank. What is left whole is small.
   bool splits(const Tensor& parameter) const { return parameter.shape.size() >= 2 && parameter.shape[0] >= ranks_; }
 
+  // The layout of a rank's share of a tensor's rows.
+  static strata::Layout with_rows_split(const Tensor& tensor) {
+    strata::Layout layout = tensor.layout;
+    layout.push_back({.dimension = 0, .axis = kAxis, .full = tensor.shape[0]});
+    return layout;
+  }
+
   // Sums what is partial: shares of rows to their rank, and what is not split to all.
   void reduce(Builder& build, const strata::Mesh& mesh, std::vector<Gradient>& gradients) {
     const auto exchange = [&](const char* kind, const std::vector<size_t>& list, strata::Attributes attributes) {
+      if (list.empty()) return;
       std::vector<TensorId> tensors;
       for (size_t g : list) tensors.push_back(gradients[g].tensor);
       build.role = Role::gradient;
       build.stream = Stream::exchange;
       const std::vector<TensorId> sums = build.emit_all(kind, tensors, std::move(attributes));
       build.stream = Stream::compute;
-      for (size_t i = 0; i < list.size(); ++i) gradients[list[i]].tensor = sums[i];
+      for (size_t i = 0; i < list.size(); ++i) {
+        build.program()[sums[i]].layout = build[tensors[i]].layout;
+        gradients[list[i]].tensor = sums[i];
+      }
     };
     for (const std::vector<size_t>& bucket : buckets_of(build.program(), gradients, bucket_.count)) {
-      std::vector<size_t> split, whole;
+      std::vector<size_t> split, copied;
+      std::map<std::string, std::vector<size_t>> whole;  // by the group that sums
       for (size_t g : bucket) {
-        if (gradients[g].partial.empty()) continue;
-        (ranks_ > 1 && splits(build[gradients[g].parameter]) ? split : whole).push_back(g);
-        gradients[g].partial.clear();
+        std::vector<std::string>& partial = gradients[g].partial;
+        const bool to_share = ranks_ > 1 && splits(build[gradients[g].parameter]) && std::erase(partial, kAxis) > 0;
+        const std::string group = take_data_axes(mesh, partial);
+        if (to_share) split.push_back(g);
+        if (!group.empty()) (to_share ? copied : whole[group]).push_back(g);
       }
-      if (!split.empty()) {
-        exchange("reduce_scatter", split, {{"axis", kAxis}, {"size", int64_t(ranks_)}});
-        for (size_t g : split)
-          build.program()[gradients[g].tensor].layout = {
-              {.dimension = 0, .axis = kAxis, .full = build[gradients[g].parameter].shape[0]}};
-        if (mesh.size(kCopies) > 1) exchange("all_reduce", split, {{"axis", kCopies}, {"reduction", "sum"}});
-        for (size_t g : split)
-          build.program()[gradients[g].tensor].layout = {
-              {.dimension = 0, .axis = kAxis, .full = build[gradients[g].parameter].shape[0]}};
-      }
-      if (!whole.empty()) exchange("all_reduce", whole, {{"axis", "data"}, {"reduction", "sum"}});
+      exchange("reduce_scatter", split, {{"axis", kAxis}, {"size", int64_t(ranks_)}});
+      for (size_t g : split)
+        build.program()[gradients[g].tensor].layout = with_rows_split(build[gradients[g].parameter]);
+      exchange("all_reduce", copied, {{"axis", kCopies}, {"reduction", "sum"}});
+      for (const auto& [group, list] : whole) exchange("all_reduce", list, {{"axis", group}, {"reduction", "sum"}});
     }
   }
 
@@ -164,7 +172,7 @@ class Zero final : public strata::Plugin {
       full.nearest = full.farthest = strata::Tier::device;
       gathered[id.value] = program.add(std::move(full));
       Tensor& parameter = program[id];
-      parameter.layout = {{.dimension = 0, .axis = kAxis, .full = parameter.shape[0]}};
+      parameter.layout = with_rows_split(parameter);
       parameter.shape[0] = strata::share_of(parameter.shape[0], 0, ranks_).count();
     }
     for (auto& [tensor, forms] : program.forms)

@@ -2,12 +2,11 @@
 #pragma once
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 namespace strata {
 
-// `data`: ranks that see different sequences. It is made of `replicate` × `shard`: groups of `shard` ranks that share
-// what is split among them, repeated `replicate` times.
 struct Axis {
   std::string name;
   int size = 1;
@@ -15,22 +14,34 @@ struct Axis {
   std::vector<int> members;  // ranks of the world along the axis through this one, by coordinate
 };
 
+// Ranks that see different sequences. They are `replicate` × `shard`: groups of `shard` ranks that share what is split
+// among them, repeated `replicate` times.
+inline constexpr std::string_view kDataAxis = "data", kReplicateAxis = "replicate", kShardAxis = "shard";
+
 class Mesh {
  public:
+  using Sizes = std::vector<std::pair<std::string, int>>;
   Mesh() = default;  // one rank
-  // `data` ranks in all, `replicate` groups of them.
-  Mesh(int rank, int data, int replicate);
+  // The grid's axes, outermost first: neighbouring ranks differ in the last one. `replicate` and `shard` make up
+  // `data`, which can be named like an axis of the grid.
+  Mesh(int rank, Sizes axes);
   int rank() const { return rank_; }
   int size() const { return size_; }
   int size(std::string_view axis) const { return (*this)[axis].size; }
-  const Axis& operator[](std::string_view axis) const;  // an axis nobody named has one rank
-  const std::vector<Axis>& axes() const { return axes_; }
+  const Axis& operator[](std::string_view axis) const;     // an axis nobody named has one rank
+  const std::vector<Axis>& axes() const { return axes_; }  // of the grid
+  // What `axis` is made of: itself, or for `data` its two.
+  std::vector<std::string_view> parts_of(std::string_view axis) const;
+  // Axes of the grid and those made of them: what ranks form groups over.
+  std::vector<Axis> groups() const;
   // The mesh as its rank 0 sees it.
-  Mesh first() const { return Mesh(0, size("data"), size("replicate")); }
+  Mesh first() const { return Mesh(0, sizes_); }
 
  private:
   int rank_ = 0, size_ = 1;
+  Sizes sizes_;
   std::vector<Axis> axes_;
+  Axis data_{.name = std::string(kDataAxis)};
 };
 
 }  // namespace strata

@@ -62,8 +62,13 @@ struct Gradient {
   TensorId parameter;
   TensorId tensor;
   TensorId scale;
-  std::vector<std::string> partial;  // mesh axes over which it is still to be summed
+  // Axes of the mesh's grid over which it is still to be summed. Its layout is its parameter's; who sums over an axis,
+  // or leaves each rank its share of the sum, takes that axis out and changes no other.
+  std::vector<std::string> partial;
 };
+// Takes the axes that split the batch out of `partial` and returns the name of the group that sums over them: "data",
+// or one of its axes; "" when there is nothing to sum.
+std::string take_data_axes(const Mesh& mesh, std::vector<std::string>& partial);
 
 // Gradients in the order in which they become final, cut into groups of at least `bytes` (but for the last).
 std::vector<std::vector<size_t>> buckets_of(const Program& program, const std::vector<Gradient>& gradients,
@@ -107,8 +112,10 @@ class GradientStage {
   void scale(Gradient& gradient, TensorId factor);
   // Multiplies the pending scale in, for ops that need the final values.
   void materialize(Gradient& gradient);
-  // Sums `partial`, which each rank made of its part of a tensor with that layout, over the ranks that hold the others.
-  TensorId sum_over(TensorId partial, const Layout& layout);
+  // One value over everything that all ranks' gradients hold, each element counted once: `each` makes it of one
+  // gradient, `together` adds up any number of them and then what the ranks of an axis that splits a gradient made.
+  // Returns one value for each set of such axes; `together` adds those up too.
+  std::vector<TensorId> over_all(std::string_view each, std::string_view together);
 
  private:
   Builder& build_;
@@ -124,10 +131,12 @@ class UpdateStage {
   const Mesh& mesh() const { return mesh_; }
   const std::vector<Gradient>& gradients() const { return gradients_; }
   Builder& build() { return build_; }
-  // A state of the gradient's parameter, named "<parameter>.<name>", zero at the start. Its first dimension is split
-  // as the parameter's where they are of one size, unless `whole`.
+  // A state of the gradient's parameter, named "<parameter>.<name>", zero at the start. `follows` says for each of its
+  // dimensions which of the parameter's it is split with (kNone: with none); a state of the parameter's shape follows
+  // it in all of them. Throws Error when another state does not say, or follows a dimension of another size.
+  static constexpr int kNone = -1;
   TensorId state(const Gradient& gradient, std::string_view name, const Shape& shape, DType dtype = DType::f32,
-                 bool whole = false);
+                 const std::vector<int>& follows = {});
   // The gradient as f32, for kernels that take nothing else: converted just before its update.
   Gradient in_f32(const Gradient& gradient);
   // The type for states of a number an element that can be rounded stochastically: f32 unless a plugin asks for bf16.

@@ -42,18 +42,19 @@ struct Initializer {
   double value = 0;  // the standard deviation, or the constant
 };
 
-// A dimension that is split over a mesh axis: of its `full` size each rank holds the share that comm's share_of gives
-// its coordinate. Shapes are those of coordinate 0, which are the largest, while planning; so every rank plans the
-// same.
+// A dimension that is split over a mesh axis: of its `full` size each rank holds the share that share_of
+// (communicator.h) gives its coordinate. Shapes are those of coordinate 0, which are the largest, while planning; so
+// every rank plans the same.
 struct Split {
   int dimension = 0;
   std::string axis;
-  int64_t full = 0;
-  int64_t first = 0;  // index in the full dimension of what this rank holds; set once planning is over
+  int64_t full = 0;   // what is divided: what earlier splits of the dimension left of it
+  int64_t first = 0;  // index in `full` of what this rank holds; set once planning is over
   bool operator==(const Split&) const = default;
 };
 
-// Which part of a tensor a rank holds. No splits: all of it, the same on every rank.
+// Which part of a tensor a rank holds: splits applied in order, several of one dimension too. No splits: all of it, the
+// same on every rank. layout.h turns this into indices.
 using Layout = std::vector<Split>;
 
 struct Tensor {
@@ -78,7 +79,7 @@ struct Tensor {
   // place. Parts of parts are not used.
   TensorId part_of{};
   int64_t part_offset = 0;
-  Shape full_shape() const;
+  Shape full_shape() const;  // of the whole tensor that `layout` divides
   int64_t bytes() const { return elements(shape) * size_of(dtype); }
 };
 
