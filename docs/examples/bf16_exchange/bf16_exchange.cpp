@@ -3,6 +3,8 @@
 // 2⁻⁹ for each rounding. Enable it in place of data_parallel.
 #include <strata/plugin.h>
 
+#include <map>
+
 namespace {
 
 using strata::Gradient;
@@ -20,27 +22,34 @@ class Bf16Exchange final : public strata::Plugin {
   }
 
   void gradients(strata::GradientStage& stage) override {
-    if (stage.mesh().size("data") == 1) return;
-    strata::Builder& build = stage.build();
-    build.role = strata::Role::gradient;
-    for (const std::vector<size_t>& bucket : buckets_of(build.program(), stage.gradients(), bucket_.count)) {
-      std::vector<TensorId> narrow;
-      for (size_t g : bucket) {
-        stage.materialize(stage.gradients()[g]);
-        narrow.push_back(build.emit("cast", {stage.gradients()[g].tensor}, {{"dtype", "bf16"}}));
-      }
-      build.stream = strata::Stream::exchange;
-      const auto sums = build.emit_all("all_reduce", narrow, {{"axis", "data"}, {"reduction", "sum"}});
-      build.stream = strata::Stream::compute;
-      for (size_t i = 0; i < bucket.size(); ++i) {
-        Gradient& gradient = stage.gradients()[bucket[i]];
-        gradient.tensor = build.emit("cast", {sums[i]}, {{"dtype", "f32"}});
-        std::erase(gradient.partial, "data");
-      }
+    for (const std::vector<size_t>& bucket : buckets_of(stage.build().program(), stage.gradients(), bucket_.count)) {
+      std::map<std::string, std::vector<Gradient*>> by_group;  // "data", unless the mesh splits some parameters over it
+      for (size_t g : bucket)
+        if (const std::string group = take_data_axes(stage.mesh(), stage.gradients()[g].partial); !group.empty())
+          by_group[group].push_back(&stage.gradients()[g]);
+      for (const auto& [group, gradients] : by_group) sum(stage, group, gradients);
     }
   }
 
  private:
+  static void sum(strata::GradientStage& stage, const std::string& group, const std::vector<Gradient*>& gradients) {
+    strata::Builder& build = stage.build();
+    build.role = strata::Role::gradient;
+    std::vector<TensorId> narrow;
+    for (Gradient* gradient : gradients) {
+      stage.materialize(*gradient);
+      narrow.push_back(build.emit("cast", {gradient->tensor}, {{"dtype", "bf16"}}));
+    }
+    build.stream = strata::Stream::exchange;
+    const auto sums = build.emit_all("all_reduce", narrow, {{"axis", group}, {"reduction", "sum"}});
+    build.stream = strata::Stream::compute;
+    for (size_t i = 0; i < gradients.size(); ++i) {
+      const strata::Layout layout = build[gradients[i]->tensor].layout;
+      gradients[i]->tensor = build.emit("cast", {sums[i]}, {{"dtype", "f32"}});
+      build.program()[gradients[i]->tensor].layout = layout;
+    }
+  }
+
   strata::Bytes bucket_{25 << 20};
 };
 
