@@ -68,9 +68,10 @@ class Fabric final : public Communicator {
     char name[256];
     size_t length = sizeof name;
     must(fi_getname(&endpoint_->fid, name, &length), "fi_getname");
-    meeting.put(key + " address " + std::to_string(rank), std::string(name, length));
+    const auto addresses =
+        meeting.collect(key, options_.ranks, std::string(name, length), Answer::all, options_.timeout_seconds);
     for (int r = 0; r < size(); ++r) {
-      const std::string address = meeting.get(key + " address " + std::to_string(r));
+      const std::string& address = addresses[size_t(r)];
       fi_addr_t to = FI_ADDR_UNSPEC;
       if (fi_av_insert(addresses_.value, address.data(), 1, &to, 0, nullptr) != 1)
         throw Error("libfabric does not take the address of rank " + name_of(r) + ".", ExitCode::failed);

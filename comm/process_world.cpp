@@ -14,6 +14,7 @@
 #include <filesystem>
 #include <fstream>
 #include <map>
+#include <numeric>
 
 #include "comm/fabric.h"
 #include "comm/windows.h"
@@ -65,6 +66,8 @@ class ProcessWorld final : public World {
         size_(rendezvous.size),
         network_(std::move(network)),
         meeting_(rendezvous, [this](const std::string& why) { abort_.raise(why); }) {
+    everybody_.resize(size_t(size_));
+    std::iota(everybody_.begin(), everybody_.end(), 0);
     hosts_ = gather(host_identity());
     local_rank_ = int(std::count(hosts_.begin(), hosts_.begin() + rank_, hosts_[size_t(rank_)]));
     local_size_ = local_size > 0 ? local_size : int(std::count(hosts_.begin(), hosts_.end(), hosts_[size_t(rank_)]));
@@ -76,25 +79,15 @@ class ProcessWorld final : public World {
   int local_rank() const override { return local_rank_; }
 
   std::vector<std::string> gather(const std::string& mine) override {
-    const std::string key = "gather " + std::to_string(gathers_++) + " ";
-    meeting_.put(key + std::to_string(rank_), mine);
-    std::vector<std::string> all;
-    for (int r = 0; r < size_; ++r) all.push_back(meeting_.get(key + std::to_string(r)));
-    return all;
+    return meeting_.collect(next_key(), everybody_, mine, Answer::all, network_.timeout_seconds);
   }
-
   std::vector<std::string> gather_to_zero(const std::string& mine) override {
-    const std::string key = "gather " + std::to_string(gathers_++) + " ";
-    meeting_.put(key + std::to_string(rank_), mine);
-    std::vector<std::string> all;
-    for (int r = 0; rank_ == 0 && r < size_; ++r) all.push_back(meeting_.get(key + std::to_string(r)));
-    return all;
+    return meeting_.collect(next_key(), everybody_, mine, rank_ == 0 ? Answer::all : Answer::none, 0);
   }
-
   std::string broadcast(const std::string& text) override {
-    const std::string key = "gather " + std::to_string(gathers_++);
-    if (rank_ == 0) meeting_.put(key, text);
-    return meeting_.get(key);
+    const bool own = rank_ == 0;
+    const auto texts = meeting_.collect(next_key(), everybody_, own ? text : "", own ? Answer::none : Answer::first, 0);
+    return own ? text : texts[0];
   }
 
   std::unique_ptr<Communicator> group(const std::string& name, const std::vector<int>& members) override {
@@ -117,7 +110,7 @@ class ProcessWorld final : public World {
                                  mine, meeting_, key, abort_);
     WindowsOptions options{.name = name, .ranks = members, .timeout_seconds = network_.timeout_seconds};
     const int64_t bytes = windows_bytes(int(members.size()), options);
-    auto block = mine == 0 ? make(key, bytes) : open(key, bytes);
+    auto block = mine == 0 ? make(key, members, bytes) : open(key, members, bytes);
     std::byte* const base = block->base();
     return windows_communicator(base, std::move(block), mine, std::move(options), abort_);
   }
@@ -126,16 +119,7 @@ class ProcessWorld final : public World {
     if (abort_.raised) throw ended_by(abort_.text);
   }
 
-  std::vector<int> missing(double seconds) override {
-    meeting_.put("waiting " + std::to_string(rank_), "");
-    std::vector<int> result;
-    const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
-    for (int r = 0; r < size_; ++r) {
-      const std::chrono::duration<double> left = until - std::chrono::steady_clock::now();
-      if (!meeting_.await("waiting " + std::to_string(r), std::max(0.01, left.count()))) result.push_back(r);
-    }
-    return result;
-  }
+  std::vector<int> missing(double seconds) override { return meeting_.missing(seconds); }
 
   void abort(const std::string& why, ExitCode code) override {
     abort_.raise(passed_on(why, code));
@@ -143,17 +127,20 @@ class ProcessWorld final : public World {
   }
 
  private:
-  std::shared_ptr<SharedBlock> make(const std::string& key, int64_t bytes) {
+  std::string next_key() { return "number " + std::to_string(gathers_++) + " of all ranks"; }
+
+  std::shared_ptr<SharedBlock> make(const std::string& key, const std::vector<int>& members, int64_t bytes) {
     const int file = memfd_create("strata", MFD_CLOEXEC);
     if (file < 0 || ftruncate(file, bytes) != 0)
       throw Error("cannot make shared memory of " + std::to_string(bytes) + " bytes: " + std::strerror(errno) + ".",
                   ExitCode::failed);
     auto block = std::make_shared<SharedBlock>(file, bytes);
-    meeting_.put(key, "/proc/" + std::to_string(getpid()) + "/fd/" + std::to_string(file));
+    meeting_.collect(key, members, "/proc/" + std::to_string(getpid()) + "/fd/" + std::to_string(file), Answer::none,
+                     0);
     return block;
   }
-  std::shared_ptr<SharedBlock> open(const std::string& key, int64_t bytes) {
-    const std::string path = meeting_.get(key);
+  std::shared_ptr<SharedBlock> open(const std::string& key, const std::vector<int>& members, int64_t bytes) {
+    const std::string path = meeting_.collect(key, members, "", Answer::first, network_.timeout_seconds)[0];
     const int file = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
     if (file < 0)
       throw Error("cannot open the shared memory of another rank (" + path + "): " + std::strerror(errno) +
@@ -166,6 +153,7 @@ class ProcessWorld final : public World {
   NetworkOptions network_;
   AbortFlag abort_;
   Rendezvous meeting_;
+  std::vector<int> everybody_;
   std::vector<std::string> hosts_;
   int64_t gathers_ = 0;
   std::map<std::string, int> made_;

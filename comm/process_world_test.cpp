@@ -351,6 +351,29 @@ TEST(ProcessFaults, APortThatIsTaken) {
   close(socket);
 }
 
+// As many as a large job has. What they do at a start takes about a second and a half on two cores.
+TEST(ManyRanks, JoinCompareAndLeave) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  const int size = 48;
+#else
+  const int size = 512;
+#endif
+  const auto began = std::chrono::steady_clock::now();
+  const auto children = run_processes(
+      size, {},
+      [&](World& world) {
+        const std::string text(4000, 'c');
+        EXPECT_EQ(world.broadcast(world.rank() == 0 ? text : ""), text);
+        EXPECT_EQ(world.gather_to_zero(text).size(), world.rank() == 0 ? size_t(size) : 0);
+        const auto all = world.gather(std::to_string(world.rank()));
+        for (int r = 0; r < size; ++r) ASSERT_EQ(all[size_t(r)], std::to_string(r));
+      },
+      [](RendezvousOptions& o) { o.join_seconds = o.silence_seconds = 120; });
+  for (int r = 0; r < size; ++r) EXPECT_EQ(children[size_t(r)].code, 0) << r << ": " << children[size_t(r)].text;
+  RecordProperty("seconds",
+                 std::to_string(std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count()));
+}
+
 TEST(ProcessFaults, AProviderThatDoesNotExist) {
   const auto children = run_processes(2, {.provider = "carrier_pigeon"}, all_reduce_for_ever);
   EXPECT_NE((children[0].text + children[1].text).find("libfabric has no provider \"carrier_pigeon\""),

@@ -138,6 +138,25 @@ $(launched 1 2) "$strata" train config.toml --set run.directory=paths --set 'dat
 expect 0 '' $(launched 0 2) "$strata" train config.toml --set run.directory=paths
 wait $! || fail "other folders on rank 1: $(cat error1)"
 losses alone/log.jsonl | cmp - <(losses paths/log.jsonl) || fail "other folders on rank 1 change the losses"
+# Ranks know each other by a secret: the environment's, a file's, or the one in the user's cache, which is made.
+with_secrets() {  # CODE TEXT SETTING0 SETTING1: two ranks, each under a setting of the environment
+  env $4 $(launched 1 2) "$strata" train config.toml --set run.directory=secret --set plugins.zero.stage=1 --set network.join_timeout=${join:-20} >out1 2>error1 &
+  expect "$1" "$2" env $3 $(launched 0 2) "$strata" train config.toml --set run.directory=secret --set plugins.zero.stage=1 --set network.join_timeout=${join:-20}
+  status=0; wait $! || status=$?
+  [[ $status == "$1" ]] || fail "rank 1 under $4: exit $status: $(cat error1)"
+  rm -rf secret
+}
+(umask 077; echo 0123456789abcdef >secret-file)
+with_secrets 0 '' STRATA_SECRET=0123456789abcdef STRATA_SECRET_FILE=secret-file
+with_secrets 0 '' XDG_CACHE_HOME="$work/cache" XDG_CACHE_HOME="$work/cache"
+[[ $(stat -c %a cache/strata/secret) == 600 && $(wc -c <cache/strata/secret) == 65 ]] || fail "the secret that is kept: $(ls -l cache/strata)"
+join=3 with_secrets 2 'rank 1 did not come to the rendezvous' STRATA_SECRET=0123456789abcdef STRATA_SECRET=fedcba9876543210
+grep -q 'knows another secret' error1 || fail "rank 1 with another secret: $(cat error1)"
+expect 2 'shorter than 16 characters' env STRATA_SECRET=short $(launched 0 2) "$strata" train config.toml --set run.directory=bad
+expect 2 'both set' env STRATA_SECRET=0123456789abcdef STRATA_SECRET_FILE=secret-file $(launched 0 2) "$strata" train config.toml --set run.directory=bad
+expect 2 'cannot be read' env STRATA_SECRET_FILE=nothere $(launched 0 2) "$strata" train config.toml --set run.directory=bad
+chmod 644 secret-file
+expect 2 'can be read by others' env STRATA_SECRET_FILE=secret-file $(launched 0 2) "$strata" train config.toml --set run.directory=bad
 expect 2 'bench memory measures one rank' "$strata" bench memory config.toml
 "$strata" plan config.toml | grep -q '^ranks  *2 ' || fail "plan does not tell of ranks"
 # What only one rank finds wrong is told by rank 0.

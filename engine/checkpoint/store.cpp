@@ -101,11 +101,15 @@ std::vector<std::string> write_files(const fs::path& folder, const std::string& 
   return files;
 }
 
-// Every rank's text; throws the first error among them ("!" and its message) on all.
+// Every rank's text, for rank 0; throws the first error among them ("!" and its message) on all. A rank that writes may
+// take its time.
 std::vector<std::string> agree(World* world, const std::string& mine) {
-  const std::vector<std::string> all = world ? world->gather(mine) : std::vector<std::string>{mine};
+  const std::vector<std::string> all = world ? world->gather_to_zero(mine) : std::vector<std::string>{mine};
+  std::string error;
   for (const std::string& text : all)
-    if (!text.empty() && text[0] == '!') throw Error(text.substr(1), ExitCode::failed);
+    if (error.empty() && !text.empty() && text[0] == '!') error = text;
+  if (world) error = world->broadcast(error);
+  if (!error.empty()) throw Error(error.substr(1), ExitCode::failed);
   return all;
 }
 // Takes its name away before anything in it goes, so that a kill leaves no folder that looks whole.

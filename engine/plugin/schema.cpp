@@ -80,6 +80,7 @@ std::string option_rows(const Options& options) {
     std::string type = option.type_name();
     if (!option.range_text().empty()) type += ", " + option.range_text();
     if (!option.unit_name().empty()) type += ", in " + option.unit_name();
+    if (option.is_per_rank()) type += ", ranks may differ";
     const std::string otherwise = option.is_required() ? "required" : "`" + option.default_text() + "`";
     text += fmt::format("| `{}` | {} | {} | {} |\n", option.name(), cell(type), cell(otherwise), cell(option.help()));
   }

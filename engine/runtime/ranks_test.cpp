@@ -69,12 +69,11 @@ TEST(RanksAgree, OnTheStep) {
 
 TEST(RanksAgree, OnTheData) {
   EXPECT_EQ(outcome(3, [](World& world) { require_same_plan(world, Program(), "10 tokens"); }), "");
-  EXPECT_NE(outcome(3,
-                    [](World& world) {
-                      require_same_plan(world, Program(), world.rank() == 1 ? "9 tokens" : "10 tokens");
-                    })
-                .find("rank 0 has 10 tokens, rank 1 has 9 tokens"),
-            std::string::npos);
+  EXPECT_NE(
+      outcome(3,
+              [](World& world) { require_same_plan(world, Program(), world.rank() == 1 ? "9 tokens" : "10 tokens"); })
+          .find("rank 0 has 10 tokens, rank 1 has 9 tokens"),
+      std::string::npos);
 }
 
 }  // namespace

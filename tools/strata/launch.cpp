@@ -23,6 +23,7 @@
 
 #include "comm/process_world.h"
 #include "strata/error.h"
+#include "tools/strata/secret.h"
 
 namespace strata {
 namespace {
@@ -128,11 +129,15 @@ std::optional<LaunchedRank> launched_rank() {
 }
 
 std::unique_ptr<World> join(const LaunchedRank& rank, const NetworkSection& network) {
+  std::string note;
+  const std::string secret = shared_secret(rank.local_size == rank.size, note);
+  if (rank.rank == 0 && !note.empty()) std::fprintf(stderr, "strata: note: %s.\n", note.c_str());
   return process_world({.rank = rank.rank,
                         .size = rank.size,
                         .address = rank.address,
                         .port = rank.port,
                         .token = rank.token,
+                        .secret = secret,
                         .version = STRATA_VERSION,
                         .listening = rank.listening,
                         .join_seconds = network.join_timeout,
@@ -248,7 +253,7 @@ class Launcher {
     int port = 0;
     const int listening = listen_somewhere(port);
     std::random_device random;
-    const std::string token = std::to_string(random()) + std::to_string(random());
+    const std::string token = std::to_string(random()) + std::to_string(random()), secret = make_secret();
     std::vector<std::string> arguments = arguments_;
     if (resume && std::find(arguments.begin(), arguments.end(), "--resume") == arguments.end())
       arguments.push_back("--resume");
@@ -269,6 +274,8 @@ class Launcher {
         setenv("STRATA_WORLD_SIZE", std::to_string(ranks_.size()).c_str(), 1);
         setenv("STRATA_MASTER", ("127.0.0.1:" + std::to_string(port)).c_str(), 1);
         setenv("STRATA_TOKEN", token.c_str(), 1);
+        setenv("STRATA_SECRET", secret.c_str(), 1);  // of this run alone, and of all its ranks
+        unsetenv("STRATA_SECRET_FILE");
         if (r == 0)
           setenv("STRATA_LISTENING", std::to_string(listening).c_str(), 1);
         else

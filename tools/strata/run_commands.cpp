@@ -69,9 +69,9 @@ int train_launched(const TrainArguments& arguments, const LaunchedRank& rank) {
   std::unique_ptr<World> world;
   try {
     world = join(rank, network);  // who cannot come says why
-  } catch (const JobCancelled&) {
+  } catch (const JobCancelled& cancelled) {
     if (rank.rank == 0) throw;
-    return int(ExitCode::usage);
+    return int(cancelled.code());
   }
   return quietly(rank, [&] { return train_rank(arguments, world.get()); });
 }
