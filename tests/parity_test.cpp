@@ -2,8 +2,9 @@
 // Qwen2, recorded by tests/reference/make.py.
 #include <cmath>
 
-#include "engine/checkpoint/external.h"
-#include "engine/checkpoint/safetensors.h"
+#include "engine/checkpoint/external_export.h"
+#include "engine/checkpoint/external_import.h"
+#include "engine/checkpoint/safetensors_writer.h"
 #include "tests/harness.h"
 
 namespace strata {
@@ -13,9 +14,23 @@ const std::string kData = STRATA_SOURCE_DIR "/tests/reference/data/";
 
 template <class T>
 std::vector<T> read(const SafetensorsFile& file, const std::string& name) {
-  const auto bytes = file.data(file.tensors().at(name));
+  const auto bytes = file.read(file.tensors().at(name));
   const T* data = reinterpret_cast<const T*>(bytes.data());
   return {data, data + bytes.size() / sizeof(T)};
+}
+
+using Values = std::map<std::string, std::vector<float>>;
+
+Values import_all(const std::string& folder, const std::vector<ExternalTensor>& mapping,
+                  const std::map<std::string, Shape>& shapes) {
+  const ExternalFolder opened(folder);
+  const ExternalImport tensors(opened, mapping, shapes);
+  Values values;
+  for (const auto& [name, shape] : shapes) {
+    values[name].resize(size_t(elements(shape)));
+    tensors.read(name, values[name].data());
+  }
+  return values;
 }
 
 void expect_close(const std::vector<float>& got, const std::vector<float>& want, double tolerance,
@@ -32,7 +47,7 @@ class Parity : public testing::TestWithParam<std::string> {
   std::string folder() const { return kData + GetParam(); }
   std::string toml(const std::string& plugins) const {
     const LoadedPlugin gpt = load_plugin("gpt", {});
-    return *gpt->import_config(read_external_config(folder())) +
+    return *gpt->import_config(ExternalFolder(folder()).config()) +
            "[data]\ntrain = [\"none\"]\nsequence_length = 16\nglobal_batch = 2\nmicro_batch = 1\n" + plugins;
   }
   // Puts the recorded parameters into a program.
@@ -41,7 +56,7 @@ class Parity : public testing::TestWithParam<std::string> {
     for (TensorId id : runner.built.program.with_role(Role::parameter))
       shapes[runner.built.program[id].name] = runner.built.program[id].shape;
     const auto mapping = runner.plugins[0].plugin->external_tensors();
-    for (const auto& [name, values] : import_tensors(folder(), mapping, shapes))
+    for (const auto& [name, values] : import_all(folder(), mapping, shapes))
       std::copy(values.begin(), values.end(), static_cast<float*>(runner.storage->persistent(name)));
   }
 };
@@ -57,10 +72,15 @@ TEST_P(Parity, LogitsLossAndGradients) {
   EXPECT_NEAR(loss, read<float>(expected, "loss")[0], 1e-5 * std::abs(loss));
 
   // Gradients map like the parameters themselves: export ours under the foreign names.
-  std::map<std::string, std::vector<float>> gradients;
-  for (const auto& [name, id] : keep.tensors) gradients[name] = runner.values(id);
+  Values gradients;
+  std::map<std::string, Shape> shapes;
+  for (const auto& [name, id] : keep.tensors) {
+    gradients[name] = runner.values(id);
+    shapes[name] = runner.built.program[id].shape;
+  }
   test::TemporaryFolder exported;
-  export_tensors(exported.path(), "{}", runner.plugins[0].plugin->external_tensors(), gradients);
+  export_tensors(exported.path(), runner.plugins[0].plugin->external_tensors(), shapes,
+                 [&](const std::string& name, float* out) { std::ranges::copy(gradients.at(name), out); });
   const SafetensorsFile ours(exported / "model.safetensors");
   int compared = 0;
   for (const auto& [name, tensor] : expected.tensors())
@@ -108,11 +128,14 @@ TEST_P(Parity, TwentyAdamWSteps) {
 TEST_P(Parity, ManyFilesAndWrongOnes) {
   const SafetensorsFile whole(folder() + "/model.safetensors");
   test::TemporaryFolder sharded;
+  std::filesystem::copy(folder() + "/config.json", sharded.path());
+  std::map<std::string, std::vector<std::byte>> bytes;
   std::vector<TensorToStore> halves[2];
   std::string map;
   for (const auto& [name, tensor] : whole.tensors()) {
     const int half = int(halves[0].size()) > int(halves[1].size());
-    halves[half].push_back({name, tensor.dtype, tensor.shape, whole.data(tensor).data()});
+    bytes[name] = whole.read(tensor);
+    halves[half].push_back({name, *tensor.dtype, tensor.shape, bytes[name].data()});
     map += (map.empty() ? "\"" : ",\"") + name + "\":\"part" + std::to_string(half) + ".safetensors\"";
   }
   for (int half = 0; half < 2; ++half)
@@ -120,17 +143,17 @@ TEST_P(Parity, ManyFilesAndWrongOnes) {
   test::write_file(sharded / "model.safetensors.index.json", "{\"weight_map\":{" + map + "}}");
 
   const LoadedPlugin gpt = load_plugin("gpt", {});
-  gpt->import_config(read_external_config(folder()));
+  gpt->import_config(ExternalFolder(folder()).config());
   const NamedPlugin named{"gpt", &*gpt};
   const BuiltProgram built = build_program({&named, 1}, {1, 1, 1}, Goal::logits);
   std::map<std::string, Shape> shapes;
   for (TensorId id : built.program.with_role(Role::parameter)) shapes[built.program[id].name] = built.program[id].shape;
   const auto mapping = gpt->external_tensors();
-  EXPECT_EQ(import_tensors(sharded.path(), mapping, shapes), import_tensors(folder(), mapping, shapes));
+  EXPECT_EQ(import_all(sharded.path(), mapping, shapes), import_all(folder(), mapping, shapes));
 
   const auto refusal = [&] {
     try {
-      import_tensors(sharded.path(), mapping, shapes);
+      import_all(sharded.path(), mapping, shapes);
     } catch (const Error& error) {
       return std::string(error.what());
     }
@@ -139,7 +162,9 @@ TEST_P(Parity, ManyFilesAndWrongOnes) {
   std::vector<TensorToStore> less = halves[1];
   less.pop_back();
   write_safetensors(sharded / "part1.safetensors", less, {});
-  EXPECT_NE(refusal().find("lacks the tensor \"" + halves[1].back().name + "\""), std::string::npos) << refusal();
+  EXPECT_NE(refusal().find("says that \"" + halves[1].back().name + "\" is in part1.safetensors, which lacks it."),
+            std::string::npos)
+      << refusal();
   std::vector<TensorToStore> more = halves[1];
   more.push_back(more.back());
   more.back().name = "unheard.of";

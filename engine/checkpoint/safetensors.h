@@ -1,62 +1,45 @@
-// Hugging Face's safetensors files: 8 bytes of header length, a JSON header, the tensors' bytes
-// (github.com/huggingface/safetensors, "Format"). The header is checked whole before anything it says is used.
+// Reading Hugging Face's safetensors files: 8 bytes of header length, a JSON header, the tensors' bytes
+// (github.com/huggingface/safetensors, "Format"). The header is checked whole before anything it says is used; tensors
+// are read piece by piece. Writing: safetensors_writer.h.
 #pragma once
-#include <functional>
 #include <map>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
-#include "memory/atomic_file.h"
-#include "memory/mapped_file.h"
 #include "strata/tensor.h"
 
 namespace strata {
 
 struct StoredTensor {
-  DType dtype = DType::f32;
+  std::optional<DType> dtype;  // none: one of the format's that nothing here computes with (I64, BOOL, F8_E4M3, …)
+  std::string dtype_name;      // the format's: "F32"
   Shape shape;
   size_t begin = 0, end = 0;  // in the data after the header
+  size_t bytes() const { return end - begin; }
 };
 
 class SafetensorsFile {
  public:
   // Throws Error when the header is not whole, says offsets outside the file, overlaps or holes, sizes that do not
-  // match shapes, or a dtype that is not read here (I64, BOOL, F8…).
+  // match shapes, or a dtype that the format does not have.
   explicit SafetensorsFile(const std::string& path);
   const std::map<std::string, StoredTensor>& tensors() const { return tensors_; }
-  std::span<const std::byte> data(const StoredTensor& tensor) const {
-    return data_.subspan(tensor.begin, tensor.end - tensor.begin);
-  }
-  const std::string& path() const { return file_.path(); }
+  // Bytes of a tensor, from `offset` on. Throws Error (failed) when the disk does not give them. The file is open only
+  // meanwhile: a checkpoint of many ranks has more files than a process may have open.
+  void read(const StoredTensor& tensor, size_t offset, std::span<std::byte> out) const;
+  std::vector<std::byte> read(const StoredTensor& tensor) const;  // all of them
+  const std::string& path() const { return path_; }
 
  private:
-  MappedFile file_;
-  std::span<const std::byte> data_;
+  std::string path_;
+  size_t size_ = 0;  // of the file
+  size_t data_ = 0;  // where the data begins
   std::map<std::string, StoredTensor> tensors_;
 };
 
-// A tensor's bytes, in memory or brought there when asked for; those are valid until the next one is asked for.
-class TensorBytes {
- public:
-  TensorBytes(const void* data) : data_(data) {}
-  TensorBytes(std::function<const void*()> load) : load_(std::move(load)) {}
-  const void* get() const { return load_ ? load_() : data_; }
-
- private:
-  const void* data_ = nullptr;
-  std::function<const void*()> load_;
-};
-
-struct TensorToStore {
-  std::string name;
-  DType dtype;
-  Shape shape;
-  TensorBytes data;  // of elements(shape) · size_of(dtype) bytes
-};
-
-// Writes one file, whole or not at all. `metadata` goes into "__metadata__".
-void write_safetensors(const std::string& path, const std::vector<TensorToStore>& tensors,
-                       const std::map<std::string, std::string>& metadata);
+// What the format calls a dtype.
+std::string safetensors_name(DType type);
 
 }  // namespace strata

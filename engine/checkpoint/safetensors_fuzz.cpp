@@ -18,7 +18,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     const strata::SafetensorsFile tensors(path);
     volatile unsigned sum = 0;
     for (const auto& [name, tensor] : tensors.tensors())
-      for (std::byte byte : tensors.data(tensor)) sum = sum + unsigned(byte);
+      for (std::byte byte : tensors.read(tensor)) sum = sum + unsigned(byte);
   } catch (const strata::Error&) {
   }
   return 0;

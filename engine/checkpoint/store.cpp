@@ -8,7 +8,10 @@
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
+#include <new>
+#include <span>
 
+#include "memory/input_file.h"
 #include "strata/json.h"
 #include "strata/convert.h"
 #include "strata/error.h"
@@ -20,19 +23,32 @@ namespace fs = std::filesystem;
 // Version 2 says where a piece lies by dimension ("offset", "extent"), version 1 by rows ("first", "rows").
 constexpr int64_t kVersion = 2, kOldestVersion = 1;
 constexpr int64_t kShardBytes = int64_t{4} << 30;
+constexpr size_t kPiece = 4 << 20;  // bytes read at a time; a multiple of every dtype's size
 const std::string kPrefix = "step-", kHidden = ".saving-";
 
-std::string checksum(const void* data, size_t bytes) {
-  const XXH128_hash_t hash = XXH3_128bits(data, bytes);
+std::string text_of(XXH128_hash_t hash) {
   char text[40];
   std::snprintf(text, sizeof text, "%016llx%016llx", (unsigned long long)hash.high64, (unsigned long long)hash.low64);
   return text;
 }
+std::string checksum(const void* data, size_t bytes) { return text_of(XXH3_128bits(data, bytes)); }
 
-std::string read_text(const std::string& path) {
-  const MappedFile file(path);
-  return {reinterpret_cast<const char*>(file.bytes().data()), file.bytes().size()};
-}
+// A checksum of bytes that come in pieces.
+class RunningChecksum {
+ public:
+  RunningChecksum() : state_(XXH3_createState()) {
+    if (!state_) throw std::bad_alloc();
+    XXH3_128bits_reset(state_.get());
+  }
+  void add(std::span<const std::byte> bytes) { XXH3_128bits_update(state_.get(), bytes.data(), bytes.size()); }
+  std::string text() const { return text_of(XXH3_128bits_digest(state_.get())); }
+
+ private:
+  struct Free {
+    void operator()(XXH3_state_t* state) const { XXH3_freeState(state); }
+  };
+  std::unique_ptr<XXH3_state_t, Free> state_;
+};
 
 Role role_of(const std::string& name, const std::string& where) {
   for (int r = 0; r < kRoles; ++r)
@@ -45,8 +61,12 @@ DType dtype_of(const std::string& name, const std::string& where) {
   throw Error(where + " has the unknown dtype \"" + name + "\".");
 }
 
+struct Written {
+  std::string file, checksum;
+};
+
 // What one rank wrote, as it goes into the manifest.
-Json::Array written(const std::vector<TensorRecord>& tensors, const std::vector<std::string>& files) {
+Json::Array entries_of(const std::vector<TensorRecord>& tensors, const std::vector<Written>& written) {
   Json::Array list;
   for (size_t i = 0; i < tensors.size(); ++i) {
     const TensorRecord& t = tensors[i];
@@ -58,8 +78,8 @@ Json::Array written(const std::vector<TensorRecord>& tensors, const std::vector<
                                 {"shape", Json::Array(whole.begin(), whole.end())},
                                 {"offset", Json::Array(offset.begin(), offset.end())},
                                 {"extent", Json::Array(t.shape.begin(), t.shape.end())},
-                                {"file", files[i]},
-                                {"xxh3", checksum(t.data.get(), size_t(elements(t.shape) * size_of(t.dtype)))}});
+                                {"file", written[i].file},
+                                {"xxh3", written[i].checksum}});
   }
   return list;
 }
@@ -72,10 +92,11 @@ Json manifest(const CheckpointInfo& info, Json::Array tensors) {
                       {"tensors", std::move(tensors)}};
 }
 
-// Files of at most kShardBytes, numbered from `count` on; returns for each tensor the one it is in.
-std::vector<std::string> write_files(const fs::path& folder, const std::string& prefix,
-                                     const std::vector<TensorRecord>& tensors, int& count) {
-  std::vector<std::string> files;
+// Files of at most kShardBytes, numbered from `count` on; returns for each tensor the one it is in. Each tensor is
+// asked for once.
+std::vector<Written> write_files(const fs::path& folder, const std::string& prefix,
+                                 const std::vector<TensorRecord>& tensors, int& count) {
+  std::vector<Written> result;
   std::vector<TensorToStore> shard;
   int64_t bytes = 0;
   const auto file_name = [&] {
@@ -85,7 +106,9 @@ std::vector<std::string> write_files(const fs::path& folder, const std::string& 
   };
   const auto flush = [&] {
     if (shard.empty()) return;
-    write_safetensors((folder / file_name()).string(), shard, {});
+    write_safetensors((folder / file_name()).string(), shard, {}, [&](std::span<const std::byte> data) {
+      result.push_back({file_name(), checksum(data.data(), data.size())});
+    });
     shard.clear();
     bytes = 0;
     ++count;
@@ -93,12 +116,11 @@ std::vector<std::string> write_files(const fs::path& folder, const std::string& 
   for (const TensorRecord& t : tensors) {
     const int64_t size = elements(t.shape) * size_of(t.dtype);
     if (bytes > 0 && bytes + size > kShardBytes) flush();
-    files.push_back(file_name());
     shard.push_back({t.name, t.dtype, t.shape, t.data});
     bytes += size;
   }
   flush();
-  return files;
+  return result;
 }
 
 // Every rank's text, for rank 0; throws the first error among them ("!" and its message) on all. A rank that writes may
@@ -121,9 +143,40 @@ void discard(const fs::path& checkpoint) {
   fs::remove_all(problem ? checkpoint : old, problem);
 }
 
+// A stored tensor's bytes from front to back, a little at a time, each read once and counted into the checksum.
+class ForwardReader {
+ public:
+  ForwardReader(const SafetensorsFile& file, const StoredTensor& tensor)
+      : file_(file), tensor_(tensor), piece_(std::min(tensor.bytes(), kPiece)) {}
+  // Some bytes from `offset` on; never less than before.
+  std::span<const std::byte> from(size_t offset) {
+    while (offset >= end_) advance();
+    return std::span(piece_).subspan(offset - (end_ - piece_.size()));
+  }
+  std::string checksum_of_all() {
+    while (end_ < tensor_.bytes()) advance();
+    return sum_.text();
+  }
+
+ private:
+  void advance() {
+    piece_.resize(std::min(kPiece, tensor_.bytes() - end_));
+    file_.read(tensor_, end_, piece_);
+    sum_.add(piece_);
+    end_ += piece_.size();
+  }
+  const SafetensorsFile& file_;
+  const StoredTensor& tensor_;
+  std::vector<std::byte> piece_;
+  size_t end_ = 0;  // of the piece
+  RunningChecksum sum_;
+};
+
 std::string outcome_of(const std::function<std::string()>& work) {
   try {
     return work();
+  } catch (const std::bad_alloc&) {
+    return "!out of memory.";
   } catch (const std::exception& error) {
     return std::string("!") + error.what();
   }
@@ -178,7 +231,7 @@ void CheckpointStore::Saving::write(const std::vector<TensorRecord>& tensors) {
   if (world_) std::snprintf(prefix, sizeof prefix, "tensors-rank%05d-", world_->rank());
   const std::string outcome = outcome_of([&] {
     const auto files = write_files(hidden_, prefix, tensors, files_);
-    for (Json& one : written(tensors, files)) written_.push_back(std::move(one));
+    for (Json& one : entries_of(tensors, files)) written_.push_back(std::move(one));
     return std::string();
   });
   if (problem_.empty()) problem_ = outcome;
@@ -335,25 +388,46 @@ void Checkpoint::read_box(const std::string& name, DType dtype, const Shape& sha
     const auto stored = file.tensors().find(name);
     if (stored == file.tensors().end())
       throw Error(file.path() + ": lacks the tensor \"" + name + "\" that the manifest promises.");
-    const auto bytes = file.data(stored->second);
-    if (bytes.size() != size_t(elements(piece.box.extent) * size_of(entry.dtype)) ||
-        checksum(bytes.data(), bytes.size()) != piece.checksum)
-      throw Error(file.path() + ": tensor \"" + name +
-                  "\" is damaged: its checksum does not match. Use an older checkpoint.");
+    const auto damaged = [&] {
+      return Error(file.path() + ": tensor \"" + name +
+                   "\" is damaged: its checksum does not match. Use an older checkpoint.");
+    };
+    const int64_t size = size_of(entry.dtype);
+    if (stored->second.bytes() != size_t(elements(piece.box.extent) * size)) throw damaged();
+    ForwardReader reader(file, stored->second);
     for_common(piece.box, box, [&](int64_t from, int64_t to, int64_t count) {
-      const void* const source = at(static_cast<const void*>(bytes.data()), entry.dtype, from);
-      if (entry.dtype == dtype)
-        std::memcpy(at(out, dtype, to), source, size_t(count * size_of(dtype)));
-      else
-        convert(entry.dtype, source, dtype, at(out, dtype, to), count);
+      while (count > 0) {
+        const std::span<const std::byte> bytes = reader.from(size_t(from * size));
+        const int64_t some = std::min(count, int64_t(bytes.size()) / size);
+        if (entry.dtype == dtype)
+          std::memcpy(at(out, dtype, to), bytes.data(), size_t(some * size));
+        else
+          convert(entry.dtype, bytes.data(), dtype, at(out, dtype, to), some);
+        from += some, to += some, count -= some;
+      }
     });
+    if (reader.checksum_of_all() != piece.checksum) throw damaged();
   }
 }
+
+namespace {
+
+bool is_hugging_face(const fs::path& folder) {
+  if (!fs::exists(folder / "config.json")) return false;
+  for (const char* name : {"model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"})
+    if (fs::exists(folder / name)) return true;
+  return false;
+}
+
+}  // namespace
 
 std::string find_checkpoint(const std::string& path, const std::string& option) {
   if (fs::exists(fs::path(path) / "manifest.json")) return path;
   if (!fs::is_directory(path)) throw Error(path + ": there is no checkpoint or run folder here (" + option + ").");
   const auto newest = CheckpointStore(path, 1).latest();
+  if (!newest && is_hugging_face(path))
+    throw Error(path + ": is a Hugging Face folder, not a checkpoint (" + option + "). Turn it into one with: strata " +
+                "import " + path + " FOLDER, and name that folder here.");
   if (!newest) throw Error(path + ": holds no checkpoint (" + option + ").");
   return *newest;
 }

@@ -9,6 +9,7 @@
 
 #include "comm/world.h"
 #include "engine/checkpoint/safetensors.h"
+#include "engine/checkpoint/safetensors_writer.h"
 #include "strata/json.h"
 #include "strata/layout.h"
 
@@ -87,7 +88,7 @@ class Checkpoint {
     std::vector<Piece> pieces;  // by where they begin, without gaps or overlaps
   };
   const std::map<std::string, Entry>& tensors() const { return entries_; }
-  // Copies a tensor out after checking its shape, dtype and checksum.
+  // Copies a tensor out and checks its shape, dtype and checksum; after an Error `out` may hold some of it.
   void read(const std::string& name, DType dtype, const Shape& shape, void* out) const;
   // The same of one box, row-major, whoever wrote its elements; `shape` is the whole tensor's.
   void read_box(const std::string& name, DType dtype, const Shape& shape, const Box& box, void* out) const;

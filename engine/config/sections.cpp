@@ -112,7 +112,7 @@ void declare(Options& options, NetworkSection& network) {
       .unit("seconds");
 }
 
-Sections read_sections(const Config& config) {
+Sections read_sections(const Config& config, DataTable needed) {
   const std::vector<std::string> known = {"run", "model", "data", "device", "host", "mesh", "network", "plugins"};
   for (const auto& entry : config.root().entries()) {
     if (std::find(known.begin(), known.end(), entry.key) == known.end())
@@ -128,7 +128,7 @@ Sections read_sections(const Config& config) {
     Options options;
     declare(options, section);
     const ConfigTable* table = config.root().table(name);
-    if (!table && std::string(name) == "data")
+    if (!table && std::string(name) == "data" && needed == DataTable::required)
       throw Error(config.root().place.file + ": there is no [data] table; it names the token files to train on.");
     if (table) options.read(*table);
     add_settings(sections.settings, name, options);
@@ -147,6 +147,7 @@ Sections read_sections(const Config& config) {
     throw Error(config.root().table("device")->find("direct_storage")->place,
                 "device.direct_storage is a CUDA device's, but device.backend = \"" + sections.device.backend +
                     "\"; leave it out.");
+  if (!config.root().table("data")) return sections;
   const DataSection& data = sections.data;
   if (data.global_batch % data.micro_batch != 0)
     throw Error(config.root().table("data")->place,

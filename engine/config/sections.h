@@ -83,7 +83,9 @@ void declare(Options& options, HostSection& section);
 void declare(Options& options, MeshSection& section);
 void declare(Options& options, NetworkSection& section);
 
+enum class DataTable { required, optional };  // optional: for what neither trains nor validates
+
 // Reads the engine's tables and refuses tables that nobody knows.
-Sections read_sections(const Config& config);
+Sections read_sections(const Config& config, DataTable needed = DataTable::required);
 
 }  // namespace strata

@@ -18,6 +18,8 @@ void guarded(const NamedPlugin& named, std::string_view stage, Call&& call) {
     call(*named.plugin);
   } catch (const Error& error) {
     throw Error(where + error.what(), error.code());
+  } catch (const std::bad_alloc&) {
+    throw Error(where + "out of memory.", ExitCode::failed);
   } catch (const std::exception& error) {
     throw Error(where + "threw \"" + error.what() + "\".", ExitCode::failed);
   } catch (...) {

@@ -169,23 +169,30 @@ std::vector<std::string> plugins_providing(const std::string& capability,
   return names;
 }
 
-std::vector<LoadedPlugin> load_plugins(const Config& config, const std::vector<std::string>& more_folders,
-                                       Settings* settings) {
-  std::vector<LoadedPlugin> plugins;
-  const auto enable = [&](const std::string& name, const Place& place, const ConfigTable& table,
-                          const std::vector<std::string>& also) {
-    try {
-      plugins.push_back(load_plugin(name, more_folders));
-    } catch (const Error& error) {
-      throw Error(place, error.what(), error.code());
-    }
-    Options options;
-    declare_options(plugins.back(), options);
-    options.read(table, also);
-    if (!settings) return;
-    settings->push_back({table.path() + " (plugin)", name + " " + plugins.back().version()});
+namespace {
+
+LoadedPlugin enable(const std::string& name, const Place& place, const ConfigTable& table,
+                    const std::vector<std::string>& also, const std::vector<std::string>& more_folders,
+                    Settings* settings) {
+  std::optional<LoadedPlugin> plugin;
+  try {
+    plugin = load_plugin(name, more_folders);
+  } catch (const Error& error) {
+    throw Error(place, error.what(), error.code());
+  }
+  Options options;
+  declare_options(*plugin, options);
+  options.read(table, also);
+  if (settings) {
+    settings->push_back({table.path() + " (plugin)", name + " " + plugin->version()});
     add_settings(*settings, table.path(), options);
-  };
+  }
+  return std::move(*plugin);
+}
+
+}  // namespace
+
+LoadedPlugin load_model(const Config& config, const std::vector<std::string>& more_folders, Settings* settings) {
   const ConfigTable* model = config.root().table("model");
   if (!model)
     throw Error(config.root().place.file +
@@ -196,10 +203,16 @@ std::vector<LoadedPlugin> load_plugins(const Config& config, const std::vector<s
                 "[model] lacks the key \"plugin\" (string): the plugin that builds the model, for example \"gpt\".");
   if (!std::holds_alternative<std::string>(*name))
     throw Error(model->find("plugin")->place, "model.plugin must be a string.");
-  enable(std::get<std::string>(*name), model->find("plugin")->place, *model, {"plugin"});
+  return enable(std::get<std::string>(*name), model->find("plugin")->place, *model, {"plugin"}, more_folders, settings);
+}
+
+std::vector<LoadedPlugin> load_plugins(const Config& config, const std::vector<std::string>& more_folders,
+                                       Settings* settings) {
+  std::vector<LoadedPlugin> plugins;
+  plugins.push_back(load_model(config, more_folders, settings));
   if (const ConfigTable* table = config.root().table("plugins"))
     for (const auto& entry : table->entries()) {
-      if (entry.key == std::get<std::string>(*name))
+      if (entry.key == plugins.front().name())
         throw Error(entry.place, "\"" + entry.key + "\" is the model; its options belong into [model].");
       const ConfigTable& options = *table->table(entry.key);
       if (const ConfigTable::Value* enabled = options.value("enabled")) {
@@ -207,7 +220,7 @@ std::vector<LoadedPlugin> load_plugins(const Config& config, const std::vector<s
           throw Error(options.find("enabled")->place, "plugins." + entry.key + ".enabled must be true or false.");
         if (!std::get<bool>(*enabled)) continue;
       }
-      enable(entry.key, entry.place, options, {"enabled"});
+      plugins.push_back(enable(entry.key, entry.place, options, {"enabled"}, more_folders, settings));
     }
   return plugins;
 }

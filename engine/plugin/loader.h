@@ -43,8 +43,11 @@ std::vector<std::string> plugin_names(const std::vector<std::string>& more_folde
 // Those that provide a capability; libraries that cannot be loaded are passed over.
 std::vector<std::string> plugins_providing(const std::string& capability, const std::vector<std::string>& more_folders);
 
-// The model plugin and all enabled plugins in the order of the file, configured from their tables. What they were set
-// to, and which version of each it is, is added to `settings`.
+// The model plugin alone, configured from its table. What a plugin was set to, and which version of it this is, is added
+// to `settings`.
+LoadedPlugin load_model(const Config& config, const std::vector<std::string>& more_folders,
+                        Settings* settings = nullptr);
+// The model plugin and all enabled plugins in the order of the file, configured from their tables.
 std::vector<LoadedPlugin> load_plugins(const Config& config, const std::vector<std::string>& more_folders,
                                        Settings* settings = nullptr);
 

@@ -207,6 +207,9 @@ void Executor::run_op(int32_t index) {
   } catch (const Error& error) {
     throw Error("op " + std::to_string(index) + " (" + program_.ops[index].kind->name + "): " + error.what(),
                 error.code());
+  } catch (const std::bad_alloc&) {
+    throw Error("op " + std::to_string(index) + " (" + program_.ops[index].kind->name + "): out of memory.",
+                ExitCode::failed);
   } catch (const std::exception& error) {
     throw Error("op " + std::to_string(index) + " (" + program_.ops[index].kind->name + "): " + error.what(),
                 ExitCode::failed);

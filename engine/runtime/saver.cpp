@@ -108,6 +108,8 @@ std::string Saver::save(const CheckpointInfo& info) {
         saving->write(rest);
         saving->commit();
         return "";
+      } catch (const std::bad_alloc&) {
+        return "out of memory.";
       } catch (const std::exception& error) {
         return error.what();
       }

@@ -11,6 +11,7 @@
 #include <memory>
 #include <optional>
 
+#include "engine/checkpoint/external_files.h"
 #include "engine/checkpoint/store.h"
 #include "engine/data/sampler.h"
 #include "engine/data/token_file.h"
@@ -200,7 +201,10 @@ class Loop final : public StepContext {
       throw Error(session_.run.directory +
                   ": already holds checkpoints of a run; continue it with --resume, or choose another run.directory.");
     storage_->initialize(uint64_t(session_.run.seed), threads_);
-    if (!session_.run.initialize.empty()) load(find_checkpoint(session_.run.initialize, "run.initialize"), false);
+    if (session_.run.initialize.empty()) return;
+    const std::string from = find_checkpoint(session_.run.initialize, "run.initialize");
+    load(from, false);
+    if (first_rank()) hand_on_companions(from, session_.run.directory);  // the tokenizer of an imported model
   }
 
   void load(const std::string& path, bool everything) {

@@ -13,6 +13,14 @@ using strata::Json;
 
 enum class Family { gpt2, llama, qwen2 };
 
+std::string number_text(double value) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.12g", value);
+  std::string result = text;
+  if (result.find_first_of(".en") == std::string::npos) result += ".0";
+  return result;
+}
+
 // Reads keys of a config.json; absent ones and nulls take the default.
 class Settings {
  public:
@@ -30,9 +38,19 @@ class Settings {
     return present(key) ? json_.find(key)->string(name(key)) : otherwise;
   }
   bool present(const char* key) const { return json_.find(key) && !json_.find(key)->is_null(); }
-  int64_t needed(const char* key) const {
-    if (!present(key)) throw Error("config.json lacks \"" + std::string(key) + "\".");
-    return integer(key, 0);
+  // A number of things: from 1 on. `otherwise` 0: it must be there.
+  int64_t size(const char* key, int64_t otherwise = 0) const {
+    if (otherwise == 0 && !present(key)) throw Error("config.json lacks \"" + std::string(key) + "\".");
+    const int64_t value = integer(key, otherwise);
+    constexpr int64_t kMost = int64_t{1} << 31;  // four times as much still fits
+    if (value < 1 || value > kMost)
+      throw Error(name(key) + " is " + std::to_string(value) + "; expected 1 to " + std::to_string(kMost) + ".");
+    return value;
+  }
+  double positive(const char* key, double otherwise) const {
+    const double value = number(key, otherwise);
+    if (!(value > 0)) throw Error(name(key) + " is " + number_text(value) + "; expected more than 0.");
+    return value;
   }
   void must_be(const char* key, bool wanted) const {
     if (boolean(key, wanted) != wanted)
@@ -54,13 +72,16 @@ constexpr struct {
 
 GptConfig from_gpt2(const Settings& s) {
   GptConfig c;
-  c.layers = s.needed("n_layer");
-  c.hidden = s.needed("n_embd");
-  c.heads = s.needed("n_head");
-  c.ffn = s.integer("n_inner", 4 * c.hidden);
-  c.vocabulary = s.needed("vocab_size");
-  c.context = s.integer("n_positions", 1024);
-  c.norm_epsilon = s.number("layer_norm_epsilon", 1e-5);
+  c.layers = s.size("n_layer");
+  c.hidden = s.size("n_embd");
+  c.heads = s.size("n_head");
+  c.ffn = s.present("n_inner") ? s.size("n_inner") : 4 * c.hidden;
+  c.vocabulary = s.size("vocab_size");
+  c.context = s.size("n_positions", 1024);
+  c.norm_epsilon = s.positive("layer_norm_epsilon", 1e-5);
+  c.dropout = s.number("resid_pdrop", 0.1);  // and embd_pdrop; attention has none here
+  if (!(c.dropout >= 0 && c.dropout <= 0.99))
+    throw Error("config.json: \"resid_pdrop\" is " + number_text(c.dropout) + "; expected 0 to 0.99.");
   c.tied = s.boolean("tie_word_embeddings", true);
   const std::string activation = s.string("activation_function", "gelu_new");
   const auto known = std::find_if(std::begin(kGpt2Activations), std::end(kGpt2Activations),
@@ -84,25 +105,25 @@ double rotary_base(const Settings& s) {
         if (nested.string(type, "default") != "default")
           throw Error("config.json sets \"" + std::string(key) + "\" of type \"" + nested.string(type, "") +
                       "\"; the gpt plugin has the default rotary positions only.");
-      if (nested.present("rope_theta")) return nested.number("rope_theta", 0);
+      if (nested.present("rope_theta")) return nested.positive("rope_theta", 10000);
     }
-  return s.number("rope_theta", 10000);
+  return s.positive("rope_theta", 10000);
 }
 
 GptConfig from_llama(const Settings& s, bool qwen) {
   GptConfig c;
-  c.layers = s.needed("num_hidden_layers");
-  c.hidden = s.needed("hidden_size");
-  c.heads = s.needed("num_attention_heads");
-  c.kv_heads = s.integer("num_key_value_heads", c.heads);
-  c.head_size = s.integer("head_dim", 0);
-  c.ffn = s.needed("intermediate_size");
-  c.vocabulary = s.needed("vocab_size");
-  c.context = s.integer("max_position_embeddings", 2048);
+  c.layers = s.size("num_hidden_layers");
+  c.hidden = s.size("hidden_size");
+  c.heads = s.size("num_attention_heads");
+  c.kv_heads = s.size("num_key_value_heads", qwen ? 32 : c.heads);  // as in their configuration classes
+  c.head_size = s.present("head_dim") ? s.size("head_dim") : 0;
+  c.ffn = s.size("intermediate_size");
+  c.vocabulary = s.size("vocab_size");
+  c.context = s.size("max_position_embeddings", qwen ? 32768 : 2048);
   c.positions = "rotary";
   c.rotary_base = rotary_base(s);
   c.norm = "rms_norm";
-  c.norm_epsilon = s.number("rms_norm_eps", 1e-6);
+  c.norm_epsilon = s.positive("rms_norm_eps", 1e-6);
   c.activation = "swiglu";
   c.bias = false;
   c.qkv_bias = qwen;
@@ -125,14 +146,6 @@ Family family_of(const GptConfig& c) {
       "no Hugging Face architecture has this combination of model options; GPT-2 has learned positions, layer_norm, "
       "gelu, relu or squared_relu and biases, "
       "Llama and Qwen2 have rotary positions, rms_norm, swiglu and no biases (but qkv_bias in Qwen2).");
-}
-
-std::string number_text(double value) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%.12g", value);
-  std::string result = text;
-  if (result.find_first_of(".en") == std::string::npos) result += ".0";
-  return result;
 }
 
 class Mapping {
@@ -213,6 +226,7 @@ void map_llama(const GptConfig& c, Mapping& m) {
     m.whole(there + "mlp.down_proj.weight", here + "mlp.down.weight", c.hidden, c.ffn);
     m.ignored(there + "self_attn.rotary_emb.inv_freq");
   }
+  m.ignored("model.rotary_emb.inv_freq");
   m.whole("model.norm.weight", "norm.weight", c.hidden, 0);
 }
 
@@ -248,6 +262,7 @@ std::string gpt_to_toml(const GptConfig& c) {
   line("bias", truth(c.bias));
   line("qkv_bias", truth(c.qkv_bias));
   line("tied", truth(c.tied));
+  line("dropout", number_text(c.dropout));
   return text;
 }
 
@@ -301,9 +316,7 @@ std::vector<ExternalTensor> gpt_external_tensors(const GptConfig& c) {
     map_gpt2(c, mapping);
   else
     map_llama(c, mapping);
-  if (c.tied)
-    mapping.ignored("lm_head.weight");
-  else
-    mapping.whole("lm_head.weight", "head.weight", c.vocabulary, c.hidden);
+  // Tied: a second name of the embedding, which files may have or not.
+  mapping.whole("lm_head.weight", c.tied ? "embedding.weight" : "head.weight", c.vocabulary, c.hidden);
   return mapping.tensors;
 }

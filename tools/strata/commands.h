@@ -64,11 +64,14 @@ int generate_command_main(const GenerateArguments& arguments);
 
 struct ImportArguments {
   std::string source, target, plugin = "gpt";
+  bool overwrite = false;
 };
 int import_command_main(const ImportArguments& arguments);
 
 struct ExportArguments : ConfigArguments {
-  std::string target, checkpoint;
+  std::string target, checkpoint, dtype = "f32";
+  uint64_t shard_size = 5'000'000'000;  // bytes
+  bool overwrite = false;
 };
 int export_command_main(const ExportArguments& arguments);
 

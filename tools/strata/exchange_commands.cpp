@@ -1,15 +1,29 @@
 // `import` and `export`: Hugging Face folders to Strata checkpoints and back, through the model plugin's mapping.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <filesystem>
+#include <limits>
+#include <memory>
 
-#include "engine/checkpoint/external.h"
+#include "engine/checkpoint/external_export.h"
+#include "engine/checkpoint/external_files.h"
+#include "engine/checkpoint/external_import.h"
+#include "engine/checkpoint/interruption.h"
+#include "engine/checkpoint/staged_folder.h"
 #include "engine/checkpoint/store.h"
+#include "engine/config/sections.h"
+#include "engine/planning/build.h"
 #include "engine/plugin/loader.h"
+#include "memory/input_file.h"
+#include "strata/json.h"
 #include "tools/strata/commands.h"
 
 namespace strata {
 namespace {
+
+namespace fs = std::filesystem;
+constexpr const char* kImported = "step-00000000";  // the checkpoint that an import makes
 
 // Names and shapes of a model's parameters, from the smallest program that has them all.
 std::map<std::string, Shape> parameters_of(Plugin& model, const std::string& name) {
@@ -21,49 +35,164 @@ std::map<std::string, Shape> parameters_of(Plugin& model, const std::string& nam
   return shapes;
 }
 
+// A model as a config.json describes it, and how to fill its parameters.
+struct Imported {
+  Imported(const ImportArguments& arguments, const ExternalFolder& folder, std::string config_json)
+      : config(std::move(config_json)) {
+    const LoadedPlugin model = load_plugin(arguments.plugin, {});
+    const std::string where = arguments.source + "/config.json";
+    const Json json = Json::parse(config, where);
+    if (const Json* quantized = json.find("quantization_config"); quantized && !quantized->is_null())
+      throw Error(where + ": sets \"quantization_config\"; only weights of F32, BF16 or F16 can be imported.");
+    const auto known = model->import_config(config);
+    if (!known) {
+      const Json* type = json.find("model_type");
+      throw Error(where + ": is of an architecture (" +
+                  (type && type->is_string() ? type->string("model_type") : std::string("without \"model_type\"")) +
+                  ") that the plugin \"" + arguments.plugin + "\" does not know.");
+    }
+    table = *known;
+    shapes = parameters_of(*model, arguments.plugin);
+    tensors = std::make_unique<ExternalImport>(folder, model->external_tensors(), shapes);
+  }
+  std::string config, table;  // config.json, and the [model] table
+  std::map<std::string, Shape> shapes;
+  std::unique_ptr<ExternalImport> tensors;
+};
+
+std::string untied(const std::string& config) {
+  const Json json = Json::parse(config, "config.json");
+  Json::Object object = json.object("config.json");
+  std::erase_if(object, [](const auto& entry) { return entry.first == "tie_word_embeddings"; });
+  object.emplace_back("tie_word_embeddings", false);
+  return Json(std::move(object)).dump(2) + "\n";
+}
+
+// The folder's model. Two different tensors that the configuration calls one are two, as transformers (from 5 on) has
+// it.
+Imported described(const ImportArguments& arguments, const ExternalFolder& folder) {
+  Imported model(arguments, folder, folder.config());
+  const std::string second = model.tensors->differing_second_name();
+  if (second.empty()) return model;
+  fmt::print(stderr,
+             "strata: note: {}/config.json ties the output layer to the embedding, but \"{}\" holds other numbers; "
+             "imported untied.\n",
+             arguments.source, second);
+  Imported apart(arguments, folder, untied(folder.config()));
+  if (!apart.tensors->differing_second_name().empty())
+    throw Error(arguments.source + ": \"" + second + "\" differs from the tensor that it is tied to.");
+  return apart;
+}
+
+// Parameters of the folder, each brought to memory when its turn comes.
+std::vector<TensorRecord> records_of(const Imported& model) {
+  std::vector<TensorRecord> records;
+  const auto values = std::make_shared<std::unique_ptr<float[]>>();  // of one parameter at a time
+  for (const auto& [name, shape] : model.shapes)
+    records.push_back({name, Role::parameter, DType::f32, shape,
+                       std::function<const void*()>([&model, &name = name, &shape = shape, values]() -> const void* {
+                         values->reset();
+                         *values = std::make_unique_for_overwrite<float[]>(size_t(elements(shape)));
+                         model.tensors->read(name, values->get());
+                         return values->get();
+                       })});
+  return records;
+}
+
+bool of_an_import(const std::string& name) {
+  return name == kImported || name == "model.toml" || name == kExternalFiles;
+}
+
+void refuse_to_replace(const ImportArguments& arguments, const StagedFolder& target) {
+  for (const std::string& name : target.before()) {
+    if (name.starts_with("step-") && name != kImported)
+      throw Error(arguments.target + ": holds checkpoints of a run; import into another folder.");
+    if (of_an_import(name) && !arguments.overwrite)
+      throw Error(arguments.target + ": holds " + name +
+                  " of an import before; choose another folder, or replace it with --overwrite.");
+  }
+}
+
+// What an export would mix with, or replace.
+void refuse_to_replace(const ExportArguments& arguments, const StagedFolder& target) {
+  if (arguments.overwrite) return;
+  for (const std::string& name : target.before())
+    if (is_model_file(name) || is_companion(name))
+      throw Error(arguments.target + ": holds " + name +
+                  " of another model or export; choose another folder, or replace that model with --overwrite.");
+}
+
+// Whether two config.json describe the same model to the plugin.
+bool same_model(const std::string& plugin, const std::vector<std::string>& folders, const std::string& one,
+                const std::string& other) {
+  try {
+    const auto table = load_plugin(plugin, folders)->import_config(one);
+    return table && table == load_plugin(plugin, folders)->import_config(other);
+  } catch (const Error&) {
+    return false;
+  }
+}
+
+DType dtype_of(const std::string& name) {
+  for (const DType dtype : {DType::f32, DType::bf16, DType::f16})
+    if (name_of(dtype) == name) return dtype;
+  STRATA_CHECK(!"dtype");
+}
+
 }  // namespace
 
 int import_command_main(const ImportArguments& arguments) {
-  const LoadedPlugin model = load_plugin(arguments.plugin, {});
-  const auto table = model->import_config(read_external_config(arguments.source));
-  if (!table)
-    throw Error(arguments.source + "/config.json: is of an architecture that the plugin \"" + arguments.plugin +
-                "\" does not know.");
-  const auto shapes = parameters_of(*model, arguments.plugin);
-  const auto values = import_tensors(arguments.source, model->external_tensors(), shapes);
-  std::error_code problem;
-  std::filesystem::create_directories(arguments.target, problem);
-  if (problem) throw Error(arguments.target + ": cannot make the folder: " + problem.message() + ".");
-  std::vector<TensorRecord> records;
-  for (const auto& [name, data] : values)
-    records.push_back({name, Role::parameter, DType::f32, shapes.at(name), data.data()});
-  CheckpointStore store(arguments.target, 1);
-  store.save({0, 0, {}, *table}, records);
-  AtomicFile file(arguments.target + "/model.toml");
-  file.write(*table);
-  file.commit();
+  const Interruptible interruptible;
+  const ExternalFolder folder(arguments.source);
+  const Imported model = described(arguments, folder);
+  StagedFolder target(arguments.target);
+  refuse_to_replace(arguments, target);
+  CheckpointStore(target.path(), 1).save({0, 0, {}, model.table}, records_of(model));
+  const fs::path staged(target.path());
+  write_atomically((staged / "model.toml").string(), model.table);
+  const fs::path external = staged / kExternalFiles;
+  fs::create_directory(external);
+  copy_companions(arguments.source, external.string(), false);
+  write_atomically((external / "config.json").string(), model.config);
+  target.publish(kImported, of_an_import);
   fmt::print(
-      "{}\n{}/model.toml: the [model] table to put into a configuration; start from the weights with run.initialize = "
+      "{}/{}\n{}/model.toml: the [model] table to put into a configuration; start from the weights with run.initialize "
+      "= "
       "\"{}\"\n",
-      *store.latest(), arguments.target, arguments.target);
+      arguments.target, kImported, arguments.target, arguments.target);
   return int(ExitCode::done);
 }
 
 int export_command_main(const ExportArguments& arguments) {
-  const Session session(arguments.config, arguments.sets);
-  const Checkpoint checkpoint(arguments.checkpoint.empty() ? find_checkpoint(session.run.directory, "run.directory")
-                                                           : find_checkpoint(arguments.checkpoint, "--checkpoint"));
-  const auto shapes = parameters_of(session.model(), "model");
-  const auto config = session.model().export_config();
-  if (!config) throw Error(arguments.config + ": its model plugin cannot export.");
-  std::map<std::string, std::vector<float>> values;
-  for (const auto& [name, shape] : shapes) {
-    values[name].resize(size_t(elements(shape)));
-    checkpoint.read(name, DType::f32, shape, values[name].data());
+  const Interruptible interruptible;
+  const Config config = Config::load(arguments.config, arguments.sets);
+  const RunSection run = read_sections(config, DataTable::optional).run;
+  const LoadedPlugin model = load_model(config, run.plugin_path);
+  const std::string path = arguments.checkpoint.empty() ? find_checkpoint(run.directory, "run.directory")
+                                                        : find_checkpoint(arguments.checkpoint, "--checkpoint");
+  const Checkpoint checkpoint(path);
+  const auto shapes = parameters_of(*model, "model");
+  const auto ours = model->export_config();
+  if (!ours) throw Error(arguments.config + ": its model plugin cannot export.");
+
+  StagedFolder target(arguments.target);
+  refuse_to_replace(arguments, target);
+  const auto most = uint64_t(std::numeric_limits<int64_t>::max());
+  const ExportOptions options{dtype_of(arguments.dtype), int64_t(std::min(arguments.shard_size, most))};
+  export_tensors(
+      target.path(), model->external_tensors(), shapes,
+      [&](const std::string& name, float* out) { checkpoint.read(name, DType::f32, shapes.at(name), out); }, options);
+  const auto companions = companions_of(path);
+  std::optional<std::string> kept;
+  if (companions) {
+    kept = read_text(*companions + "/config.json");
+    copy_companions(*companions, target.path(), false);
   }
-  export_tensors(arguments.target, *config, session.model().external_tensors(), values);
-  fmt::print("{}: step {}, for transformers' AutoModelForCausalLM.from_pretrained\n", arguments.target,
-             checkpoint.info().step);
+  const bool same = kept && same_model(model.name(), run.plugin_path, *kept, *ours);
+  write_atomically(target.path() + "/config.json", exported_config(*ours, kept, same, options.dtype));
+  target.publish("config.json", [](const std::string& name) { return is_model_file(name) || is_companion(name); });
+  fmt::print("{}: step {} in {}, for transformers' AutoModelForCausalLM.from_pretrained\n", arguments.target,
+             checkpoint.info().step, arguments.dtype);
   return int(ExitCode::done);
 }
 

@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <exception>
 #include <functional>
+#include <new>
 #include <string>
 #include <vector>
 
@@ -171,6 +172,7 @@ int main(int argc, char** argv) {
   import_command->add_option("source", import_arguments.source, "folder with config.json and safetensors")->required();
   import_command->add_option("target", import_arguments.target, "folder to write")->required();
   import_command->add_option("--plugin", import_arguments.plugin, "model plugin")->capture_default_str();
+  import_command->add_flag("--overwrite", import_arguments.overwrite, "replace what an import before wrote there");
   import_command->callback([&] { action = [&] { return import_command_main(import_arguments); }; });
 
   ExportArguments export_arguments;
@@ -180,6 +182,18 @@ int main(int argc, char** argv) {
   export_command->add_option("target", export_arguments.target, "folder to write")->required();
   export_command->add_option("--checkpoint", export_arguments.checkpoint,
                              "checkpoint folder (default: the newest in run.directory)");
+  export_command->add_option("--dtype", export_arguments.dtype, "numbers of the files, rounded to nearest")
+      ->capture_default_str()
+      ->check(CLI::IsMember({"f32", "bf16", "f16"}));
+  export_command
+      ->add_option("--shard-size", export_arguments.shard_size,
+                   "bytes of tensors in one file at most, for example 500MB or 2GiB; a larger model becomes several "
+                   "files with an index")
+      ->capture_default_str()
+      ->transform(CLI::AsSizeValue(true))
+      ->check(CLI::PositiveNumber);
+  export_command->add_flag("--overwrite", export_arguments.overwrite,
+                           "replace the model that is in the folder; other files in it stay");
   export_command->callback([&] { action = [&] { return export_command_main(export_arguments); }; });
 
   try {
@@ -192,6 +206,12 @@ int main(int argc, char** argv) {
   } catch (const Error& error) {
     std::fprintf(stderr, "strata: %s\n", error.what());
     return int(error.code());
+  } catch (const std::bad_alloc&) {
+    std::fputs(
+        "strata: out of memory: the system gives this process no more (ulimit -v and the control group's limit "
+        "are looked at first).\n",
+        stderr);
+    return int(ExitCode::failed);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "strata: %s\n", error.what());
     return int(ExitCode::failed);
