@@ -15,6 +15,7 @@
 #include <fstream>
 #include <map>
 #include <numeric>
+#include <thread>
 
 #include "comm/fabric.h"
 #include "comm/windows.h"
@@ -142,8 +143,13 @@ class ProcessWorld final : public World {
   std::shared_ptr<SharedBlock> open(const std::string& key, const std::vector<int>& members, int64_t bytes) {
     const std::string path = meeting_.collect(key, members, "", Answer::first, network_.timeout_seconds)[0];
     const int file = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+    const std::string why = std::strerror(errno);
+    // A rank that has just ended is why; what the rendezvous says of it may come a moment later.
+    for (int i = 0; file < 0 && i < 100 && !abort_.raised; ++i)
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    if (file < 0) check();
     if (file < 0)
-      throw Error("cannot open the shared memory of another rank (" + path + "): " + std::strerror(errno) +
+      throw Error("cannot open the shared memory of another rank (" + path + "): " + why +
                       ". Set network.provider = \"tcp\" where processes may not see each other.",
                   ExitCode::failed);
     return std::make_shared<SharedBlock>(file, bytes);

@@ -16,7 +16,7 @@ struct RendezvousOptions {
   std::string address = "127.0.0.1";  // of rank 0
   int port = 0;
   std::string token;            // of the job: a process with another one is turned away
-  std::string secret;           // what only ranks of the job know; empty: the token
+  std::string secret{};         // what only ranks of the job know; empty: the token
   std::string version;          // must be the same on all ranks
   int listening = -1;           // rank 0: a socket that listens already; -1: bind address and port
   double join_seconds = 60;     // until all ranks must have come

@@ -11,6 +11,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <csignal>
@@ -233,9 +234,15 @@ TEST(Rendezvous, WhoDoesNotComeInTimeIsNamed) {
   std::atomic<int> told = 0;
   const auto outcomes = run_threads(job, [&](Rendezvous& meeting, int rank) {
     if (rank != 1) {
-      EXPECT_EQ(meeting.missing(0.2), std::vector<int>{1});
+      // The other of the two may be slower than that, on a busy machine.
+      const std::vector<int> missing = meeting.missing(0.2);
+      EXPECT_EQ(std::count(missing.begin(), missing.end(), 1), 1);
+      EXPECT_EQ(std::count(missing.begin(), missing.end(), rank), 0);
       const std::string text = outcome([&] { meeting.collect("k", everybody(3), "", Answer::all, 0.2); });
-      EXPECT_NE(text.find("(k): rank 1 did not come within"), std::string::npos) << text;
+      EXPECT_TRUE(text.find("(k): rank 1 did not come within") != std::string::npos ||
+                  text.find("(k): ranks 0, 1 did not come within") != std::string::npos ||
+                  text.find("(k): ranks 1, 2 did not come within") != std::string::npos)
+          << text;
       ++told;
     }
     while (told < 2) std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -365,11 +372,11 @@ TEST(Strangers, AreToldWhyTheyAreRefused) {
 // ---- strangers where rank 0 should be ----
 
 TEST(Strangers, WhereRank0ShouldBe) {
-  const auto meets = [](const std::function<void(int listening)>& stranger) {
+  const auto meets = [](const std::function<void(int listening)>& stranger, double seconds = 1) {
     Job job(2);
     std::thread thread([&] { stranger(job.listening); });
     RendezvousOptions options = job.options(1);
-    options.join_seconds = 1;
+    options.join_seconds = seconds;
     const std::string text = outcome([&] { Rendezvous meeting(options, [](const std::string&) {}); });
     shutdown(job.listening, SHUT_RDWR);
     thread.join();
@@ -385,11 +392,15 @@ TEST(Strangers, WhereRank0ShouldBe) {
     };
   };
   EXPECT_NE(meets([](int) {}).find("does not answer as rank 0 of this job"), std::string::npos);
-  EXPECT_NE(meets([](int listening) {
-              for (int s; (s = accept(listening, nullptr, nullptr)) >= 0;) close(s);
-            }).find("cannot reach rank 0"),
-            std::string::npos);
-  EXPECT_NE(meets(answers("HTTP/1.0 400 Bad Request\r\n\r\n")).find("cannot reach rank 0"), std::string::npos);
+  // Whether its time is over while it waits for an answer, or while it tries again, is a matter of speed.
+  const auto not_there = [](const std::string& text) {
+    return text.find("cannot reach rank 0") != std::string::npos ||
+           text.find("does not answer as rank 0") != std::string::npos;
+  };
+  EXPECT_TRUE(not_there(meets([](int listening) {
+    for (int s; (s = accept(listening, nullptr, nullptr)) >= 0;) close(s);
+  })));
+  EXPECT_TRUE(not_there(meets(answers("HTTP/1.0 400 Bad Request\r\n\r\n"))));
   const std::string challenge = *pack(FrameType::challenge, FieldWriter().text(make_nonce()).payload());
   EXPECT_NE(meets(answers(challenge)).find("does not answer as rank 0"), std::string::npos);
   for (const std::string& words :
@@ -397,15 +408,15 @@ TEST(Strangers, WhereRank0ShouldBe) {
         challenge + *pack(FrameType::accepted), *pack(FrameType::accepted), *pack(FrameType::welcome),
         challenge + *pack(FrameType::cancelled, FieldWriter().number(2).text("a lie").payload()),
         *pack(FrameType::challenge), *pack(FrameType::refused, FieldWriter().number(77).payload())})
-    EXPECT_NE(meets(answers(words)).find("does not prove that it is rank 0"), std::string::npos);
+    EXPECT_NE(meets(answers(words), 60).find("does not prove that it is rank 0"), std::string::npos);
   // One that sends back what it gets proves nothing.
-  EXPECT_NE(meets([](int listening) {
-              for (int s; (s = accept(listening, nullptr, nullptr)) >= 0; close(s)) {
-                char buffer[4096];
-                for (ssize_t n; (n = recv(s, buffer, sizeof buffer, 0)) > 0;) send(s, buffer, size_t(n), MSG_NOSIGNAL);
-              }
-            }).find("does not prove that it is rank 0"),
-            std::string::npos);
+  const auto echo = [](int listening) {
+    for (int s; (s = accept(listening, nullptr, nullptr)) >= 0; close(s)) {
+      char buffer[4096];
+      for (ssize_t n; (n = recv(s, buffer, sizeof buffer, 0)) > 0;) send(s, buffer, size_t(n), MSG_NOSIGNAL);
+    }
+  };
+  EXPECT_NE(meets(echo, 60).find("does not prove that it is rank 0"), std::string::npos);
 }
 
 // ---- processes ----
@@ -464,17 +475,17 @@ TEST(RanksUnderAttack, DoNotWaitForAStoppedRank0) {
     const auto ended = run_processes(
         job,
         [&](RendezvousOptions options, std::string&) {
-          options.join_seconds = 3;
-          options.silence_seconds = 1;
+          options.join_seconds = some_came ? (options.rank == 0 ? 120 : 10) : 2;
+          options.silence_seconds = 5;
           if (options.rank == 0 && !some_came) raise(SIGSTOP);
-          if (options.rank == 2 && some_came) std::this_thread::sleep_for(std::chrono::seconds(60));  // never comes
+          if (options.rank == 2 && some_came) std::this_thread::sleep_for(std::chrono::minutes(5));  // never comes
           Rendezvous meeting(options, [](const std::string&) {});
         },
         [&](const std::vector<pid_t>& pids) {
           int status;
           if (!some_came) {
             waitpid(pids[0], &status, WUNTRACED);
-          } else {
+          } else {  // by then rank 1 has come, or is about to: it ends either way
             std::this_thread::sleep_for(std::chrono::seconds(1));
             kill(pids[0], SIGSTOP);
             kill(pids[2], SIGKILL);
@@ -505,9 +516,7 @@ TEST(RanksUnderAttack, TooFewOpenFilesAreAMessage) {
         options.join_seconds = 0.1;
         Rendezvous meeting(options, [](const std::string&) {});
       });
-      _exit(text.find("needs ") != std::string::npos && text.find("ulimit -n") != std::string::npos ? 1
-            : text.find("did not come") != std::string::npos                                        ? 2
-                                                                                                    : 3);
+      _exit(text.find("needs ") != std::string::npos && text.find("ulimit -n") != std::string::npos ? 1 : 2);
     }
     int status = 0;
     waitpid(pid, &status, 0);
@@ -538,9 +547,11 @@ TEST(RanksUnderAttack, EndUnderAnySchedule) {
     const auto ended = run_processes(
         job,
         [&](RendezvousOptions options, std::string&) {
-          options.join_seconds = fate == late && options.rank == victim ? 60 : 15;
-          options.silence_seconds = 3;
+          // What is waited for to its end is short; the rest leaves time to a busy machine.
+          options.join_seconds = fate == killed || fate == stopped ? 15 : 60;
+          options.silence_seconds = fate == stopped ? 5 : 20;
           usleep(useconds_t(waits[size_t(options.rank)]) * 1000);
+          if (fate == late && options.rank == victim) sleep(1);
           Rendezvous meeting(options, [](const std::string&) {});
           try {
             for (int i = 0; i < rounds || fate == killed || fate == stopped; ++i) {

@@ -163,26 +163,27 @@ Executor::Executor(const Program& program, const MemoryPlan& plan, Storage& stor
     streams_->start = device_->make_event(true);
     if (!streams_->has_graph) find_runs();
   }
-  for (int s = 1; s < kStreams; ++s)
-    if (!streams_->ops[s].empty() && !in_queue(Stream(s)))
-      streams_->threads.emplace_back([this, s] {
-        int64_t round = 0;
-        for (;;) {
-          streams_->started.wait(round);
-          round = streams_->started.load();
-          if (streams_->stop) return;
-          run_stream(s, nullptr);
-          if (streams_->running.fetch_sub(1) == 1) streams_->running.notify_all();
-        }
-      });
+  const auto follow = [this](int s) {
+    int64_t round = 0;
+    for (;;) {
+      streams_->started.wait(round);
+      round = streams_->started.load();
+      if (streams_->stop) return;
+      run_stream(s, nullptr);
+      if (streams_->running.fetch_sub(1) == 1) streams_->running.notify_all();
+    }
+  };
+  try {
+    for (int s = 1; s < kStreams; ++s)
+      if (!streams_->ops[s].empty() && !in_queue(Stream(s)))
+        streams_->threads.push_back(start_thread("the stream " + std::string(name_of(Stream(s))), [=] { follow(s); }));
+  } catch (...) {
+    streams_->end();
+    throw;
+  }
 }
 
-Executor::~Executor() {
-  streams_->stop = true;
-  ++streams_->started;
-  streams_->started.notify_all();
-  for (std::thread& thread : streams_->threads) thread.join();
-}
+Executor::~Executor() { streams_->end(); }
 
 bool exchanges_in_queue(const Groups& groups) {
   return std::any_of(groups.begin(), groups.end(), [](const auto& group) { return group.second->asynchronous(); });

@@ -49,6 +49,13 @@ struct Executor::Streams {
   Threads alone{1};  // a team of one has no state: the streams that move bytes share it
   std::unique_ptr<Threads> host;
 
+  void end() {
+    stop = true;
+    ++started;
+    started.notify_all();
+    for (std::thread& thread : threads) thread.join();
+  }
+
   void fail(std::exception_ptr what) {
     {
       std::lock_guard lock(error_mutex);
