@@ -1,37 +1,144 @@
-// One pass over the program with a clock a stream; see predict.h.
+// Events of streams that share processors; see predict.h.
 #include "engine/planning/predict.h"
 
 #include <algorithm>
-#include <numeric>
+#include <limits>
+#include <map>
 
 #include "engine/planning/dependencies.h"
 
 namespace strata {
+namespace {
 
-double Stalls::total() const { return std::accumulate(waited.begin(), waited.end(), restoring); }
+// Runs streams side by side. Each works on one op at a time, which begins when what it waits for is done; ops that
+// together ask for more processors than there are get their share.
+class Clock {
+ public:
+  Clock(const Program& program, const std::vector<std::vector<Wait>>& waits, const Rates& rates)
+      : program_(program), waits_(waits), rates_(rates), spans_(program.ops.size()) {
+    for (size_t i = 0; i < program.ops.size(); ++i) streams_[int(program.ops[i].stream)].ops.push_back(i);
+  }
+
+  std::vector<Span> run() {
+    for (begin(); advance(); begin()) {
+    }
+    return std::move(spans_);
+  }
+
+ private:
+  struct Lane {
+    std::vector<size_t> ops;
+    size_t done = 0;
+    bool running = false;
+    double left = 0, processors = 0, speed = 1;  // of the op that runs: seconds alone, what it takes, its share
+  };
+
+  double processors_of(const Op& op) const {
+    switch (op.stream) {
+      case Stream::compute:
+        return rates_.compute_threads;
+      case Stream::host:
+        return rates_.host_threads;
+      case Stream::read:
+      case Stream::write:
+        return 0;  // the disk's
+      default:
+        return rates_.compute_threads > 0 ? 1 : 0;
+    }
+  }
+
+  bool ready(size_t op) const {
+    return std::all_of(waits_[op].begin(), waits_[op].end(), [&](const Wait& wait) {
+      return streams_[int(wait.stream)].done >= size_t(wait.count);
+    });
+  }
+
+  void begin() {
+    double wanted = 0;
+    for (Lane& lane : streams_) {
+      if (!lane.running && lane.done < lane.ops.size() && ready(lane.ops[lane.done])) {
+        const size_t op = lane.ops[lane.done];
+        lane.running = true;
+        lane.left = seconds_of(OpView(program_, program_.ops[op]), rates_);
+        lane.processors = processors_of(program_.ops[op]);
+        spans_[op].start = now_;
+      }
+      if (lane.running) wanted += lane.processors;
+    }
+    for (Lane& lane : streams_)
+      lane.speed = lane.processors > 0 && rates_.processors > 0 ? std::min(1.0, rates_.processors / wanted) : 1;
+  }
+
+  // To the next end of an op; false: all are done.
+  bool advance() {
+    double step = std::numeric_limits<double>::infinity();
+    for (const Lane& lane : streams_)
+      if (lane.running) step = std::min(step, lane.left / lane.speed);
+    if (step == std::numeric_limits<double>::infinity()) return false;
+    now_ += step;
+    for (Lane& lane : streams_) {
+      if (!lane.running) continue;
+      const bool over = lane.left / lane.speed <= step;
+      lane.left -= step * lane.speed;
+      if (!over) continue;
+      spans_[lane.ops[lane.done++]].finish = now_;
+      lane.running = false;
+    }
+    return true;
+  }
+
+  const Program& program_;
+  const std::vector<std::vector<Wait>>& waits_;
+  const Rates& rates_;
+  std::vector<Span> spans_;
+  std::array<Lane, kStreams> streams_;
+  double now_ = 0;
+};
+
+}  // namespace
 
 Prediction predict(const Program& program, const MemoryPlan& plan, const Rates& rates) {
   const auto waits = plan_waits(program, plan);
   Prediction result;
-  result.spans.resize(program.ops.size());
-  std::array<std::vector<double>, kStreams> finished;  // by stream: when its op n was done
+  result.spans = Clock(program, waits, rates).run();
+  result.stalls = StallFinder(program, waits).find(result.spans);
   for (size_t i = 0; i < program.ops.size(); ++i) {
-    const Op& op = program.ops[i];
-    auto& own = finished[int(op.stream)];
-    const double free = own.empty() ? 0 : own.back();
-    double start = free;
-    Stream last = op.stream;
-    for (const Wait& wait : waits[i])
-      if (const double ready = finished[int(wait.stream)][size_t(wait.count) - 1]; ready > start)
-        start = ready, last = wait.stream;
-    if (op.stream == Stream::compute) result.stalls.waited[int(last)] += start - free;
-    const double seconds = seconds_of(OpView(program, op), rates);
-    if (op.stream == Stream::compute && op.purpose == Purpose::restore) result.stalls.restoring += seconds;
-    result.spans[i] = {start, start + seconds};
-    own.push_back(start + seconds);
-    result.seconds = std::max(result.seconds, start + seconds);
+    const Span& span = result.spans[i];
+    result.busy[int(program.ops[i].stream)] += span.finish - span.start;
+    result.seconds = std::max(result.seconds, span.finish);
+    result.wire_bytes += wire_bytes(OpView(program, program.ops[i]), rates);
   }
   return result;
 }
+
+std::vector<KindTime> time_by_kind(const Program& program, const std::vector<Span>& spans) {
+  std::map<std::pair<std::string, Stream>, KindTime> kinds;
+  for (size_t i = 0; i < program.ops.size(); ++i) {
+    const OpView view(program, program.ops[i]);
+    const std::string name = view.op().kind->name + " " + std::string(name_of(dtype_of(view)));
+    KindTime& kind = kinds[{name, view.op().stream}];
+    kind.name = name, kind.stream = view.op().stream;
+    ++kind.calls;
+    kind.seconds += spans[i].finish - spans[i].start;
+  }
+  std::vector<KindTime> sorted;
+  for (auto& [key, kind] : kinds) sorted.push_back(std::move(kind));
+  std::stable_sort(sorted.begin(), sorted.end(),
+                   [](const KindTime& a, const KindTime& b) { return a.seconds > b.seconds; });
+  return sorted;
+}
+
+DType compute_dtype(const Program& program) {
+  std::map<DType, double> flops;
+  for (const Op& op : program.ops) {
+    const OpView view(program, op);
+    flops[dtype_of(view)] += cost_of(view).flops;
+  }
+  const auto most = std::max_element(flops.begin(), flops.end(),
+                                     [](const auto& a, const auto& b) { return a.second < b.second; });
+  return most == flops.end() || most->second == 0 ? DType::f32 : most->first;
+}
+
+double peak_of(DType dtype, const Rates& rates) { return size_of(dtype) == 2 ? rates.half_peak : rates.peak; }
 
 }  // namespace strata

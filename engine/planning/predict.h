@@ -1,36 +1,41 @@
-// Predicts a step on a virtual clock: every op by its cost rule and the machine's rates, streams side by side, waits as
-// the executor will have them. What the runtime measures stands beside it.
+// Predicts a step on a virtual clock: every op by its cost, the machine's rates and samples of its kernel, streams side
+// by side with the waits that the executor will have, ops of one machine sharing its processors. What the runtime
+// measures stands beside it.
 #pragma once
 #include <array>
+#include <string>
 #include <vector>
 
 #include "engine/planning/memory_plan.h"
 #include "engine/planning/rates.h"
+#include "engine/planning/stalls.h"
 
 namespace strata {
 
-// What a step loses to residency, in seconds of the compute stream.
-struct Stalls {
-  std::array<double, kStreams> waited{};  // for each other stream: read and write are NVMe, to_… copies between arenas
-  double restoring = 0;                   // running producers again, decoding
-  double exchanging = 0;                  // what exchanges took, hidden behind compute or not; measured only
-  double storage() const { return waited[int(Stream::read)] + waited[int(Stream::write)]; }
-  double copies() const { return waited[int(Stream::to_device)] + waited[int(Stream::to_host)]; }
-  double ranks() const { return waited[int(Stream::exchange)]; }
-  double total() const;
-};
-
-// When an op runs, in seconds since the step began.
-struct Span {
-  double start = 0, finish = 0;
+// Ops of one kind, type and stream.
+struct KindTime {
+  std::string name;  // "linear f32"
+  Stream stream = Stream::compute;
+  int64_t calls = 0;
+  double seconds = 0;
 };
 
 struct Prediction {
   std::vector<Span> spans;  // by op
   Stalls stalls;
-  double seconds = 0;  // of the step
+  double seconds = 0;                   // of the step, to the end of its last op on any stream
+  std::array<double, kStreams> busy{};  // seconds that each stream runs ops
+  double wire_bytes = 0;                // that this rank hands to others
 };
 
 Prediction predict(const Program& program, const MemoryPlan& plan, const Rates& rates);
+
+// What kinds took in `spans`, predicted or measured, the longest first.
+std::vector<KindTime> time_by_kind(const Program& program, const std::vector<Span>& spans);
+
+// The type in which most of the program's FLOPs are computed.
+DType compute_dtype(const Program& program);
+// FLOP/s that nothing in that type exceeds here; 0: not known.
+double peak_of(DType dtype, const Rates& rates);
 
 }  // namespace strata

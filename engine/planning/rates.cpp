@@ -1,13 +1,119 @@
-// Cost rules to seconds; see rates.h.
+// Costs and samples to seconds; see rates.h.
 #include "engine/planning/rates.h"
 
 #include <algorithm>
+#include <cmath>
 
 namespace strata {
+namespace {
+
+bool nearly(double a, double b) { return std::abs(a - b) <= 0.02 * std::max(a, b); }
+
+const std::vector<Sample>* find(const Samples& samples, std::string_view name) {
+  const auto found = samples.find(name);
+  return found == samples.end() || found->second.empty() ? nullptr : &found->second;
+}
+
+const Link& link_of(const OpView& view, const Rates& rates) {
+  static const Link kUnknown{.ranks = 2};
+  const auto found =
+      view.attributes().has("axis") ? rates.links.find(view.attributes().string("axis")) : rates.links.end();
+  return found == rates.links.end() ? kUnknown : found->second;
+}
+
+// A straight line between samples, through the last two beyond them; less than the smallest takes as long as that.
+double exchange_seconds(const OpView& view, const Rates& rates) {
+  const Link& link = link_of(view, rates);
+  const double bytes = wire_bytes(view, rates);
+  const std::vector<Sample>* found = find(link.samples, view.op().kind->name);
+  if (!found) found = find(link.samples, "all_reduce");
+  if (!found) return link.latency + bytes / link.bandwidth;
+  std::vector<Sample> line = *found;
+  std::sort(line.begin(), line.end(), [](const Sample& a, const Sample& b) { return a.bytes < b.bytes; });
+  if (line.size() == 1 || bytes <= line.front().bytes)
+    return line.front().seconds * std::max(1.0, bytes / std::max(line.front().bytes, 1.0));
+  size_t i = 1;
+  while (i + 1 < line.size() && bytes > line[i].bytes) ++i;
+  const Sample &a = line[i - 1], &b = line[i];
+  return a.seconds + (b.seconds - a.seconds) * (bytes - a.bytes) / std::max(b.bytes - a.bytes, 1.0);
+}
+
+Json to_json(const Samples& samples) {
+  Json::Object all;
+  for (const auto& [name, list] : samples) {
+    Json::Array values;
+    for (const Sample& sample : list) values.push_back(Json::Array{sample.flops, sample.bytes, sample.seconds});
+    all.emplace_back(name, std::move(values));
+  }
+  return all;
+}
+
+Samples samples_from(const Json& json) {
+  Samples samples;
+  for (const auto& [name, list] : json.object("samples"))
+    for (const Json& entry : list.array(name)) {
+      const Json::Array& values = entry.array(name);
+      if (values.size() != 3) throw Error("samples of \"" + name + "\": expected three numbers each.");
+      samples[name].push_back({values[0].number(name), values[1].number(name), values[2].number(name)});
+    }
+  return samples;
+}
+
+const Json& member(const Json& json, const char* name) {
+  const Json* found = json.find(name);
+  if (!found) throw Error(std::string("rates without \"") + name + "\".");
+  return *found;
+}
+
+constexpr std::pair<const char*, double Rates::*> kSettings[] = {{"copy_latency", &Rates::copy_latency},
+                                                                 {"storage_latency", &Rates::storage_latency},
+                                                                 {"processors", &Rates::processors},
+                                                                 {"compute_threads", &Rates::compute_threads},
+                                                                 {"host_threads", &Rates::host_threads}};
+
+}  // namespace
+
+DType dtype_of(const OpView& view) {
+  for (int i = 0; i < view.inputs(); ++i)
+    if (view.has_input(i)) return view.input(i).dtype;
+  return view.outputs() > 0 ? view.output(0).dtype : DType::f32;
+}
+
+std::string kernel_name(const OpView& view) {
+  return view.op().kind->name + " " + std::string(name_of(dtype_of(view))) +
+         (view.op().stream == Stream::host ? " on host" : "");
+}
+
+double ideal_seconds(const Cost& cost, bool half, bool on_host, const Rates& rates) {
+  return rates.launch + std::max(cost.flops / (half ? rates.half_flops : rates.flops),
+                                 cost.bytes / (on_host ? rates.host_memory : rates.memory));
+}
+
+double seconds_by(const std::vector<Sample>& samples, const Cost& cost, bool half, bool on_host, const Rates& rates) {
+  const double ideal = ideal_seconds(cost, half, on_host, rates);
+  double below = 0, above = 0, factor_below = 1, factor_above = 1;
+  for (const Sample& sample : samples) {
+    if (nearly(sample.flops, cost.flops) && nearly(sample.bytes, cost.bytes)) return sample.seconds;
+    const double at = ideal_seconds({sample.flops, sample.bytes}, half, on_host, rates), factor = sample.seconds / at;
+    if (at <= ideal && at > below) below = at, factor_below = factor;
+    if (at > ideal && (above == 0 || at < above)) above = at, factor_above = factor;
+  }
+  if (below == 0) return ideal * factor_above;
+  if (above == 0) return ideal * factor_below;
+  const double share = std::log(ideal / below) / std::log(above / below);
+  return ideal * std::exp(std::log(factor_below) * (1 - share) + std::log(factor_above) * share);
+}
+
+double wire_bytes(const OpView& view, const Rates& rates) {
+  if (view.op().stream != Stream::exchange) return 0;
+  const double ranks = link_of(view, rates).ranks;
+  return cost_of(view).wire * (ranks - 1) / ranks;
+}
 
 double seconds_of(const OpView& view, const Rates& rates) {
+  const Stream stream = view.op().stream;
   const double bytes = view.inputs() > 0 && view.has_input(0) ? double(view.input(0).bytes()) : 0;
-  switch (view.op().stream) {
+  switch (stream) {
     case Stream::to_device:
     case Stream::to_host:
       return rates.copy_latency + bytes / rates.copy;
@@ -15,11 +121,45 @@ double seconds_of(const OpView& view, const Rates& rates) {
       return rates.storage_latency + bytes / rates.read;
     case Stream::write:
       return rates.storage_latency + bytes / rates.write;
+    case Stream::exchange:
+      return exchange_seconds(view, rates);
     default:
+      const bool half = size_of(dtype_of(view)) == 2, on_host = stream == Stream::host;
+      const std::vector<Sample>* samples = find(rates.kernels, kernel_name(view));
       const Cost cost = cost_of(view);
-      const bool half = bytes > 0 && size_of(view.input(0).dtype) == 2;
-      return rates.launch + std::max(cost.flops / (half ? rates.half_flops : rates.flops), cost.bytes / rates.memory);
+      return samples ? seconds_by(*samples, cost, half, on_host, rates) : ideal_seconds(cost, half, on_host, rates);
   }
+}
+
+Json to_json(const Rates& rates) {
+  Json::Object all, links;
+  for (const auto& [name, figure] : kFigures) all.emplace_back(std::string(name), rates.*figure);
+  for (const auto& [name, setting] : kSettings) all.emplace_back(name, rates.*setting);
+  for (const auto& [axis, link] : rates.links)
+    links.emplace_back(axis, Json::Object{{"ranks", int64_t(link.ranks)},
+                                          {"bandwidth", link.bandwidth},
+                                          {"latency", link.latency},
+                                          {"samples", to_json(link.samples)}});
+  Json::Array assumed;
+  for (const std::string& name : rates.assumed) assumed.push_back(name);
+  all.emplace_back("kernels", to_json(rates.kernels));
+  all.emplace_back("links", std::move(links));
+  all.emplace_back("assumed", std::move(assumed));
+  return all;
+}
+
+Rates rates_from(const Json& json) {
+  Rates rates;
+  for (const auto& [name, figure] : kFigures) rates.*figure = member(json, name.data()).number(name.data());
+  for (const auto& [name, setting] : kSettings) rates.*setting = member(json, name).number(name);
+  rates.kernels = samples_from(member(json, "kernels"));
+  for (const auto& [axis, link] : member(json, "links").object("links"))
+    rates.links[axis] = {.ranks = int(member(link, "ranks").integer("ranks")),
+                         .bandwidth = member(link, "bandwidth").number("bandwidth"),
+                         .latency = member(link, "latency").number("latency"),
+                         .samples = samples_from(member(link, "samples"))};
+  for (const Json& name : member(json, "assumed").array("assumed")) rates.assumed.insert(name.string("assumed"));
+  return rates;
 }
 
 }  // namespace strata

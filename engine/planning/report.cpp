@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 
 #include "strata/json.h"
 
@@ -34,7 +35,167 @@ Json::Object model_states(const PlannedProgram& planned) {
   return {{"parameters", parameters}, {"gradients", gradients}, {"optimizer_state", states}};
 }
 
+struct Named {
+  std::string_view figure, name;
+  const char* unit;
+};
+constexpr Named kNamed[] = {{"flops", "products in f32", "FLOP/s"},
+                            {"half_flops", "products in 16 bits", "FLOP/s"},
+                            {"peak", "peak of f32", "FLOP/s"},
+                            {"half_peak", "peak of 16 bits", "FLOP/s"},
+                            {"memory", "memory", "B/s"},
+                            {"host_memory", "memory of host updates", "B/s"},
+                            {"copy", "copies", "B/s"},
+                            {"read", "reads from NVMe", "B/s"},
+                            {"write", "writes to NVMe", "B/s"}};
+
+bool uses(const Program& program, Stream stream) {
+  return std::any_of(program.ops.begin(), program.ops.end(), [&](const Op& op) { return op.stream == stream; });
+}
+
+// Rates that play no part in a step of the program are not worth a line.
+bool matters(const Program& program, std::string_view figure) {
+  const bool half = size_of(compute_dtype(program)) == 2;
+  if (figure == "flops" || figure == "peak") return !half;
+  if (figure == "half_flops" || figure == "half_peak") return half;
+  if (figure == "host_memory") return uses(program, Stream::host);
+  if (figure == "copy") return uses(program, Stream::to_device) || uses(program, Stream::to_host);
+  if (figure == "read") return uses(program, Stream::read);
+  if (figure == "write") return uses(program, Stream::write);
+  return true;
+}
+
+std::string prediction_text(const PlannedProgram& planned) {
+  const Program& program = planned.program();
+  const Prediction& predicted = *planned.prediction;
+  const double share = model_flop_share(planned, predicted.seconds);
+  std::string text = fmt::format("\npredicted step      {:>10.3f} s", predicted.seconds);
+  if (!std::isnan(share))
+    text += fmt::format("   (model FLOPs: {:.0f}% of the {} peak)", 100 * share, name_of(compute_dtype(program)));
+  text += "\n";
+  const auto row = [&](const char* name, double seconds) { text += fmt::format("  {:<18}{:>10.3f} s\n", name, seconds); };
+  const Stalls& stalls = predicted.stalls;
+  if (may_stall(program)) {
+    row("waiting for NVMe", stalls.storage());
+    row("waiting for copies", stalls.copies());
+    if (stalls.host() > 0) row("waiting for host", stalls.host());
+    if (uses(program, Stream::exchange)) row("waiting for ranks", stalls.ranks());
+    row("running again", stalls.restoring);
+  }
+  text += "streams busy:";
+  for (int s = 0; s < kStreams; ++s)
+    if (uses(program, Stream(s)))
+      text += fmt::format(" {} {:.0f}%", name_of(Stream(s)), 100 * predicted.busy[size_t(s)] / std::max(predicted.seconds, 1e-12));
+  text += "\n";
+  if (uses(program, Stream::exchange))
+    text += fmt::format("on the wire: {} from each rank\n", bytes_text(int64_t(predicted.wire_bytes)));
+  text += fmt::format("\n{:<40}{:>8}{:>10}{:>8}\n", "predicted by kind", "calls", "ms", "share");
+  constexpr size_t kMost = 16;
+  const std::vector<KindTime> kinds = time_by_kind(program, predicted.spans);
+  for (size_t i = 0; i < kinds.size() && i < kMost; ++i) {
+    const KindTime& kind = kinds[i];
+    const std::string name = kind.name + (kind.stream == Stream::compute ? "" : " (" + std::string(name_of(kind.stream)) + ")");
+    text += fmt::format("  {:<38}{:>8}{:>10.3f}{:>7.1f}%\n", name, kind.calls, kind.seconds * 1e3,
+                        100 * kind.seconds / std::max(predicted.seconds, 1e-12));
+  }
+  if (kinds.size() > kMost) text += fmt::format("  and {} shorter ones\n", kinds.size() - kMost);
+  return text + "\n" + rates_text(program, planned.rates);
+}
+
+Json::Object prediction_json(const PlannedProgram& planned) {
+  const Program& program = planned.program();
+  const Prediction& predicted = *planned.prediction;
+  const Stalls& stalls = predicted.stalls;
+  Json::Object busy;
+  for (int s = 0; s < kStreams; ++s)
+    if (uses(program, Stream(s)))
+      busy.emplace_back(std::string(name_of(Stream(s))), predicted.busy[size_t(s)] / std::max(predicted.seconds, 1e-12));
+  Json::Array kinds;
+  for (const KindTime& kind : time_by_kind(program, predicted.spans))
+    kinds.push_back(Json::Object{{"kind", kind.name},
+                                 {"stream", std::string(name_of(kind.stream))},
+                                 {"calls", kind.calls},
+                                 {"seconds", kind.seconds}});
+  const double share = model_flop_share(planned, predicted.seconds);
+  return {{"seconds", predicted.seconds},
+          {"waiting_for_nvme", stalls.storage()},
+          {"waiting_for_copies", stalls.copies()},
+          {"waiting_for_host", stalls.host()},
+          {"waiting_for_ranks", stalls.ranks()},
+          {"exchanging", stalls.exchanging},
+          {"restoring", stalls.restoring},
+          {"wire_bytes", predicted.wire_bytes},
+          {"model_flop_share", std::isnan(share) ? Json() : Json(share)},
+          {"busy", std::move(busy)},
+          {"kinds", std::move(kinds)}};
+}
+
+Json::Object rates_json(const Rates& rates) {
+  Json::Object all;
+  for (const auto& [name, figure] : kFigures) all.emplace_back(std::string(name), rates.*figure);
+  Json::Array assumed;
+  for (const std::string& name : rates.assumed) assumed.push_back(name);
+  all.emplace_back("assumed", std::move(assumed));
+  return all;
+}
+
 }  // namespace
+
+bool may_stall(const Program& program) {
+  return std::any_of(program.ops.begin(), program.ops.end(),
+                     [](const Op& op) { return op.stream != Stream::compute || op.purpose == Purpose::restore; });
+}
+
+double model_flop_share(const PlannedProgram& planned, double seconds) {
+  const double peak = peak_of(compute_dtype(planned.program()), planned.rates);
+  return peak > 0 && seconds > 0 ? planned.built.model_flops / planned.ranks / seconds / peak : NAN;
+}
+
+std::string rate_text(double rate, const char* unit) {
+  constexpr std::string_view prefixes[] = {"", "k", "M", "G", "T", "P"};
+  size_t p = 0;
+  while (rate >= 1000 && p + 1 < std::size(prefixes)) rate /= 1000, ++p;
+  return fmt::format("{:.{}f} {}{}", rate, rate < 10 ? 2 : rate < 100 ? 1 : 0, prefixes[p], unit);
+}
+
+std::string assumed_text(const Rates& rates) {
+  if (rates.assumed.empty()) return "";
+  std::string names;
+  for (const std::string& figure : rates.assumed) {
+    std::string name = figure;
+    for (const Named& known : kNamed)
+      if (known.figure == figure) name = known.name;
+    if (figure == "launch") name = "starting a kernel";
+    names += (names.empty() ? "" : ", ") + name;
+  }
+  const bool data_sheet = rates.processors == 0 && rates.assumed.contains("flops");
+  return "assumed, not measured: " + names + (data_sheet ? " (an H100's data sheet: there is no such device here)" : "");
+}
+
+std::string rates_text(const Program& program, const Rates& rates) {
+  std::string text = "rates used\n";
+  const auto mark = [&](const std::string& name) { return rates.assumed.contains(name) ? "   assumed" : ""; };
+  for (const Named& known : kNamed) {
+    if (!matters(program, known.figure)) continue;
+    for (const auto& [name, figure] : kFigures)
+      if (name == known.figure && rates.*figure > 0)
+        text += fmt::format("  {:<24}{:>16}{}\n", known.name, rate_text(rates.*figure, known.unit), mark(std::string(name)));
+  }
+  size_t samples = 0;
+  for (const auto& [name, list] : rates.kernels) samples += list.size();
+  text += fmt::format("  {:<24}{:>16}\n", "kernels measured", samples);
+  for (const auto& [axis, link] : rates.links) {
+    const auto found = link.samples.find("all_reduce");
+    const bool measured = found != link.samples.end() && !found->second.empty();
+    double bandwidth = measured ? 0 : link.bandwidth;
+    for (const Sample& sample : measured ? found->second : std::vector<Sample>())
+      bandwidth = std::max(bandwidth, sample.bytes / sample.seconds);
+    text += fmt::format("  {:<24}{:>16}{}\n", fmt::format("link of {} ({} ranks)", axis, link.ranks),
+                        rate_text(bandwidth, "B/s"), mark("link " + axis));
+  }
+  if (const std::string assumed = assumed_text(rates); !assumed.empty()) text += "  " + assumed + "\n";
+  return text;
+}
 
 std::string plan_text(const PlannedProgram& planned) {
   const Program& program = planned.built.program;
@@ -63,14 +224,7 @@ std::string plan_text(const PlannedProgram& planned) {
   }
   if (planned.snapshot_bytes > 0)
     text += fmt::format("\nhost memory beside, for saving behind training: {}\n", bytes_text(planned.snapshot_bytes));
-  if (!planned.prediction) return text;
-  const Stalls& stalls = planned.prediction->stalls;
-  text += fmt::format(
-      "\npredicted step      {:>10.3f} s\n  waiting for NVMe  {:>10.3f} s\n  waiting for copies{:>10.3f} s\n  running "
-      "again     "
-      "{:>10.3f} s\n",
-      planned.prediction->seconds, stalls.storage(), stalls.copies(), stalls.restoring);
-  if (planned.rates.assumed) text += "  with the rates of an H100's data sheet: there is no such device here\n";
+  if (planned.prediction) text += prediction_text(planned);
   return text;
 }
 
@@ -103,11 +257,8 @@ std::string plan_json(const PlannedProgram& planned) {
                    {"model_states", model_states(planned)},
                    {"tiers", std::move(tiers)}};
   if (planned.prediction) {
-    const Stalls& stalls = planned.prediction->stalls;
-    all.emplace_back("predicted", Json::Object{{"seconds", planned.prediction->seconds},
-                                               {"waiting_for_nvme", stalls.storage()},
-                                               {"waiting_for_copies", stalls.copies()},
-                                               {"restoring", stalls.restoring}});
+    all.emplace_back("predicted", prediction_json(planned));
+    all.emplace_back("rates", rates_json(planned.rates));
   }
   return Json(std::move(all)).dump(1) + "\n";
 }

@@ -8,7 +8,7 @@
 
 namespace strata {
 
-// A program with its memory plan, and where residency is in play what it is predicted to cost.
+// A program with its memory plan and, of a step that trains, what it is predicted to cost.
 struct PlannedProgram {
   BuiltProgram built;
   int ranks = 1;  // that run it, each a part
@@ -22,5 +22,17 @@ struct PlannedProgram {
 
 std::string plan_text(const PlannedProgram& planned);
 std::string plan_json(const PlannedProgram& planned);
+
+// Whether compute may have to wait or to run something again.
+bool may_stall(const Program& program);
+// The share that model FLOPs have of what the machine could do in the time, in the type that the program computes in;
+// NaN where nobody knows the peak.
+double model_flop_share(const PlannedProgram& planned, double seconds);
+// "412 GFLOP/s", "38.2 GB/s".
+std::string rate_text(double rate, const char* unit);
+// The rates that a prediction used, a line each, and in the last what of them is assumed and not measured.
+std::string rates_text(const Program& program, const Rates& rates);
+// Only that: "assumed, not measured: …"; empty when all is measured.
+std::string assumed_text(const Rates& rates);
 
 }  // namespace strata

@@ -25,8 +25,7 @@ class Spreader {
     seconds_.resize(size_t(count_));
     for (int32_t i = 0; i < count_; ++i) {
       seconds_[i] = seconds_of(OpView(program, program.ops[i]), rates);
-      start_[i + 1] =
-          start_[i] + (is_move(program.ops[i]) || program.ops[i].stream == Stream::exchange ? 0 : seconds_[i]);
+      start_[i + 1] = start_[i] + (program.ops[i].stream == Stream::compute ? seconds_[i] : 0);
     }
     for (int t = 0; t < kTiers; ++t) {
       live_[t].assign(size_t(count_), plan.tiers[t].persistent_bytes);

@@ -7,8 +7,8 @@
 
 namespace strata {
 
-// Sets flops, half_flops, memory, copy and launch; the rest is left alone. Sizes grow until a measurement takes long
-// enough, up to 1 GiB of the device's memory, which is given back; takes a fraction of a second on a GPU.
+// Sets flops, half_flops, memory, copy, launch and the peaks; the rest is left alone. Sizes grow until a measurement
+// takes long enough, up to 1 GiB of the device's memory, which is given back; takes a fraction of a second on a GPU.
 void measure_device(Device& device, const std::string& backend, Rates& rates);
 
 // The same in a process of its own, so that this one keeps out of the device's libraries (they forbid fork); false

@@ -100,6 +100,8 @@ Executor::Executor(const Program& program, const MemoryPlan& plan, Storage& stor
     return w < 0 ? nullptr : storage.transient(plan.buffers[w].tier) + plan.buffers[w].offset;
   };
   auto waits = plan_waits(program, plan);
+  stall_finder_.emplace(program, waits);
+  if (!device_) spans_.resize(program.ops.size());
 
   const auto may_fault = [&](const Op& op) {
     const auto kernel = op.kind->kernels.find(backend_of(op, backend));
@@ -199,9 +201,7 @@ double Executor::now() const {
 
 void Executor::run_op(int32_t index) {
   Step& step = steps_[index];
-  const bool restoring = program_.ops[index].purpose == Purpose::restore && step.stream == Stream::compute;
-  const bool exchange = step.stream == Stream::exchange;
-  const bool timed = restoring || exchange || !spans_.empty();
+  const bool timed = !spans_.empty() && !in_queue(step.stream);
   const double start = timed ? now() : 0;
   try {
     step.launch();
@@ -215,12 +215,7 @@ void Executor::run_op(int32_t index) {
     throw Error("op " + std::to_string(index) + " (" + program_.ops[index].kind->name + "): " + error.what(),
                 ExitCode::failed);
   }
-  if (timed && !in_queue(step.stream)) {
-    const double finish = now();
-    if (restoring) stalls_.restoring += finish - start;
-    if (exchange) stalls_.exchanging += finish - start;
-    if (!spans_.empty()) spans_[size_t(index)] = {start, finish};
-  }
+  if (timed) spans_[size_t(index)] = {start, now()};
   if (in_queue(step.stream)) return;
   for (TensorId id : step.watched)
     if (!finite(program_[id], pointer(id))) throw NonFinite(program_[id].name);
@@ -234,10 +229,7 @@ void Executor::run_stream(int stream, const StageHook* hook) {
       for (const Wait& wait : steps_[i].waits) {
         auto& done = streams.done[int(wait.stream)];
         int32_t count = done.load(std::memory_order_acquire);
-        if (count >= wait.count) continue;
-        const double start = now();
         for (; count < wait.count; count = done.load(std::memory_order_acquire)) done.wait(count);
-        if (stream == int(Stream::compute)) stalls_.waited[int(wait.stream)] += now() - start;
       }
       if (device_)
         for (const Wait& wait : steps_[i].waits)
@@ -279,10 +271,8 @@ void Executor::run(const StageHook& hook) {
   for (int s = 1; s < kStreams && !streams.threads.empty(); ++s) {  // what is left when nothing is left to compute
     if (in_queue(Stream(s))) continue;
     const auto count = int32_t(streams.ops[s].size());
-    const double start = now();
     for (int32_t done; (done = streams.done[s].load(std::memory_order_acquire)) < count && !streams.failed;)
       streams.done[s].wait(done);
-    stalls_.waited[s] += now() - start;
   }
   for (int left = streams.running; left > 0; left = streams.running) streams.running.wait(left);
   if (device_) {
@@ -305,6 +295,7 @@ void Executor::run(const StageHook& hook) {
           streams.fail(std::make_exception_ptr(NonFinite(program_[id].name)));
   }
   if (streams.error) std::rethrow_exception(streams.error);
+  if (!spans_.empty()) stalls_ = stall_finder_->find(spans_);
 }
 
 void Executor::run_poisoned() {

@@ -5,11 +5,12 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "engine/planning/memory_plan.h"
-#include "engine/planning/predict.h"
+#include "engine/planning/stalls.h"
 #include "engine/runtime/storage.h"
 #include "strata/communicator.h"
 #include "strata/op_kind.h"
@@ -55,11 +56,11 @@ class Executor {
   void run_poisoned();
 
   void without_graphs() { graphs_ = false; }  // ops are put into the device's queues one by one in every step
-  const Stalls& stalls() const { return stalls_; }
-  // Spans of every op from the next step on; empty before. Costs two readings of the clock an op. On a device the
-  // stalls are known from then on too, and the program is no graph any more.
-  void trace();
+  // When each op ran in the last step (two readings of the clock an op), and what compute waited for. On a device both
+  // are known only for steps after trace(), and the program is no graph any more from then on.
   const std::vector<Span>& spans() const { return spans_; }
+  const Stalls& stalls() const { return stalls_; }
+  void trace();
 
   void* pointer(TensorId id) const { return pointers_.at(id.value); }
   const Program& program() const { return program_; }
@@ -101,8 +102,9 @@ class Executor {
   std::vector<Step> steps_;
   std::vector<std::pair<int32_t, int32_t>> stage_span_;  // first and last op of each stage
   std::unique_ptr<Streams> streams_;
+  std::optional<StallFinder> stall_finder_;
   Stalls stalls_;
-  std::vector<Span> spans_;
+  std::vector<Span> spans_;  // by op; empty: nobody asked
   double step_began_ = 0, device_began_ = 0;  // of the device's queue, since the step began
 };
 

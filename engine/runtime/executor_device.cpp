@@ -86,9 +86,7 @@ void Executor::run_on_device(const StageHook* hook) {
       for (const Wait& wait : step.waits) {
         if (in_queue(wait.stream)) continue;
         auto& done = streams.done[int(wait.stream)];
-        const double start = now();
         for (int32_t count; (count = done.load(std::memory_order_acquire)) < wait.count;) done.wait(count);
-        stalls_.waited[int(wait.stream)] += now() - start;
       }
       if (streams.failed.load(std::memory_order_acquire)) break;
       const auto& [first, last] = stage_span_[int(program_.ops[size_t(i)].stage)];
@@ -136,28 +134,12 @@ void Executor::wait_for_device() {
   device_->synchronize();
 }
 
-// When the device's ops ran, and what its compute stream waited for between two of them: the stream whose op ended
-// last.
+// When the device's ops ran.
 void Executor::read_spans() {
   for (size_t i = 0; i < steps_.size(); ++i)
     if (steps_[i].begun >= 0)
       spans_[i] = {device_began_ + device_->seconds_between(streams_->start, steps_[i].begun),
                    device_began_ + device_->seconds_between(streams_->start, steps_[i].finished)};
-  stalls_ = {};
-  double free = device_began_;
-  for (size_t i = 0; i < steps_.size(); ++i) {
-    const Step& step = steps_[i];
-    if (step.stream == Stream::exchange) stalls_.exchanging += spans_[i].finish - spans_[i].start;
-    if (step.stream != Stream::compute) continue;
-    if (program_.ops[i].purpose == Purpose::restore) stalls_.restoring += spans_[i].finish - spans_[i].start;
-    double last = free;
-    for (const Wait& wait : step.waits) {
-      const double end = spans_[size_t(streams_->ops[int(wait.stream)][size_t(wait.count) - 1])].finish;
-      if (end > last) stalls_.waited[int(wait.stream)] += end - last;
-      last = std::max(last, end);
-    }
-    free = spans_[i].finish;
-  }
 }
 
 }  // namespace strata

@@ -1,166 +1,440 @@
-// Measuring and caching; see machine_rates.h.
+// What is known, what is due, and who measures it; see machine_rates.h.
 #include "engine/runtime/machine_rates.h"
 
 #include <fmt/format.h>
+#include <sys/prctl.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
+#include <csignal>
 #include <cstring>
-#include <filesystem>
 #include <fstream>
-#include <sstream>
+#include <functional>
+#include <map>
+#include <optional>
+#include <set>
+#include <thread>
 
 #include "engine/runtime/cache_path.h"
 #include "engine/runtime/device_rates.h"
+#include "engine/runtime/kernel_rates.h"
+#include "engine/runtime/link_rates.h"
 #include "engine/runtime/peak.h"
+#include "engine/runtime/rates_cache.h"
 #include "memory/arena.h"
-#include "memory/atomic_file.h"
 #include "memory/nvme_store.h"
+#include "strata/builder.h"
 #include "strata/error.h"
-#include "strata/json.h"
 
 namespace strata {
 namespace {
 
-namespace fs = std::filesystem;
-constexpr double kProductShare = 0.85;  // of the FMA peak that our matrix products reach
+constexpr double kBudget = 2.7;        // seconds for everything that is measured at once
+constexpr int kMostRanksMeasured = 8;  // of a link, where ranks are started for it
 
+double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 double seconds_of(const auto& work) {
-  const auto start = std::chrono::steady_clock::now();
+  const double began = now();
   work();
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  return now() - began;
 }
 
-std::string processor_name() {
-  std::ifstream file("/proc/cpuinfo");
+std::string first_line(const char* path, const std::string& key) {
+  std::ifstream file(path);
   for (std::string line; std::getline(file, line);)
-    if (line.rfind("model name", 0) == 0) return line.substr(line.find(':') + 2);
-  return "unknown processor";
+    if (line.rfind(key, 0) == 0) return key.empty() ? line : line.substr(line.find(':') + 2);
+  return "unknown";
 }
 
-std::string boot_id() {
-  std::string id;
-  std::ifstream("/proc/sys/kernel/random/boot_id") >> id;
-  return id;
+int processors() { return std::max(1, int(std::thread::hardware_concurrency())); }
+
+std::string machine_name() {
+  return fmt::format("{}, {} processors", first_line("/proc/cpuinfo", "model name"), processors());
+}
+std::string machine_key(const RatesWanted& wanted) {
+  if (is_asynchronous(wanted.backend))
+    return fmt::format("{} {} since boot {}", wanted.backend, std::max(0, wanted.device),
+                       first_line("/proc/sys/kernel/random/boot_id", ""));
+  std::string key = fmt::format("{}, {} threads", machine_name(), wanted.threads);
+  if (wanted.backend != "cpu") key += ", " + wanted.backend;
+  if (wanted.host_threads > 0) key += fmt::format(", {} of the host", wanted.host_threads);
+  if (wanted.ranks_here > 1) key += fmt::format(", one of {} ranks", wanted.ranks_here);
+  return key;
+}
+std::string link_key(const RatesWanted& wanted, int ranks) {
+  return fmt::format("{}, {} ranks, {} here, by {}", machine_name(), ranks, std::min(ranks, wanted.ranks_here),
+                     wanted.provider);
+}
+std::optional<std::string> disk_key(const RatesWanted& wanted) {
+  struct stat info;
+  if (wanted.storage_directory.empty() || stat(wanted.storage_directory.c_str(), &info) != 0) return {};
+  return fmt::format("disk {}", info.st_dev);
 }
 
-void measure_processor(int threads, Rates& rates) {
-  double peak = 0;  // the best of several tries: other work on the machine only ever lowers it
-  for (int i = 0; i < 8; ++i) peak = std::max(peak, measure_fma_peak(threads));
-  rates.flops = rates.half_flops =
-      kProductShare * peak;  // without instructions for them, products of 16 bits are f32's
-  rates.memory = measure_triad_bandwidth(threads);
+// The axes that ops of the program name; without a program, all.
+std::vector<Axis> exchanged_over(const RatesWanted& wanted) {
+  std::set<std::string> names;
+  const auto add = [&](const std::vector<Op>& ops) {
+    for (const Op& op : ops)
+      if (op.stream == Stream::exchange && op.attributes.has("axis")) names.insert(op.attributes.string("axis"));
+  };
+  if (wanted.program) {
+    add(wanted.program->ops);
+    for (const auto& [tensor, forms] : wanted.program->forms)
+      for (const RestingForm& form : forms) add(form.rest), add(form.restore);
+  }
+  std::vector<Axis> axes;
+  for (const Axis& axis : wanted.mesh.groups())
+    if (axis.size > 1 && (!wanted.program || names.contains(axis.name))) axes.push_back(axis);
+  return axes;
+}
+
+// How many other ranks compute beside this one on processors of their own. None where ranks are there already: their
+// processes have threads, and such a process is not to be forked.
+int companions_of(const RatesWanted& wanted) {
+  return wanted.has_ranks ? 0 : std::min(wanted.ranks_here, processors()) - 1;
+}
+
+// Processes that do what other ranks do meanwhile, so that what is shared is shared.
+class Companions {
+ public:
+  Companions(int count, const std::function<void()>& work) {
+    const pid_t parent = getpid();
+    for (int i = 0; i < count; ++i)
+      if (const pid_t child = fork(); child == 0) {
+        prctl(PR_SET_PDEATHSIG, SIGKILL);
+        try {
+          while (getppid() == parent) work();
+        } catch (const std::exception&) {
+        }
+        _exit(0);
+      } else if (child > 0) {
+        children_.push_back(child);
+      }
+  }
+  ~Companions() {
+    for (pid_t child : children_) {
+      kill(child, SIGKILL);  // not waited for yet: still this child's number
+      while (waitpid(child, nullptr, 0) < 0 && errno == EINTR) {
+      }
+    }
+  }
+  Companions(const Companions&) = delete;
+
+ private:
+  std::vector<pid_t> children_;
+};
+
+// FLOP/s of a product that is large, by the kernel that programs use.
+double product_rate(const RatesWanted& wanted, DType dtype) {
+  Program program;
+  Builder build(program);
+  constexpr int64_t kSize = 768;
+  build.emit("linear", {build.data("x", {kSize, kSize}, dtype), build.data("w", {kSize, kSize}, dtype)});
+  const std::vector<LoneOp> ops = lone_ops(program, {});
+  const std::vector<double> seconds = measure_kernels(ops, wanted.backend, wanted.threads, 1, 1 << 24, 0.15);
+  return seconds.empty() || seconds[0] == 0 ? 0 : ops[0].cost.flops / seconds[0];
+}
+
+double copy_rate() {
   constexpr int64_t kBytes = 64 << 20;
   Arena from(kBytes), to(kBytes);
   std::memset(from.base(), 1, kBytes);
   double best = 1e9;
   for (int i = 0; i < 4; ++i) best = std::min(best, seconds_of([&] { std::memcpy(to.base(), from.base(), kBytes); }));
-  rates.copy = double(kBytes) / best;
+  return double(kBytes) / best;
 }
 
-void measure_storage(const std::string& directory, Rates& rates) {
-  // Larger than the caches of most disks and hypervisors, in pieces like large tensors.
-  constexpr int64_t kPiece = 64 << 20, kPieces = 32;
-  NvmeStore store({.directory = directory, .bytes = kPiece * kPieces});
+// Where only reference kernels run, nothing here says how fast they are: what they took in runs does.
+std::vector<Tried> measure_processor(const RatesWanted& wanted) {
+  std::vector<Tried> tries;
+  const auto add = [&](const char* name, double value) {
+    if (value > 0) tries.push_back({.name = name, .value = value});
+  };
+  double peak = 0, half_peak = 0;
+  for (int i = 0; i < 6; ++i) {
+    peak = std::max(peak, measure_fma_peak(wanted.threads));
+    half_peak = std::max(half_peak, measure_bf16_peak(wanted.threads));
+  }
+  const double flops = product_rate(wanted, DType::f32), half_flops = product_rate(wanted, DType::bf16);
+  add("peak", std::max(peak, flops));
+  add("half_peak", std::max({half_peak, half_flops, half_peak > 0 ? 0 : peak}));  // without instructions, as f32
+  add("flops", flops);
+  add("half_flops", half_flops);
+  add("copy", copy_rate());
+  const auto bandwidth = [](int threads) { return measure_triad_bandwidth(threads); };
+  const Companions companions(companions_of(wanted), [&] { bandwidth(wanted.threads); });
+  const double memory = bandwidth(wanted.threads);
+  add("memory", memory);
+  add("host_memory", wanted.host_threads == 0 || wanted.host_threads == wanted.threads
+                         ? memory
+                         : bandwidth(wanted.host_threads));
+  return tries;
+}
+
+// Larger than the caches of most disks and hypervisors, in pieces like large tensors, for so many seconds each way.
+std::vector<Tried> measure_storage(const std::string& directory, double seconds) {
+  constexpr int64_t kPiece = 64 << 20, kPieces = 24;
+  NvmeStore::Options options;
+  options.directory = directory;
+  options.bytes = kPiece * kPieces;
+  NvmeStore store(options);
   auto channel = store.channel();
   Arena memory(kPiece);
   std::memset(memory.base(), 1, kPiece);
-  const auto all = [&](auto&& transfer) {
-    return double(kPiece * kPieces) / seconds_of([&] {
-             for (int64_t piece = 0; piece < kPieces; ++piece) transfer(piece * kPiece);
-           });
+  int64_t written = 0;
+  const auto rate = [&](int64_t most, auto&& transfer) {
+    const double began = now();
+    int64_t done = 0;
+    while (done < most && (done == 0 || now() - began < seconds)) transfer(done++ * kPiece);
+    written = done;
+    return double(kPiece) * double(done) / (now() - began);
   };
-  rates.write = all([&](int64_t at) { channel.write(at, memory.base(), kPiece, "a measurement"); });
-  rates.read = all([&](int64_t at) { channel.read(at, memory.base(), kPiece, "a measurement"); });
+  const double write = rate(kPieces, [&](int64_t at) { channel.write(at, memory.base(), kPiece, "a measurement"); });
+  const double read = rate(written, [&](int64_t at) { channel.read(at, memory.base(), kPiece, "a measurement"); });
+  return {{.name = "write", .value = write}, {.name = "read", .value = read}};
 }
 
-// Named figures in one JSON object a key.
-class Cache {
+std::vector<Tried> figures_of(const Rates& rates, std::initializer_list<double Rates::*> which) {
+  std::vector<Tried> tries;
+  for (double Rates::*figure : which)
+    for (const auto& [name, member] : kFigures)
+      if (member == figure && rates.*figure > 0) tries.push_back({.name = std::string(name), .value = rates.*figure});
+  return tries;
+}
+
+std::vector<Tried> tries_of(const Samples& samples) {
+  std::vector<Tried> tries;
+  for (const auto& [name, list] : samples)
+    for (const Sample& sample : list) tries.push_back({name, 0, sample.bytes, sample.seconds});
+  return tries;
+}
+
+// An H100's data sheet, with what its products and copies usually reach: for plans where there is no device.
+void assume_device(Rates& rates) {
+  rates.flops = 50e12, rates.half_flops = 600e12, rates.memory = 2.5e12, rates.copy = 50e9, rates.launch = 3e-6;
+  rates.peak = 67e12, rates.half_peak = 989e12;
+  for (const char* name : {"flops", "half_flops", "memory", "copy", "launch", "peak", "half_peak"})
+    rates.assumed.insert(name);
+}
+
+class Inquiry {
  public:
-  explicit Cache(std::string path) : path_(std::move(path)) {
-    std::ifstream file(path_);
-    std::stringstream text;
-    text << file.rdbuf();
-    if (!file || text.str().empty()) return;
-    try {
-      content_ = Json::parse(text.str(), path_).object(path_);
-    } catch (const Error&) {  // damaged: measured anew and replaced
-      content_.clear();
+  explicit Inquiry(const RatesWanted& wanted)
+      : wanted_(wanted),
+        asynchronous_(is_asynchronous(wanted.backend)),
+        cache_(cache_path("rates.json")),
+        machine_(machine_key(wanted)),
+        disk_(disk_key(wanted)),
+        axes_(exchanged_over(wanted)) {}
+
+  Rates run() {
+    if (anything_due()) {
+      if (!asynchronous_ || disk_due())  // whether there is a device shows when it is measured
+        fmt::print(stderr, "measuring this machine's rates, less than three seconds; they are kept in {}\n",
+                   cache_path("rates.json").empty() ? "no file" : cache_path("rates.json"));
+      const RatesCache::Measuring alone(cache_, 2 * kBudget);
+      began_ = now();
+      measure();
     }
-  }
-  bool get(const std::string& key, std::initializer_list<std::pair<const char*, double*>> figures) const {
-    for (const auto& [name, entry] : content_)
-      if (name == key) {
-        for (const auto& [figure, target] : figures) {
-          const Json* value = entry.find(figure);
-          if (!value) return false;
-          *target = value->number(path_);
-        }
-        return true;
-      }
-    return false;
-  }
-  void put(const std::string& key, std::initializer_list<std::pair<const char*, double*>> figures) {
-    Json::Object entry;
-    for (const auto& [figure, value] : figures) entry.emplace_back(figure, *value);
-    std::erase_if(content_, [&](const auto& old) { return old.first == key; });
-    content_.emplace_back(key, std::move(entry));
-    if (path_.empty()) return;
-    std::error_code problem;
-    fs::create_directories(fs::path(path_).parent_path(), problem);
-    try {
-      AtomicFile file(path_);
-      file.write(Json(content_).dump(1) + "\n");
-      file.commit();
-    } catch (const Error&) {  // no cache: the next plan measures again
-    }
+    return known();
   }
 
  private:
-  std::string path_;
-  Json::Object content_;
+  double left() const { return kBudget - (now() - began_); }
+  bool figure_due(const std::string& key, const char* name) const { return cache_.due(key, {.name = name}); }
+  bool machine_due() const {  // a device that is not there cannot be measured, however often
+    return figure_due(machine_, "flops") && wanted_.backend != "reference";
+  }
+  bool disk_due() const { return disk_ && figure_due(*disk_, "read"); }
+  bool kernels_measurable() const { return wanted_.program && !asynchronous_ && wanted_.backend != "reference"; }
+
+  // Ranks of axes whose link can be measured from here.
+  std::vector<int> links() const {
+    std::vector<int> sizes;
+    for (const Axis& axis : axes_)
+      if (!asynchronous_) sizes.push_back(axis.size);
+    std::sort(sizes.begin(), sizes.end());
+    sizes.erase(std::unique(sizes.begin(), sizes.end()), sizes.end());
+    return sizes;
+  }
+  bool link_due(int ranks) const {
+    return !wanted_.has_ranks && ranks <= kMostRanksMeasured && wanted_.ranks_here > 1 &&
+           cache_.of(link_key(wanted_, ranks)).empty();
+  }
+
+  std::vector<LoneOp> kernels_due() const {
+    if (!kernels_measurable()) return {};
+    std::vector<LoneOp> ops = lone_ops(*wanted_.program, known());
+    std::erase_if(ops, [&](const LoneOp& op) {
+      return !cache_.due(machine_, {.name = op.name, .flops = op.cost.flops, .bytes = op.cost.bytes});
+    });
+    return ops;
+  }
+
+  bool anything_due() const {
+    const std::vector<int> sizes = links();
+    return machine_due() || disk_due() || !kernels_due().empty() ||
+           std::any_of(sizes.begin(), sizes.end(), [&](int ranks) { return link_due(ranks); });
+  }
+
+  void measure() {
+    if (machine_due()) {
+      if (!asynchronous_) {
+        cache_.add(machine_, measure_processor(wanted_));
+      } else if (Rates rates; measure_device_apart(wanted_.backend, wanted_.device, rates)) {
+        cache_.add(machine_, figures_of(rates, {&Rates::flops, &Rates::half_flops, &Rates::memory, &Rates::copy,
+                                                &Rates::launch, &Rates::peak, &Rates::half_peak}));
+      }
+    }
+    if (disk_due()) try {
+        cache_.add(*disk_, measure_storage(wanted_.storage_directory, 0.35));
+      } catch (const Error&) {  // in use or not writable: training says so; planned with what is assumed
+      }
+    for (int ranks : links())
+      if (link_due(ranks))
+        if (const auto samples = measure_link_apart(ranks, wanted_.provider, 20))
+          cache_.add(link_key(wanted_, ranks), tries_of(*samples));
+    measure_due_kernels();
+  }
+
+  void measure_due_kernels() {
+    const std::vector<LoneOp> ops = kernels_due();
+    if (ops.empty()) return;
+    int64_t working_set = 0;
+    for (const Tensor& tensor : wanted_.program->tensors) working_set += tensor.part_of ? 0 : tensor.bytes();
+    const auto all = [&](double seconds) {
+      return measure_kernels(ops, wanted_.backend, wanted_.threads, wanted_.host_threads, working_set, seconds);
+    };
+    const Companions companions(companions_of(wanted_), [&] { all(kBudget); });
+    const std::vector<double> seconds = all(std::max(1.0, left()));
+    std::vector<Tried> tries;
+    for (size_t i = 0; i < ops.size(); ++i)
+      if (seconds[i] > 0) tries.push_back({ops[i].name, ops[i].cost.flops, ops[i].cost.bytes, seconds[i]});
+    cache_.add(machine_, tries);
+  }
+
+  Rates known() const {
+    Rates rates;
+    if (!asynchronous_) {
+      rates.processors = double(processors()) / wanted_.ranks_here;
+      rates.compute_threads = wanted_.threads;
+      rates.host_threads = std::max(1, wanted_.host_threads);
+    }
+    for (const auto& [name, figure] : kFigures)
+      if (figure != &Rates::launch) rates.assumed.insert(std::string(name));
+    take(cache_.of(machine_), rates);
+    if (asynchronous_ && rates.assumed.contains("flops")) assume_device(rates);
+    if (disk_) take(cache_.of(*disk_), rates);
+    if (!disk_) rates.assumed.erase("read"), rates.assumed.erase("write");  // nothing is read or written
+    if (asynchronous_) rates.assumed.erase("host_memory");
+    for (const Axis& axis : axes_) {
+      Link& link = rates.links[axis.name];
+      link.ranks = axis.size;
+      if (asynchronous_) link.bandwidth = 200e9;  // NVLink, with what exchanges usually reach of it
+      for (const Kept& kept : cache_.of(link_key(wanted_, axis.size)))
+        link.samples[kept.name].push_back({0, kept.bytes, kept.value});
+      if (link.samples.empty()) rates.assumed.insert("link " + axis.name);
+    }
+    return rates;
+  }
+
+  static void take(const std::vector<Kept>& list, Rates& rates) {
+    for (const Kept& kept : list) {
+      if (kept.flops > 0 || kept.bytes > 0) {
+        rates.kernels[kept.name].push_back({kept.flops, kept.bytes, kept.value});
+        continue;
+      }
+      for (const auto& [name, figure] : kFigures)
+        if (name == kept.name) rates.*figure = kept.value, rates.assumed.erase(kept.name);
+    }
+  }
+
+  const RatesWanted& wanted_;
+  const bool asynchronous_;
+  RatesCache cache_;
+  std::string machine_;
+  std::optional<std::string> disk_;
+  std::vector<Axis> axes_;
+  double began_ = 0;
+};
+
+// What ops of one kernel and cost took in a step.
+struct Group {
+  Cost cost;
+  bool half = false, on_host = false;
+  double seconds = 0, fewest = 1e30;
+  int64_t calls = 0;
 };
 
 }  // namespace
 
-Rates machine_rates(int threads, const std::string& storage_directory, const std::string& backend, int index) {
-  Rates rates;
-  Cache cache(cache_path("rates.json"));
-  const bool device = is_asynchronous(backend);
-  const std::string key = device ? fmt::format("{} {} since boot {}", backend, std::max(0, index), boot_id())
-                                 : fmt::format("{}, {} threads", processor_name(), threads);
-  const std::initializer_list<std::pair<const char*, double*>> compute = {{"flops", &rates.flops},
-                                                                          {"half_flops", &rates.half_flops},
-                                                                          {"memory", &rates.memory},
-                                                                          {"copy", &rates.copy},
-                                                                          {"launch", &rates.launch}};
-  if (!cache.get(key, compute)) {
-    bool measured = true;
-    if (!device) {
-      measure_processor(threads, rates);
-    } else if (!(measured = measure_device_apart(backend, index, rates))) {
-      // Planned where there is no device: an H100's data sheet, with what its products and copies usually reach.
-      rates.flops = 50e12, rates.half_flops = 600e12, rates.memory = 2.5e12, rates.copy = 50e9, rates.launch = 3e-6;
-      rates.assumed = true;
+Rates machine_rates(const RatesWanted& wanted) { return Inquiry(wanted).run(); }
+
+void keep_link(const RatesWanted& wanted, int ranks, const Samples& samples) {
+  RatesCache(cache_path("rates.json")).add(link_key(wanted, ranks), tries_of(samples));
+}
+
+void learn_rates(const RatesWanted& wanted, const Program& program, const std::vector<Span>& spans,
+                 const Rates& rates) {
+  constexpr double kShort = 20e-6;  // seconds that clocks and wake-ups blur
+  constexpr int64_t kLarge = 1 << 20;
+  std::map<std::tuple<std::string, double, double>, Group> kernels;
+  std::map<std::tuple<std::string, std::string, double>, std::pair<Group, double>> exchanges;
+  std::array<double, kStreams> bytes{}, seconds{};
+  std::array<double, 2> fastest{};  // FLOP/s, of f32 and 16 bits
+  for (size_t i = 0; i < program.ops.size() && i < spans.size(); ++i) {
+    const OpView view(program, program.ops[i]);
+    const double took = spans[i].finish - spans[i].start;
+    if (took < kShort) continue;
+    const Stream stream = view.op().stream;
+    if (stream == Stream::compute || stream == Stream::host) {
+      const Cost cost = cost_of(view);
+      Group& group = kernels[{kernel_name(view), cost.flops, cost.bytes}];
+      group.cost = cost, group.seconds += took, ++group.calls;
+      group.half = size_of(dtype_of(view)) == 2, group.on_host = stream == Stream::host;
+      double& best = fastest[group.half];
+      if (took > 1e-3) best = std::max(best, cost.flops / took);
+    } else if (stream == Stream::exchange) {
+      const double handed_on = wire_bytes(view, rates);
+      auto& [group, predicted] =
+          exchanges[{view.attributes().has("axis") ? view.attributes().string("axis") : "", view.op().kind->name, handed_on}];
+      group.cost.bytes = handed_on, group.fewest = std::min(group.fewest, took);
+      predicted = seconds_of(view, rates);
+    } else if (view.input(0).bytes() >= kLarge) {
+      bytes[int(stream)] += double(view.input(0).bytes()), seconds[int(stream)] += took;
     }
-    if (measured) cache.put(key, compute);
   }
-  struct stat info;
-  if (storage_directory.empty() || stat(storage_directory.c_str(), &info) != 0) return rates;
-  const std::string disk = fmt::format("disk {}", info.st_dev);
-  const std::initializer_list<std::pair<const char*, double*>> storage = {{"read", &rates.read},
-                                                                          {"write", &rates.write}};
-  if (!cache.get(disk, storage)) {
-    try {
-      measure_storage(storage_directory, rates);
-      cache.put(disk, storage);
-    } catch (const Error&) {  // in use or not writable: training says so, a plan is made with default rates
-      rates.read = Rates().read;
-      rates.write = Rates().write;
-    }
+  std::vector<Tried> machine, disk;
+  for (const auto& [key, group] : kernels) {
+    const std::string& name = std::get<0>(key);
+    const double mean = group.seconds / double(group.calls);
+    const auto known = rates.kernels.find(name);
+    if (known == rates.kernels.end() || mean < seconds_by(known->second, group.cost, group.half, group.on_host, rates))
+      machine.push_back({name, group.cost.flops, group.cost.bytes, mean});
   }
-  return rates;
+  const auto faster = [&](std::vector<Tried>& list, const char* name, double rate, double known) {
+    if (rate > known && known > 0) list.push_back({.name = name, .value = rate});
+  };
+  const auto rate_of = [&](Stream stream) { return seconds[int(stream)] > 0 ? bytes[int(stream)] / seconds[int(stream)] : 0; };
+  faster(machine, "peak", fastest[0], rates.peak);
+  faster(machine, "half_peak", fastest[1], rates.half_peak);
+  faster(machine, "copy", std::max(rate_of(Stream::to_device), rate_of(Stream::to_host)), rates.copy);
+  faster(disk, "read", rate_of(Stream::read), rates.read);
+  faster(disk, "write", rate_of(Stream::write), rates.write);
+  RatesCache cache(cache_path("rates.json"));
+  cache.add(machine_key(wanted), machine);
+  if (const auto key = disk_key(wanted)) cache.add(*key, disk);
+  for (const auto& [key, exchange] : exchanges) {
+    const auto link = rates.links.find(std::get<0>(key));
+    if (link == rates.links.end()) continue;
+    const auto& [group, predicted] = exchange;
+    if (link->second.samples.empty() || group.fewest < predicted)
+      cache.add(link_key(wanted, link->second.ranks), {{std::get<1>(key), 0, group.cost.bytes, group.fewest}});
+  }
 }
 
 }  // namespace strata

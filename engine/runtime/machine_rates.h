@@ -1,16 +1,37 @@
-// Measures how fast this machine computes, copies and stores, once, and keeps the figures in the user's cache folder.
+// Measures how fast this machine computes, copies, stores and exchanges, and keeps the best of several tries
+// (rates_cache.h) in $XDG_CACHE_HOME/strata/rates.json or ~/.cache/strata/rates.json; deleting it measures again.
 #pragma once
 #include <string>
 
 #include "engine/planning/rates.h"
+#include "engine/planning/stalls.h"
+#include "strata/mesh.h"
 
 namespace strata {
 
-// `storage_directory` is where the NVMe tier would be; empty or missing: storage rates stay at their defaults. With an
-// asynchronous backend the rates are its device `index`'s, or a data sheet's where there is none. Figures are kept in
-// $XDG_CACHE_HOME/strata/rates.json (or ~/.cache) by processor and threads, or device and boot, and disk; deleting it
-// measures again. Takes about two seconds the first time. A cache that cannot be read or written is measured anew.
-Rates machine_rates(int threads, const std::string& storage_directory, const std::string& backend = "cpu",
-                    int index = 0);
+// What is to be run, as far as its speed is concerned.
+struct RatesWanted {
+  int threads = 1, host_threads = 0;  // of the compute and host streams
+  std::string backend = "cpu";
+  int device = 0;                    // its number, of an asynchronous backend
+  std::string storage_directory{};   // of the NVMe tier; empty or missing: its rates are assumed
+  const Program* program = nullptr;  // whose kernels are measured; null: none
+  Mesh mesh{};                       // whose axes are exchanged over
+  int ranks_here = 1;                // ranks on this host, which compute at the same time
+  std::string provider = "auto";     // of the network
+  bool has_ranks = false;            // they run already, and measure their links themselves (keep_link)
+};
+
+// What is known, after measuring what is not known well enough: less than three seconds, of which a line on stderr
+// tells. With an asynchronous backend the rates are its device's, or a data sheet's where there is none; what is
+// assumed is named in the result.
+Rates machine_rates(const RatesWanted& wanted);
+
+// Measured by the ranks themselves: of an axis with that many.
+void keep_link(const RatesWanted& wanted, int ranks, const Samples& samples);
+
+// Corrects what is kept by a step that ran, where the step was faster; `rates` are what it was planned with. What could
+// not be measured before (a device's kernels) is taken from it.
+void learn_rates(const RatesWanted& wanted, const Program& program, const std::vector<Span>& spans, const Rates& rates);
 
 }  // namespace strata

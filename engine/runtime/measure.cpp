@@ -23,6 +23,7 @@ class Loop final : public StepContext {
   Loop(const Session& session, const PlannedProgram& planned)
       : session_(session),
         program_(planned.program()),
+        rates_(planned.rates),
         threads_(session.threads()),
         device_(open_device(session.device.backend, int(session.device.index))),
         storage_(program_, planned.memory, {}, {}, device_.get()),
@@ -31,7 +32,6 @@ class Loop final : public StepContext {
         feed_(executor_, session.batch(Goal::train)),
         vocabulary_(planned.built.vocabulary) {
     storage_.initialize(uint64_t(session.run.seed), threads_);
-    if (!device_) executor_.trace();
     if (!session.device.graphs) executor_.without_graphs();
     try {
       data_.emplace(session.data.train, vocabulary_);
@@ -63,8 +63,10 @@ class Loop final : public StepContext {
     }
     std::sort(seconds.begin(), seconds.end());
     result.seconds = seconds[seconds.size() / 2];
+    result.steps = seconds;
     result.stalls = executor_.stalls();
     result.spans = executor_.spans();
+    learn_rates(session_.rates_wanted(program_), program_, result.spans, rates_);
     result.device_resident = storage_.device()
                                  ? storage_.bytes(Tier::device)
                                  : resident_bytes(storage_.base(Tier::device), storage_.bytes(Tier::device));
@@ -89,6 +91,7 @@ class Loop final : public StepContext {
  private:
   const Session& session_;
   const Program& program_;
+  const Rates& rates_;
   Threads threads_;
   std::unique_ptr<Device> device_;
   Storage storage_;
@@ -110,6 +113,7 @@ class Wire {
     put(m.losses), put(m.spans), put(std::vector<char>(m.error.begin(), m.error.end()));
     put(std::vector<Stalls>{m.stalls});
     put(std::vector<double>{m.seconds});
+    put(m.steps);
     put(std::vector<int64_t>{m.device_resident, m.host_resident, m.process_peak});
     std::fflush(file_);
   }
@@ -120,7 +124,8 @@ class Wire {
     std::vector<Stalls> stalls;
     std::vector<double> seconds;
     std::vector<int64_t> bytes;
-    if (!get(m.losses) || !get(m.spans) || !get(error) || !get(stalls) || !get(seconds) || !get(bytes)) {
+    if (!get(m.losses) || !get(m.spans) || !get(error) || !get(stalls) || !get(seconds) ||
+        !get(m.steps) || !get(bytes)) {
       m = {};
       m.error = "the measuring process ended early";
       return m;

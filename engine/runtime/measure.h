@@ -11,6 +11,7 @@ namespace strata {
 struct Measurement {
   std::vector<double> losses;   // by step
   double seconds = 0;           // median of the steps after the first
+  std::vector<double> steps;    // seconds of each of those, ascending
   Stalls stalls;                // of the last step
   std::vector<Span> spans;      // of the last step, by op
   int64_t device_resident = 0;  // bytes of the arenas that were in memory at the end

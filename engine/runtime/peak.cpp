@@ -79,11 +79,25 @@ __attribute__((target("avx512f"))) float fma_avx512(int64_t rounds) {
   for (int c = 1; c < kChains; ++c) chain[0] = _mm512_add_ps(chain[0], chain[c]);
   return _mm512_cvtss_f32(chain[0]);
 }
+
+__attribute__((target("avx512f,avx512bf16"))) float dot_bf16(int64_t rounds) {
+  __m512 chain[kChains];
+  const float seed = kSeed;
+  for (int c = 0; c < kChains; ++c) chain[c] = _mm512_set1_ps(seed * float(c + 2));
+  const __m512 small = _mm512_set1_ps(0.001f * seed);
+  const __m512bh factor = _mm512_cvtne2ps_pbh(small, small);
+  for (int64_t r = 0; r < rounds; ++r) {
+#pragma GCC unroll 12
+    for (int c = 0; c < kChains; ++c) chain[c] = _mm512_dpbf16_ps(chain[c], factor, factor);
+  }
+  for (int c = 1; c < kChains; ++c) chain[0] = _mm512_add_ps(chain[0], chain[c]);
+  return _mm512_cvtss_f32(chain[0]);
+}
 #endif
 
 struct Fma {
   FmaKernel kernel;
-  int lanes;
+  int lanes;  // multiply-adds of one instruction
 };
 
 Fma widest_fma() {
@@ -130,9 +144,11 @@ int64_t triad_elements() {
 
 }  // namespace
 
-double measure_fma_peak(int threads) {
+namespace {
+
+// The best of slices; see peak.h.
+double measure_peak(const Fma& fma, int threads) {
   constexpr double kTotal = 0.03, kSlice = 0.003;  // seconds
-  const Fma fma = widest_fma();
   Threads team(threads);
   std::atomic<float> sink{0};  // keeps the compiler from dropping the work
   const auto run = [&](int64_t rounds) {
@@ -151,8 +167,20 @@ double measure_fma_peak(int threads) {
   return best;
 }
 
+}  // namespace
+
+double measure_fma_peak(int threads) { return measure_peak(widest_fma(), threads); }
+
+double measure_bf16_peak([[maybe_unused]] int threads) {
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx512bf16")) return measure_peak({dot_bf16, 32}, threads);
+#endif
+  return 0;
+}
+
 double measure_triad_bandwidth(int threads) {
   constexpr int kPasses = 8;
+  constexpr double kLong = 0.5;  // seconds after which a slow or busy machine has been seen enough
   const int64_t elements = triad_elements();
   Threads team(threads);
   const Array a = make_array(elements), b = make_array(elements), c = make_array(elements);
@@ -165,7 +193,8 @@ double measure_triad_bandwidth(int threads) {
   kernels.push_back(triad_streaming);
 #endif
   double best = 0;
-  for (int pass = 0; pass < kPasses; ++pass)
+  const auto begin = Clock::now();
+  for (int pass = 0; pass < kPasses && (pass == 0 || seconds_since(begin) < kLong); ++pass)
     for (const TriadKernel triad : kernels) {
       const auto start = Clock::now();
       team.split(elements, 8, [&](int64_t begin, int64_t end) { triad(a.get(), b.get(), c.get(), 0.5, begin, end); });

@@ -44,6 +44,14 @@ TEST(Peak, FmaIsWhatTwoUnitsOfThisWidthCanDo) {
   // loop is not vectorized.
   EXPECT_LT(best, 1.05 * limit);
   EXPECT_GT(best, 0.2 * limit);
+  // Two units at most, 64 FLOPs an instruction, of bf16.
+  if (__builtin_cpu_supports("avx512bf16")) {
+    const double half = measure_bf16_peak(1);
+    EXPECT_LT(half, 1.05 * 2 * limit);
+    EXPECT_GT(half, 0.1 * limit);
+  } else {
+    EXPECT_EQ(measure_bf16_peak(1), 0);
+  }
 }
 #endif
 

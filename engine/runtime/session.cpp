@@ -7,7 +7,7 @@
 #include <thread>
 
 #include "engine/plugin/order.h"
-#include "engine/runtime/machine_rates.h"
+#include "engine/runtime/link_rates.h"
 #include "engine/runtime/ranks.h"
 #include "engine/runtime/saver.h"
 #include "engine/runtime/usage.h"
@@ -76,16 +76,45 @@ BatchShape Session::batch(Goal goal) const {
           .ranks = goal == Goal::train ? mesh_section.data : 1};
 }
 
+RatesWanted Session::rates_wanted(const Program& program) const {
+  // Without a world: ranks that this host may have room for run here, more are one a host.
+  constexpr int kMostHere = 8;
+  const int processors = std::max(1, int(std::thread::hardware_concurrency()));
+  const int here = world ? world->local_size() : mesh.size() <= std::max(kMostHere, processors) ? mesh.size() : 1;
+  return {.threads = device.threads > 0 ? int(device.threads) : std::max(1, processors / here),
+          .host_threads = int(host.threads),
+          .backend = device.backend,
+          .device = int(device.index),
+          .storage_directory = program.storage_directory,
+          .program = &program,
+          .mesh = mesh.first(),
+          .ranks_here = here,
+          .provider = network.provider,
+          .has_ranks = world && world->size() > 1};
+}
+
 // Rank 0's, so that all plan the same.
-Rates Session::shared_rates(const std::string& directory) const {
+Rates Session::shared_rates(const Program& program) const {
+  const RatesWanted wanted = rates_wanted(program);
+  if (!wanted.has_ranks) return machine_rates(wanted);
   Rates rates;
-  const bool first = !world || world->rank() == 0;
-  if (first) rates = machine_rates(threads(), directory, device.backend, int(device.index));
-  if (!world || world->size() == 1) return rates;
-  const auto bytes = reinterpret_cast<char*>(&rates);
-  const std::string common = world->broadcast(std::string(bytes, sizeof rates));
-  std::copy_n(common.data(), sizeof rates, bytes);
+  if (world->rank() == 0) rates = machine_rates(wanted);
+  rates = rates_from(Json::parse(world->broadcast(to_json(rates).dump()), "rates"));
+  measure_links(rates, wanted);
   return rates;
+}
+
+// Of axes whose link nobody has measured: by the ranks that are there, over what they will exchange through.
+void Session::measure_links(Rates& rates, const RatesWanted& wanted) const {
+  if (is_asynchronous(device.backend)) return;
+  for (const Axis& axis : mesh.groups()) {
+    if (axis.size == 1 || !rates.assumed.contains("link " + axis.name)) continue;
+    const auto group = world->group("rates " + axis.name, axis.members);
+    rates.links[axis.name].samples = measure_link(*group);
+    rates.assumed.erase("link " + axis.name);
+    if (world->rank() == 0) keep_link(wanted, axis.size, rates.links[axis.name].samples);
+  }
+  rates = rates_from(Json::parse(world->broadcast(to_json(rates).dump()), "rates"));
 }
 
 PlannedProgram Session::plan(Goal goal, const PlannedProgram* training) const {
@@ -112,7 +141,7 @@ PlannedProgram Session::plan(Goal goal, const PlannedProgram* training, int64_t 
   planned.built = build_program(plugins, batch(goal), goal, goal == Goal::logits ? Mesh() : mesh.first());
   Program& program = planned.built.program;
   const bool resting = rests(program);
-  planned.rates = training ? training->rates : resting ? shared_rates(program.storage_directory) : Rates();
+  planned.rates = training ? training->rates : resting || goal == Goal::train ? shared_rates(program) : Rates();
   const auto homes = training ? homes_of(training->program()) : std::map<std::string, Tier>();
   planned.memory =
       plan_residency(program, {.backend = device.backend,
@@ -124,7 +153,11 @@ PlannedProgram Session::plan(Goal goal, const PlannedProgram* training, int64_t 
                                .rates = planned.rates,
                                .homes = training ? &homes : nullptr,
                                .advice = [this](const MemoryPlan& plan) { return advice(plan); }});
-  if (resting) planned.prediction = predict(program, planned.memory, planned.rates);
+  if (goal == Goal::train) {
+    const auto on_host = [](const Op& op) { return op.stream == Stream::host; };
+    if (std::any_of(program.ops.begin(), program.ops.end(), on_host)) planned.rates = shared_rates(program);
+    planned.prediction = predict(program, planned.memory, planned.rates);
+  }
   for (int t = 0; t < kTiers; ++t) planned.arena_bytes[t] = planned.memory.tiers[t].total_bytes();
   if (goal == Goal::train && !data.validation.empty()) {  // transient memory of both is the same, at other times
     const PlannedProgram validation = plan(Goal::evaluate, &planned);

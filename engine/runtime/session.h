@@ -11,6 +11,7 @@
 #include "comm/world.h"
 #include "engine/planning/residency.h"
 #include "engine/plugin/loader.h"
+#include "engine/runtime/machine_rates.h"
 #include "memory/nvme_store.h"
 
 namespace strata {
@@ -40,10 +41,13 @@ class Session {
   // Builds and plans under the memory budgets, as rank 0 of the mesh (localize.h); a program for logits is for one
   // rank. `training` is the plan that decided where persistent tensors rest, for programs that share them.
   PlannedProgram plan(Goal goal, const PlannedProgram* training = nullptr) const;
+  // What the speed of a program of this session depends on; `program` must outlive the result.
+  RatesWanted rates_wanted(const Program& program) const;
 
  private:
   PlannedProgram plan(Goal goal, const PlannedProgram* training, int64_t host_bytes_beside) const;
-  Rates shared_rates(const std::string& directory) const;
+  Rates shared_rates(const Program& program) const;
+  void measure_links(Rates& rates, const RatesWanted& wanted) const;
   std::string advice(const MemoryPlan& plan) const;
   std::vector<LoadedPlugin> loaded_;
   Plugin* model_ = nullptr;

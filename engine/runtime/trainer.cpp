@@ -8,6 +8,7 @@
 #include <cmath>
 #include <csignal>
 #include <filesystem>
+#include <functional>
 #include <memory>
 #include <optional>
 
@@ -20,7 +21,6 @@
 #include "engine/runtime/executor.h"
 #include "engine/runtime/feed.h"
 #include "engine/runtime/log.h"
-#include "engine/runtime/peak.h"
 #include "engine/runtime/ranks.h"
 #include "engine/runtime/saver.h"
 #include "engine/runtime/usage.h"
@@ -92,7 +92,6 @@ class Loop final : public StepContext {
     }
     if (!trace_.empty() && first_rank()) {
       trace_file_.emplace(trace_);
-      if (!device_) executor_->trace();
     }
     // Nothing is written before everything that can be wrong with the input has been looked at.
     std::error_code problem;
@@ -106,8 +105,8 @@ class Loop final : public StepContext {
   }
 
   TrainSummary run() {
-    const double peak =
-        device_ ? device_->peak_flops(compute_dtype()) : measure_fma_peak(threads_.count()) * world_.size();
+    double peak = world_.size() *
+                  (device_ ? device_->peak_flops(compute_dtype_) : peak_of(compute_dtype_, training_.rates));
     const double began = seconds_now();
     const int64_t first = step_;
     std::vector<double> durations;
@@ -118,18 +117,19 @@ class Loop final : public StepContext {
       extra_.clear();
       // A device's ops are timed in the last step alone: it costs events around each.
       const bool timed = !device_ || step_ == steps();
-      if (device_ && timed && (trace_file_ || training_.prediction || world_.size() > 1)) executor_->trace();
+      if (device_ && timed) executor_->trace();
       one_step();
       const double seconds = seconds_now() - step_began;
       durations.push_back(seconds);
       const double tokens_per_second = double(training_.built.tokens_per_step) / seconds;
+      if (peak > 0) peak = std::max(peak, training_.built.model_flops / seconds);  // more than was known to be possible
       const double share = peak > 0 ? training_.built.model_flops / seconds / peak : 0;
       StepLog::Fields fields{{"step", double(step_)},
                              {"loss", loss_},
                              {"tokens_per_second", tokens_per_second},
                              {"seconds", seconds},
                              {"peak_share", share}};
-      if (training_.prediction && timed) {
+      if (may_stall_ && timed) {
         const Stalls& stalls = executor_->stalls();
         fields.push_back({"waiting_for_nvme", stalls.storage()});
         fields.push_back({"waiting_for_copies", stalls.copies()});
@@ -150,8 +150,8 @@ class Loop final : public StepContext {
       }
       if (log_) log_->write(fields);
       const double left = (seconds_now() - began) / double(step_ - first) * double(steps() - step_);
-      std::string line = fmt::format("step {}/{}  loss {:.4f}  {:.0f} tokens/s  {:.0f}% of {}peak  memory {}  {} left",
-                                     step_, steps(), loss_, tokens_per_second, share * 100, device_ ? "" : "FMA ",
+      std::string line = fmt::format("step {}/{}  loss {:.4f}  {:.0f} tokens/s  {:.0f}% of {} peak  memory {}  {} left",
+                                     step_, steps(), loss_, tokens_per_second, share * 100, name_of(compute_dtype_),
                                      bytes_text(peak_resident_bytes()), duration_text(left));
       if (!std::isnan(validation_loss)) line += fmt::format("  validation {:.4f}", validation_loss);
       if (first_rank() && (step_ % session_.run.log_every == 0 || step_ == steps())) progress_.show(line);
@@ -162,6 +162,8 @@ class Loop final : public StepContext {
     tell_of(saver_->finish());
     progress_.finish();
     write_trace();
+    if (first_rank() && !executor_->spans().empty() && !durations.empty())
+      learn_rates(session_.rates_wanted(training_.program()), training_.program(), executor_->spans(), training_.rates);
     const double median = median_of(durations);
     if (first_rank())
       report(durations.empty() || peak == 0 ? NAN : training_.built.model_flops / median / peak,
@@ -279,12 +281,6 @@ class Loop final : public StepContext {
         stopping_ |= values[i] != 0;
   }
 
-  // Of the products: what the first matrix that is multiplied has.
-  DType compute_dtype() const {
-    for (const Op& op : training_.program().ops)
-      if (op.kind->name == "linear") return training_.program()[op.inputs[0]].dtype;
-    return DType::f32;
-  }
   bool first_rank() const { return world_.rank() == 0; }
   void tell(const std::string& text) {
     if (first_rank()) progress_.message(text);
@@ -345,32 +341,19 @@ class Loop final : public StepContext {
   }
 
   void report(double share, double tokens_per_second, double validation_loss) const {
-    if (!std::isnan(share))
-      fmt::print("median {:.0f} tokens/s, {:.1f}% of {}\n", tokens_per_second, share * 100,
-                 device_ ? "the dense peak of " + std::string(name_of(compute_dtype())) + " on " + device_->describe()
-                         : fmt::format("the FMA peak measured on {} threads", threads_.count()));
+    if (!std::isnan(tokens_per_second)) {
+      const std::string peak =
+          device_ ? fmt::format("the dense peak of {} on {}", name_of(compute_dtype_), device_->describe())
+                  : fmt::format("the {} peak measured on {} threads", name_of(compute_dtype_),
+                                threads_.count() * world_.size());
+      fmt::print("median {:.0f} tokens/s{}\n", tokens_per_second,
+                 std::isnan(share) ? "" : fmt::format(", {:.1f}% of {}", share * 100, peak));
+    }
     if (!std::isnan(validation_loss)) fmt::print("validation loss {:.4f} nats a token\n", validation_loss);
     if (const double exchanging = median_of(exchanges_), waiting = median_of(waits_); exchanging > 0)
       fmt::print("exchanges of rank 0: {:.3f} s a step, {:.3f} s of compute waited for them: {:.0f}% hidden\n",
                  exchanging, waiting, 100 * std::max(0.0, 1 - waiting / exchanging));
-    if (training_.prediction && !stalls_.empty()) {
-      const Prediction& predicted = *training_.prediction;
-      const auto measured = [&](double (Stalls::*figure)() const) {
-        std::vector<double> all;
-        for (const Stalls& stalls : stalls_) all.push_back((stalls.*figure)());
-        return median_of(all);
-      };
-      std::vector<double> restoring;
-      for (const Stalls& stalls : stalls_) restoring.push_back(stalls.restoring);
-      fmt::print("{:<18}{:>14}{:>14}\n", "a step, seconds", "predicted", "measured");
-      fmt::print("{:<18}{:>14.3f}{:>14.3f}\n", "in all", predicted.seconds,
-                 double(training_.built.tokens_per_step) / tokens_per_second);
-      fmt::print("{:<18}{:>14.3f}{:>14.3f}\n", "waiting for NVMe", predicted.stalls.storage(),
-                 measured(&Stalls::storage));
-      fmt::print("{:<18}{:>14.3f}{:>14.3f}\n", "waiting for copies", predicted.stalls.copies(),
-                 measured(&Stalls::copies));
-      fmt::print("{:<18}{:>14.3f}{:>14.3f}\n", "running again", predicted.stalls.restoring, median_of(restoring));
-    }
+    report_prediction(double(training_.built.tokens_per_step) / tokens_per_second);
     if (device_)  // what is beyond the plan is the libraries' own
       fmt::print("device memory: planned {}, taken {}\n", bytes_text(training_.arena_bytes[int(Tier::device)]),
                  bytes_text(free_before_ - device_->free_bytes()));
@@ -401,6 +384,28 @@ class Loop final : public StepContext {
     fmt::print("{:<18}{:>14}{:>14}\n", "process, peak", "", bytes_text(peak_resident_bytes()));
   }
 
+  void report_prediction(double seconds) const {
+    const Prediction& predicted = *training_.prediction;
+    const auto row = [](const char* name, double planned, double measured) {
+      fmt::print("{:<18}{:>14.3f}{:>14.3f}\n", name, planned, measured);
+    };
+    fmt::print("{:<18}{:>14}{:>14}\n", "a step, seconds", "predicted", "measured");
+    row("in all", predicted.seconds, seconds);
+    const auto measured = [&](const std::function<double(const Stalls&)>& figure) {
+      std::vector<double> all;
+      for (const Stalls& stalls : stalls_) all.push_back(figure(stalls));
+      return median_of(all);
+    };
+    if (!stalls_.empty()) {
+      row("waiting for NVMe", predicted.stalls.storage(), measured(&Stalls::storage));
+      row("waiting for copies", predicted.stalls.copies(), measured(&Stalls::copies));
+      if (predicted.stalls.host() > 0) row("waiting for host", predicted.stalls.host(), measured(&Stalls::host));
+      if (world_.size() > 1) row("waiting for ranks", predicted.stalls.ranks(), measured(&Stalls::ranks));
+      row("running again", predicted.stalls.restoring, measured([](const Stalls& stalls) { return stalls.restoring; }));
+    }
+    if (const std::string assumed = assumed_text(training_.rates); !assumed.empty()) fmt::print("{}\n", assumed);
+  }
+
   Session& session_;
   std::string trace_;  // file for a trace of the last step; empty: none
   std::optional<AtomicFile> trace_file_;
@@ -411,6 +416,8 @@ class Loop final : public StepContext {
   bool stopping_ = false;
   Threads threads_;
   PlannedProgram training_;
+  const DType compute_dtype_ = strata::compute_dtype(training_.program());
+  const bool may_stall_ = strata::may_stall(training_.program());
   std::optional<PlannedProgram> validation_;
   std::unique_ptr<Device> device_;
   Groups groups_;

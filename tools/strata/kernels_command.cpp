@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <map>
 
-#include "engine/runtime/machine_rates.h"
 #include "engine/runtime/measure.h"
 #include "memory/atomic_file.h"
 #include "strata/json.h"
@@ -49,8 +48,8 @@ int bench_kernels_command_main(const BenchKernelsArguments& arguments) {
   if (session.mesh.size() > 1)
     throw Error(fmt::format("bench kernels measures one rank, but [mesh] asks for {}; add --set mesh.data=1.",
                             session.mesh.size()));
-  const Rates rates = machine_rates(session.threads(), "", session.device.backend, int(session.device.index));
   const PlannedProgram planned = session.plan(Goal::train);
+  const Rates& rates = planned.rates;
   const Measurement measured = measure(session, planned, arguments.steps);
   std::vector<Row> rows = rows_of(planned.program(), measured.spans);
   double total = 0;

@@ -11,7 +11,6 @@
 #include "engine/data/tokenizer.h"
 #include "engine/planning/page.h"
 #include "engine/planning/trace.h"
-#include "engine/runtime/machine_rates.h"
 #include "engine/runtime/trainer.h"
 #include "tools/strata/commands.h"
 #include "tools/strata/launch.h"
@@ -95,11 +94,7 @@ int plan_command_main(const PlanArguments& arguments) {
   const Session session(arguments.config, arguments.sets);
   const PlannedProgram planned = session.plan(Goal::train);
   if (!arguments.trace.empty() || !arguments.html.empty()) {
-    const Prediction prediction =
-        planned.prediction
-            ? *planned.prediction
-            : predict(planned.program(), planned.memory,
-                      machine_rates(session.threads(), "", session.device.backend, int(session.device.index)));
+    const Prediction& prediction = *planned.prediction;
     if (!arguments.trace.empty())
       write_atomically(arguments.trace, chrome_trace(planned.program(), planned.memory, prediction.spans));
     const PageRun run{.name = "The step as planned",
@@ -111,9 +106,10 @@ int plan_command_main(const PlanArguments& arguments) {
     if (!arguments.html.empty())
       write_atomically(arguments.html,
                        memory_page(arguments.config,
-                                   fmt::format("As planned for {} threads; nothing ran. Times are predicted from this "
-                                               "machine's measured rates.",
-                                               session.threads()),
+                                   fmt::format("As planned for {} threads; nothing ran. Times are predicted. Rates {}.",
+                                               session.threads(),
+                                               planned.rates.assumed.empty() ? "measured on this machine"
+                                                                             : assumed_text(planned.rates)),
                                    {&run, 1}));
   }
   if (arguments.json)

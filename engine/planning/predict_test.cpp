@@ -1,0 +1,166 @@
+// Prices and predictions at rates made up so that the answers are known.
+#include "engine/planning/predict.h"
+
+#include <gtest/gtest.h>
+
+#include "strata/builder.h"
+
+namespace strata {
+namespace {
+
+Rates round_rates() {
+  return {.flops = 1e9,
+          .half_flops = 4e9,
+          .memory = 1e9,
+          .host_memory = 0.5e9,
+          .copy = 1e9,
+          .read = 1e9,
+          .write = 1e9,
+          .launch = 0,
+          .copy_latency = 0,
+          .storage_latency = 0};
+}
+
+// One op over fresh tensors of these shapes.
+struct OneOp {
+  Program program;
+  OneOp(const std::string& kind, const std::vector<Shape>& shapes, DType dtype = DType::f32, Attributes attributes = {},
+        Stream stream = Stream::compute) {
+    Builder build(program);
+    std::vector<TensorId> inputs;
+    for (const Shape& shape : shapes) inputs.push_back(build.data("x", shape, dtype));
+    build.stream = stream;
+    build.emit_all(kind, inputs, std::move(attributes));
+  }
+  OpView view() const { return OpView(program, program.ops.back()); }
+};
+
+TEST(Price, OfProductsFollowsTheirType) {
+  const Rates rates = round_rates();
+  EXPECT_DOUBLE_EQ(seconds_of(OneOp("linear", {{1000, 1000}, {1000, 1000}}).view(), rates), 2.0);
+  EXPECT_DOUBLE_EQ(seconds_of(OneOp("linear", {{1000, 1000}, {1000, 1000}}, DType::bf16).view(), rates), 0.5);
+}
+
+TEST(Price, OfHostUpdatesFollowsTheHostsMemory) {
+  const Rates rates = round_rates();
+  const double bytes = 3 * 4e6;
+  EXPECT_DOUBLE_EQ(seconds_of(OneOp("add", {{1000, 1000}, {1000, 1000}}).view(), rates), bytes / 1e9);
+  EXPECT_DOUBLE_EQ(
+      seconds_of(OneOp("add", {{1000, 1000}, {1000, 1000}}, DType::f32, {}, Stream::host).view(), rates),
+      bytes / 0.5e9);
+}
+
+TEST(Price, FollowsWhatTheKernelTook) {
+  Rates rates = round_rates();
+  const OneOp op("add", {{1000, 1000}, {1000, 1000}});  // 12 MB: 12 ms where the kernel reaches the memory's rate
+  EXPECT_EQ(kernel_name(op.view()), "add f32");
+  rates.kernels["add f32"] = {{0, 12e6, 20e-3}};
+  EXPECT_DOUBLE_EQ(seconds_of(op.view(), rates), 20e-3);  // measured at that very size
+  rates.kernels["add f32"] = {{0, 3e6, 6e-3}, {0, 48e6, 8 * 48e-3}};
+  EXPECT_NEAR(seconds_of(op.view(), rates), 4 * 12e-3, 1e-9);  // half way in logarithms: 2 x and 8 x give 4 x
+  rates.kernels["add f32"] = {{0, 3e6, 6e-3}};
+  EXPECT_NEAR(seconds_of(op.view(), rates), 2 * 12e-3, 1e-9);  // beyond the last: as there
+  rates.kernels["add f32"] = {{0, 48e6, 3 * 48e-3}};
+  EXPECT_NEAR(seconds_of(op.view(), rates), 3 * 12e-3, 1e-9);
+  rates.kernels = {{"add bf16", {{0, 12e6, 1}}}};  // another kernel's
+  EXPECT_NEAR(seconds_of(op.view(), rates), 12e-3, 1e-9);
+}
+
+TEST(Price, OfExchangesFollowsTheLink) {
+  Rates rates = round_rates();
+  rates.links["data"] = {.ranks = 4, .bandwidth = 3e9, .latency = 1e-3};
+  const Attributes attributes{{"axis", "data"}, {"reduction", "sum"}};
+  const OneOp reduce("all_reduce", {{1000, 1000}}, DType::f32, attributes, Stream::exchange);
+  // Reduced and gathered: each rank hands on three quarters of the tensor twice.
+  EXPECT_DOUBLE_EQ(wire_bytes(reduce.view(), rates), 2 * 0.75 * 4e6);
+  EXPECT_DOUBLE_EQ(seconds_of(reduce.view(), rates), 1e-3 + 6e6 / 3e9);
+  const OneOp scatter("reduce_scatter", {{1000, 1000}}, DType::f32, {{"axis", "data"}, {"size", int64_t{4}}},
+                      Stream::exchange);
+  EXPECT_DOUBLE_EQ(wire_bytes(scatter.view(), rates), 0.75 * 4e6);
+  const OneOp gather("gather_rows", {{1000, 1000}}, DType::f32, {{"axis", "data"}}, Stream::exchange);
+  EXPECT_DOUBLE_EQ(wire_bytes(gather.view(), rates), 0.75 * 4e6);
+
+  rates.links["data"].samples["all_reduce"] = {{0, 4e6, 5e-3}, {0, 1e3, 1e-3}, {0, 8e6, 9e-3}};
+  EXPECT_NEAR(seconds_of(reduce.view(), rates), 7e-3, 1e-12);
+  EXPECT_NEAR(seconds_of(scatter.view(), rates), 1e-3 + 4e-3 * (3e6 - 1e3) / (4e6 - 1e3), 1e-12);  // as all_reduce
+  rates.links["data"].samples["reduce_scatter"] = {{0, 1e6, 1e-3}, {0, 2e6, 3e-3}};
+  EXPECT_NEAR(seconds_of(scatter.view(), rates), 5e-3, 1e-12);  // along the last two
+  EXPECT_EQ(wire_bytes(OneOp("add", {{4}, {4}}).view(), rates), 0);
+}
+
+TEST(Price, SurvivesTheWayToOtherRanks) {
+  Rates rates = round_rates();
+  rates.kernels["add f32"] = {{1, 2, 3.5}, {4, 5, 6}};
+  rates.links["data"] = {.ranks = 3, .bandwidth = 7, .latency = 8, .samples = {{"all_reduce", {{0, 1, 2}}}}};
+  rates.assumed = {"flops", "link data"};
+  rates.processors = 2;
+  const Rates copy = rates_from(Json::parse(to_json(rates).dump(), "rates"));
+  EXPECT_EQ(to_json(copy).dump(), to_json(rates).dump());
+  EXPECT_EQ(copy.assumed, rates.assumed);
+  EXPECT_EQ(copy.links.at("data").ranks, 3);
+  EXPECT_EQ(copy.kernels.at("add f32")[0].seconds, 3.5);
+  EXPECT_THROW(rates_from(Json::parse("{}", "rates")), Error);
+}
+
+// An update beside the backward pass on processors that both want.
+TEST(Predict, StreamsShareProcessors) {
+  Program program;
+  Builder build(program);
+  const Shape shape{1000, 1000};
+  const TensorId a = build.data("a", shape, DType::f32), b = build.data("b", shape, DType::f32);
+  const TensorId c = build.data("c", shape, DType::f32);
+  const TensorId first = build.emit("add", {a, b});
+  build.stream = Stream::host;
+  const TensorId second = build.emit("add", {a, c});
+  program[first].step_output = program[second].step_output = true;  // each has memory of its own
+  const MemoryPlan plan = plan_memory(program, "cpu", 1);
+  Rates rates = round_rates();
+  rates.host_memory = rates.memory;
+  EXPECT_NEAR(predict(program, plan, rates).seconds, 12e-3, 1e-9);  // a device: side by side
+  rates.processors = 2, rates.compute_threads = 2, rates.host_threads = 2;
+  EXPECT_NEAR(predict(program, plan, rates).seconds, 24e-3, 1e-9);
+  rates.host_threads = 1;  // three threads on two processors
+  EXPECT_NEAR(predict(program, plan, rates).seconds, 18e-3, 1e-9);
+  rates.processors = 3;
+  EXPECT_NEAR(predict(program, plan, rates).seconds, 12e-3, 1e-9);
+}
+
+TEST(Predict, CountsTheEndOfTheStepAndTheWire) {
+  Program program;
+  Builder build(program);
+  const TensorId a = build.data("a", {1000, 1000}, DType::f32);
+  const TensorId sum = build.emit("add", {a, a});
+  build.stream = Stream::exchange;
+  build.emit("all_reduce", {sum}, {{"axis", "data"}, {"reduction", "sum"}});
+  Rates rates = round_rates();
+  rates.links["data"] = {.ranks = 2, .bandwidth = 1e9, .latency = 0};
+  const Prediction prediction = predict(program, plan_memory(program, "cpu", 1), rates);
+  EXPECT_NEAR(prediction.seconds, 12e-3 + 4e-3, 1e-9);
+  EXPECT_NEAR(prediction.stalls.ranks(), 4e-3, 1e-9);
+  EXPECT_NEAR(prediction.busy[int(Stream::exchange)], 4e-3, 1e-9);
+  EXPECT_EQ(prediction.wire_bytes, 4e6);
+  const std::vector<KindTime> kinds = time_by_kind(program, prediction.spans);
+  ASSERT_EQ(kinds.size(), 2u);
+  EXPECT_EQ(kinds[0].name, "add f32");
+  EXPECT_EQ(kinds[1].stream, Stream::exchange);
+}
+
+TEST(Predict, TheTypeThatComputesIsWhereMostFlopsAre) {
+  Program program;
+  Builder build(program);
+  const auto product = [&](int64_t n, DType dtype) {
+    build.emit("linear", {build.data("x", {n, n}, dtype), build.data("w", {n, n}, dtype)});
+  };
+  EXPECT_EQ(compute_dtype(program), DType::f32);
+  product(64, DType::bf16);
+  product(32, DType::f32);
+  EXPECT_EQ(compute_dtype(program), DType::bf16);
+  product(128, DType::f32);
+  EXPECT_EQ(compute_dtype(program), DType::f32);
+  const Rates rates{.peak = 3, .half_peak = 5};
+  EXPECT_EQ(peak_of(DType::f32, rates), 3);
+  EXPECT_EQ(peak_of(DType::bf16, rates), 5);
+}
+
+}  // namespace
+}  // namespace strata

@@ -1,0 +1,175 @@
+// A file under a lock; see rates_cache.h.
+#include "engine/runtime/rates_cache.h"
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <ctime>
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+#include <thread>
+
+#include "memory/atomic_file.h"
+#include "strata/error.h"
+#include "strata/json.h"
+
+namespace strata {
+namespace {
+
+namespace fs = std::filesystem;
+constexpr int64_t kVersion = 3;
+constexpr size_t kMostSamples = 48;  // of one kernel
+
+bool nearly(double a, double b) { return std::abs(a - b) <= 0.02 * std::max(a, b); }
+bool same(const Tried& a, const Tried& b) {
+  return a.name == b.name && nearly(a.flops, b.flops) && nearly(a.bytes, b.bytes);
+}
+bool is_time(const Tried& what) { return what.flops > 0 || what.bytes > 0 || what.name == "launch"; }
+
+// A lock on FILE.suffix; -1 where none can be had.
+int open_lock(const std::string& path, const char* suffix) {
+  if (path.empty()) return -1;
+  std::error_code problem;
+  fs::create_directories(fs::path(path).parent_path(), problem);
+  return open((path + suffix).c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
+}
+
+struct FileLock {
+  explicit FileLock(const std::string& path) : file(open_lock(path, ".lock")) {
+    while (file >= 0 && flock(file, LOCK_EX) != 0 && errno == EINTR) {
+    }
+  }
+  ~FileLock() {
+    if (file >= 0) close(file);
+  }
+  int file;
+};
+
+Json to_json(const std::vector<Kept>& list) {
+  Json::Array array;
+  for (const Kept& kept : list) {
+    array.push_back(Json::Object{{"name", kept.name},
+                                 {"flops", kept.flops},
+                                 {"bytes", kept.bytes},
+                                 {is_time(kept) ? "seconds" : "rate", kept.value},
+                                 {"tries", kept.tries},
+                                 {"measured", kept.measured},
+                                 {"tried", kept.tried}});
+  }
+  return array;
+}
+
+Kept kept_from(const Json& json) {
+  const auto number = [&](const char* name) {
+    const Json* value = json.find(name);
+    return value ? value->number(name) : 0.0;
+  };
+  Kept kept;
+  const Json* name = json.find("name");
+  if (!name) throw Error("an entry without a name.");
+  kept.name = name->string("name");
+  kept.flops = number("flops"), kept.bytes = number("bytes");
+  kept.value = number(is_time(kept) ? "seconds" : "rate");
+  kept.tries = int64_t(number("tries")), kept.measured = int64_t(number("measured"));
+  kept.tried = int64_t(number("tried"));
+  if (!(kept.value > 0) || !std::isfinite(kept.value)) throw Error("a rate that is not positive.");
+  return kept;
+}
+
+}  // namespace
+
+RatesCache::RatesCache(std::string path, Seconds clock)
+    : path_(std::move(path)), clock_(clock ? std::move(clock) : [] { return int64_t(std::time(nullptr)); }) {
+  read();
+}
+
+// What cannot be read leaves what is known to this object as it is.
+void RatesCache::read() {
+  if (path_.empty()) return;
+  std::map<std::string, std::vector<Kept>> found;
+  std::ifstream file(path_);
+  std::stringstream text;
+  text << file.rdbuf();
+  if (!file || text.str().empty()) return;
+  try {
+    const Json all = Json::parse(text.str(), path_);
+    const Json *version = all.find("version"), *entries = all.find("entries");
+    if (!version || version->integer(path_) != kVersion || !entries) return;
+    for (const auto& [key, list] : entries->object(path_))
+      for (const Json& entry : list.array(path_)) found[key].push_back(kept_from(entry));
+    entries_ = std::move(found);
+  } catch (const Error&) {  // damaged: measured anew and replaced
+  }
+}
+
+const std::vector<Kept>& RatesCache::of(const std::string& key) const {
+  static const std::vector<Kept> kNone;
+  const auto found = entries_.find(key);
+  return found == entries_.end() ? kNone : found->second;
+}
+
+const Kept* RatesCache::find(const std::string& key, const Tried& what) const {
+  for (const Kept& kept : of(key))
+    if (same(kept, what)) return &kept;
+  return nullptr;
+}
+
+bool RatesCache::stale(const Kept& kept) const {
+  const int64_t now = clock_();
+  return now - kept.measured > kMonth || kept.measured > now;
+}
+
+bool RatesCache::due(const std::string& key, const Tried& what) const {
+  const Kept* kept = find(key, what);
+  if (!kept || stale(*kept)) return true;
+  return kept->tries < kTries && clock_() - kept->tried >= (int64_t{60} << (2 * std::max<int64_t>(0, kept->tries - 1)));
+}
+
+void RatesCache::add(const std::string& key, const std::vector<Tried>& tries) {
+  if (tries.empty()) return;
+  const FileLock lock(path_);
+  read();  // what others have written
+  std::vector<Kept>& list = entries_[key];
+  const int64_t now = clock_();
+  for (const Tried& tried : tries) {
+    const auto found = std::find_if(list.begin(), list.end(), [&](const Kept& kept) { return same(kept, tried); });
+    if (found == list.end()) {
+      const auto of_name = [&](const Kept& kept) { return kept.name == tried.name; };
+      if (size_t(std::count_if(list.begin(), list.end(), of_name)) >= kMostSamples)
+        list.erase(std::find_if(list.begin(), list.end(), of_name));  // the oldest
+      list.push_back({tried, 1, now, now});
+      continue;
+    }
+    const bool better = is_time(tried) ? tried.value < found->value : tried.value > found->value;
+    const bool old = stale(*found);
+    found->tries = old ? 1 : found->tries + 1;
+    found->tried = now;
+    if (better || old) found->value = tried.value, found->measured = now;
+  }
+  if (path_.empty()) return;
+  Json::Object entries;
+  for (const auto& [name, kept] : entries_) entries.emplace_back(name, to_json(kept));
+  try {
+    write_atomically(path_, Json(Json::Object{{"version", kVersion}, {"entries", std::move(entries)}}).dump(1) + "\n");
+  } catch (const Error&) {  // no cache: the next run measures again
+  }
+}
+
+RatesCache::Measuring::Measuring(RatesCache& cache, double seconds) : file_(open_lock(cache.path_, ".measuring")) {
+  const auto began = std::chrono::steady_clock::now();
+  while (file_ >= 0 && flock(file_, LOCK_EX | LOCK_NB) != 0 &&
+         std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count() < seconds)
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  cache.read();
+}
+
+RatesCache::Measuring::~Measuring() {
+  if (file_ >= 0) close(file_);
+}
+
+}  // namespace strata

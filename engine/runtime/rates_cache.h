@@ -1,0 +1,66 @@
+// What was measured on this machine, kept from run to run: the best of tries spread over time, since other work on a
+// machine only ever makes it slower. One JSON file, replaced whole; any number of processes may use it at once.
+#pragma once
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+namespace strata {
+
+// One measurement: a figure (flops and bytes 0), or what an op of this cost took.
+struct Tried {
+  std::string name;
+  double flops = 0, bytes = 0;
+  double value = 0;  // of a figure a rate, the larger the better; of an op, and of "launch", seconds
+};
+
+// The best of several.
+struct Kept : Tried {
+  int64_t tries = 0;
+  int64_t measured = 0, tried = 0;  // when the best was measured, and the last: seconds since 1970
+};
+
+class RatesCache {
+ public:
+  using Seconds = std::function<int64_t()>;
+  // An empty path keeps nothing beyond this object. `clock`: seconds since 1970; for tests.
+  explicit RatesCache(std::string path, Seconds clock = {});
+
+  // What is known about a machine, a disk or a link by that key. A file that is damaged or of another version is as
+  // good as none.
+  const std::vector<Kept>& of(const std::string& key) const;
+  const Kept* find(const std::string& key, const Tried& what) const;
+
+  // Whether it should be measured: never was; or the best is older than a month; or fewer than kTries tries were made,
+  // and the last is longer ago than a minute, which quadruples with each.
+  bool due(const std::string& key, const Tried& what) const;
+
+  // Adds tries and keeps what is better, also than what other processes have written meanwhile. A figure older than a
+  // month gives way to any. Where the file cannot be written, nothing is kept.
+  void add(const std::string& key, const std::vector<Tried>& tries);
+
+  // Held by who measures, so that two do not slow each other down; the cache is read again once it is held. Given up
+  // after `seconds` of waiting, since nothing is wrong with measuring twice.
+  class Measuring {
+   public:
+    Measuring(RatesCache& cache, double seconds);
+    ~Measuring();
+    Measuring(const Measuring&) = delete;
+
+   private:
+    int file_ = -1;
+  };
+
+  static constexpr int64_t kTries = 3, kMonth = 30 * 24 * 3600;
+
+ private:
+  void read();
+  bool stale(const Kept& kept) const;
+  std::string path_;
+  Seconds clock_;
+  std::map<std::string, std::vector<Kept>> entries_;
+};
+
+}  // namespace strata

@@ -1,0 +1,140 @@
+// The cache of rates: the best of tries at times that are made up, several processes, damage.
+#include "engine/runtime/rates_cache.h"
+
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+
+namespace strata {
+namespace {
+
+class Folder {
+ public:
+  Folder() {
+    std::string name = (std::filesystem::temp_directory_path() / "strata-rates-XXXXXX").string();
+    path_ = mkdtemp(name.data());
+  }
+  ~Folder() { std::filesystem::remove_all(path_); }
+  std::string file() const { return path_ + "/below/rates.json"; }
+
+ private:
+  std::string path_;
+};
+
+constexpr int64_t kBegin = 1'800'000'000;
+const Tried kFlops{.name = "flops", .value = 195e9}, kAdd{.name = "add f32", .bytes = 12e6, .value = 3e-3};
+
+TEST(RatesCache, KeepsTheBestOfTriesSpreadOverTime) {
+  const Folder folder;
+  int64_t now = kBegin;
+  const auto clock = [&] { return now; };
+  RatesCache cache(folder.file(), clock);
+  EXPECT_TRUE(cache.due("machine", kFlops));
+  cache.add("machine", {kFlops, kAdd});  // on a busy machine
+  EXPECT_FALSE(cache.due("machine", kFlops));
+  EXPECT_TRUE(cache.due("another machine", kFlops));
+  now += 59;
+  EXPECT_FALSE(cache.due("machine", kFlops));
+  now += 1;
+  EXPECT_TRUE(cache.due("machine", kFlops));
+  cache.add("machine", {{.name = "flops", .value = 420e9}, {.name = "add f32", .bytes = 12e6, .value = 4e-3}});
+  now += 60;
+  EXPECT_FALSE(cache.due("machine", kFlops));  // four minutes this time
+  now += 180;
+  EXPECT_TRUE(cache.due("machine", kFlops));
+  cache.add("machine", {{.name = "flops", .value = 300e9}});
+
+  const RatesCache again(folder.file(), clock);  // as another run finds it
+  EXPECT_EQ(again.find("machine", kFlops)->value, 420e9);
+  EXPECT_EQ(again.find("machine", kFlops)->tries, 3);
+  EXPECT_EQ(again.find("machine", kFlops)->measured, kBegin + 60);
+  EXPECT_EQ(again.find("machine", kAdd)->value, 3e-3);  // of seconds the fewest
+  now += 10 * 24 * 3600;
+  EXPECT_FALSE(again.due("machine", kFlops));
+}
+
+TEST(RatesCache, ForgetsAfterAMonth) {
+  const Folder folder;
+  int64_t now = kBegin;
+  RatesCache cache(folder.file(), [&] { return now; });
+  cache.add("machine", {kFlops});
+  now += RatesCache::kMonth + 1;
+  EXPECT_TRUE(cache.due("machine", kFlops));
+  cache.add("machine", {{.name = "flops", .value = 100e9}});  // less memory or another clock: worse is true now
+  EXPECT_EQ(cache.find("machine", kFlops)->value, 100e9);
+  EXPECT_EQ(cache.find("machine", kFlops)->tries, 1);
+  now = kBegin;  // a clock that was wrong
+  EXPECT_TRUE(cache.due("machine", kFlops));
+}
+
+TEST(RatesCache, TellsSamplesApartByTheirCost) {
+  RatesCache cache("", [] { return kBegin; });
+  cache.add("machine", {kAdd, {.name = "add f32", .bytes = 24e6, .value = 7e-3}});
+  cache.add("machine", {{.name = "add f32", .bytes = 12.1e6, .value = 2e-3}});
+  EXPECT_EQ(cache.of("machine").size(), 2u);
+  EXPECT_EQ(cache.find("machine", kAdd)->value, 2e-3);
+  for (int i = 0; i < 200; ++i) cache.add("machine", {{.name = "add f32", .bytes = 1e3 * (1 << (i % 20)) * (1 + i), .value = 1}});
+  EXPECT_LE(cache.of("machine").size(), 48u);
+}
+
+TEST(RatesCache, ManyProcessesLoseNothing) {
+  const Folder folder;
+  constexpr int kProcesses = 6, kRounds = 5;
+  for (int p = 0; p < kProcesses; ++p)
+    if (fork() == 0) {
+      for (int i = 0; i < kRounds; ++i)
+        RatesCache(folder.file()).add("machine", {{.name = "rate " + std::to_string(p), .value = double(i + 1)}});
+      _exit(0);
+    }
+  int status = 0, failed = 0;
+  while (wait(&status) > 0) failed |= status;
+  EXPECT_EQ(failed, 0);
+  const RatesCache cache(folder.file());
+  for (int p = 0; p < kProcesses; ++p) {
+    const Kept* kept = cache.find("machine", {.name = "rate " + std::to_string(p)});
+    ASSERT_TRUE(kept) << p;
+    EXPECT_EQ(kept->value, kRounds);
+    EXPECT_EQ(kept->tries, kRounds);
+  }
+}
+
+TEST(RatesCache, SurvivesDamageAndOtherVersions) {
+  const Folder folder;
+  RatesCache(folder.file()).add("machine", {kFlops});
+  std::stringstream whole;
+  whole << std::ifstream(folder.file()).rdbuf();
+  for (std::string text : {std::string("{"), std::string("[]"), std::string("{\"version\": 1, \"entries\": {}}"),
+                           std::string("{\"version\": 3, \"entries\": {\"machine\": [{\"name\": \"flops\"}]}}"),
+                           whole.str().substr(0, whole.str().size() / 2)}) {
+    std::ofstream(folder.file()) << text;
+    RatesCache cache(folder.file());
+    EXPECT_TRUE(cache.due("machine", kFlops)) << text;
+    cache.add("machine", {kFlops});
+    EXPECT_FALSE(RatesCache(folder.file()).due("machine", kFlops)) << text;
+  }
+  RatesCache nowhere("/proc/no/such/folder/rates.json");  // nothing can be kept, and nothing is wrong
+  nowhere.add("machine", {kFlops});
+  nowhere.add("machine", {kAdd});
+  EXPECT_FALSE(nowhere.due("machine", kFlops));  // but for this object, as long as it lives
+  EXPECT_FALSE(nowhere.due("machine", kAdd));
+}
+
+// Who waits to measure finds what the other measured.
+TEST(RatesCache, OneMeasuresAtATime) {
+  const Folder folder;
+  RatesCache first(folder.file()), second(folder.file());
+  {
+    const RatesCache::Measuring measuring(first, 60);
+    first.add("machine", {kFlops});
+    const RatesCache::Measuring other(second, 0.01);  // gives up waiting, and reads all the same
+    EXPECT_FALSE(second.due("machine", kFlops));
+  }
+  const RatesCache::Measuring again(second, 600);  // free at once
+}
+
+}  // namespace
+}  // namespace strata

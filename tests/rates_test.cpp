@@ -1,0 +1,146 @@
+// Measuring rates: every op of real programs runs by itself, links are measured between processes, and what is known is
+// corrected by runs. Nothing here depends on how fast the machine is.
+#include <cmath>
+#include <cstdlib>
+
+#include "comm/world.h"
+#include "engine/planning/predict.h"
+#include "engine/runtime/kernel_rates.h"
+#include "engine/runtime/link_rates.h"
+#include "engine/runtime/machine_rates.h"
+#include "tests/harness.h"
+
+namespace strata {
+namespace {
+
+std::string toml(const std::string& plugins) {
+  return "[model]\nplugin = \"gpt\"\nlayers = 2\nhidden = 32\nheads = 4\nvocabulary = 64\ncontext = 16\ndropout = 0.1\n"
+         "[device]\nthreads = 2\n[data]\ntrain = [\"none\"]\nsequence_length = 16\nglobal_batch = 4\nmicro_batch = 2\n" +
+         plugins;
+}
+
+void expect_all_run(const Program& program, int threads) {
+  const std::vector<LoneOp> ops = lone_ops(program, {});
+  EXPECT_GT(ops.size(), 10u);
+  const std::vector<double> seconds = measure_kernels(ops, "cpu", threads, 1, 1 << 20, 600);
+  for (size_t i = 0; i < ops.size(); ++i) {
+    EXPECT_GT(seconds[i], 0) << ops[i].name;
+    EXPECT_TRUE(std::isfinite(seconds[i])) << ops[i].name;
+  }
+}
+
+TEST(KernelRates, EveryOpOfAProgramRunsByItself) {
+  for (const std::string plugins :
+       {"[plugins.adamw]\n[plugins.clip]\n", "[plugins.adafactor]\n[plugins.gist]\nlossy = \"int8\"\n",
+        "[plugins.adamw8bit]\n[plugins.mixed_precision]\n", "[plugins.sm3]\n[plugins.gist]\nlossy = \"bf16\"\n"}) {
+    SCOPED_TRACE(plugins);
+    const test::Runner runner(toml(plugins));
+    expect_all_run(runner.built.program, 2);
+  }
+}
+
+// Too large to be run for a measurement: smaller, but still what the kind's shape rule allows, and one of each.
+TEST(KernelRates, LargeOpsAreMadeSmaller) {
+  Program program;
+  Builder build(program);
+  const auto data = [&](Shape shape) { return build.data("x", shape, DType::f32); };
+  for (int i = 0; i < 3; ++i) build.emit("linear", {data({4096, 8192}), data({32768, 8192})});
+  build.emit("add", {data({3, 100'000'001}), data({3, 100'000'001})});
+  build.emit("add", {data({64}), data({64})});
+  const std::vector<LoneOp> ops = lone_ops(program, {});
+  ASSERT_EQ(ops.size(), 3u);
+  EXPECT_EQ(ops[0].name, "linear f32");
+  EXPECT_NEAR(ops[0].weight, 3 * seconds_of(OpView(program, program.ops[0]), Rates()), 1e-9);
+  EXPECT_LT(ops[0].cost.flops, 8e9);
+  EXPECT_GT(ops[0].cost.flops, 1e9);
+  EXPECT_LE(ops[1].cost.bytes, 64 << 20);
+  EXPECT_GT(ops[1].cost.bytes, 16 << 20);
+  EXPECT_EQ(ops[2].cost.bytes, 3 * 64 * 4);
+  for (const LoneOp& op : ops) verify(op.program, "making it smaller");
+  EXPECT_EQ(measure_kernels(ops, "cpu", 1, 1, 1 << 20, 0), std::vector<double>(3, 0));  // no time, no figures
+  EXPECT_EQ(measure_kernels(ops, "nothing", 1, 1, 1 << 20, 600), std::vector<double>(3, 0));
+}
+
+void expect_samples(const Samples& samples) {
+  for (const char* kind : {"all_reduce", "reduce_scatter", "all_gather", "gather_rows"}) {
+    const auto found = samples.find(kind);
+    ASSERT_NE(found, samples.end()) << kind;
+    double before = 0;
+    for (const Sample& sample : found->second) {
+      EXPECT_GT(sample.seconds, 0);
+      EXPECT_GT(sample.bytes, before);
+      before = sample.bytes;
+    }
+  }
+}
+
+TEST(LinkRates, ProcessesOfThisHost) {
+  const auto samples = measure_link_apart(2, "auto", 600);
+  ASSERT_TRUE(samples);
+  expect_samples(*samples);
+  // Each of the two hands on half of what is gathered, and twice that where it is reduced first.
+  EXPECT_DOUBLE_EQ(samples->at("all_reduce")[0].bytes, 2 * samples->at("all_gather")[0].bytes);
+}
+
+TEST(LinkRates, NothingWhereRanksCannotMeet) { EXPECT_FALSE(measure_link_apart(2, "no such provider", 600)); }
+
+TEST(LinkRates, RanksThatAreThere) {
+  std::vector<std::string> texts(3);
+  run_local(3, [&](World& world) {
+    const auto group = world.group("link", {0, 1, 2});
+    Rates rates;
+    rates.links["data"].samples = measure_link(*group);
+    expect_samples(rates.links["data"].samples);
+    texts[size_t(world.rank())] = to_json(rates).dump();
+  });
+  EXPECT_EQ(texts[0], texts[1]);  // plans made with them are the same everywhere
+  EXPECT_EQ(texts[0], texts[2]);
+}
+
+class MachineRates : public testing::Test {
+ protected:
+  MachineRates() { setenv("XDG_CACHE_HOME", folder_.path().c_str(), 1); }
+  ~MachineRates() override { unsetenv("XDG_CACHE_HOME"); }
+  test::TemporaryFolder folder_;
+};
+
+TEST_F(MachineRates, OnlyGetBetter) {
+  const test::Runner runner(toml("[plugins.adamw]\n"));
+  const RatesWanted wanted{.threads = 2, .storage_directory = folder_.path(), .program = &runner.built.program};
+  const Rates first = machine_rates(wanted);
+  EXPECT_EQ(first.assumed, std::set<std::string>());
+  EXPECT_FALSE(first.kernels.empty());
+  EXPECT_GE(first.peak, first.flops);
+  EXPECT_GE(first.half_peak, first.half_flops);
+  const Rates second = machine_rates(wanted);
+  for (const auto& [name, figure] : kFigures) EXPECT_GE(second.*figure, first.*figure) << name;
+}
+
+TEST_F(MachineRates, AreCorrectedByAStepThatWasFaster) {
+  const test::Runner runner(toml("[plugins.adamw]\n"));
+  const Program& program = runner.built.program;
+  const RatesWanted wanted{.threads = 2, .program = &program};
+  Rates slow = machine_rates(wanted);
+  slow.peak = 1;
+  for (auto& [name, samples] : slow.kernels)
+    for (Sample& sample : samples) sample.seconds = 1e6;  // measured on a machine that did something else
+  constexpr double kStep = 2e-3;
+  double most = 0;
+  for (const Op& op : program.ops) most = std::max(most, cost_of(OpView(program, op)).flops / kStep);
+  learn_rates(wanted, program, std::vector<Span>(program.ops.size(), {0, kStep}), slow);
+  const Rates corrected = machine_rates(wanted);
+  for (const Op& op : program.ops)
+    EXPECT_LE(seconds_of(OpView(program, op), corrected), 1.001 * kStep);
+  EXPECT_GE(corrected.peak, most);
+}
+
+TEST_F(MachineRates, SayWhatIsAssumed) {
+  RatesWanted wanted{.threads = 1, .mesh = Mesh(0, {{"replicate", 1}, {"shard", 64}})};
+  const Rates rates = machine_rates(wanted);  // of so many ranks, on other hosts, nobody here can measure the link
+  EXPECT_EQ(rates.assumed, (std::set<std::string>{"link data", "link shard"}));
+  EXPECT_EQ(rates.links.at("data").ranks, 64);
+  EXPECT_NE(assumed_text(rates).find("link data"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace strata
