@@ -83,6 +83,20 @@ nvme=(--set 'plugins.offload.directory="disk"' --set plugins.offload.minimum=0 -
   --set plugins.offload.parameters=nvme --set plugins.recompute.mode=blocks)
 expect 0 '' "$strata" plan config.toml "${nvme[@]}" --trace plan.json --html plan.html
 grep -q 'waiting for NVMe' out || fail "plan says nothing of waiting: $(cat out)"
+"$strata" plan config.toml "${nvme[@]}" --json >plan_rates.json 2>error && python3 - <<'PY' || fail "plan --json: $(cat error)"
+import json
+plan = json.load(open("plan_rates.json"))
+predicted, rates = plan["predicted"], plan["rates"]
+assert predicted["seconds"] > 0 and abs(sum(k["seconds"] for k in predicted["kinds"] if k["stream"] == "compute")
+                                        - predicted["busy"]["compute"] * predicted["seconds"]) < 1e-6, predicted
+assert 0 < predicted["model_flop_share"] < 1 and set(predicted["busy"]) >= {"compute", "read", "write"}, predicted
+assert all(rates[name] > 0 for name in ("flops", "memory", "peak", "read", "write")), rates
+assert "flops" not in rates["assumed"], rates
+PY
+"$strata" plan config.toml >plan_plain 2>&1 && grep -q 'predicted step' plan_plain && grep -q 'predicted by kind' plan_plain &&
+  grep -q 'rates used' plan_plain || fail "a plain plan predicts nothing: $(cat plan_plain)"
+"$strata" plan config.toml --set mesh.data=64 --set data.global_batch=128 --set plugins.data_parallel.enabled=true >plan_ranks 2>&1 &&
+  grep -q 'assumed, not measured: .*link data' plan_ranks && grep -q 'on the wire: ' plan_ranks || fail "ranks: $(cat plan_ranks)"
 grep -q 'optimizer_state' <(sed -n '/^nvme memory/,$p' out) || fail "no states on NVMe: $(cat out)"
 python3 -c 'import json; events = json.load(open("plan.json"))["traceEvents"]; assert any(e["args"].get("purpose") == "restore" for e in events)' || fail "plan --trace"
 grep -q 'NVMe memory over the step' plan.html || fail "plan --html"
@@ -99,18 +113,24 @@ if (($(id -u))); then
   expect 2 'readonly' "$strata" train config.toml "${nvme[@]}" --set 'plugins.offload.directory="readonly"'
 fi
 [[ ! -e run ]] || fail "wrong input left a run folder behind"
-expect 0 '' "$strata" bench memory config.toml --steps 2 --json bench.json --html bench.html
+expect 0 '' "$strata" bench memory config.toml --steps 2 --json bench.json --html bench.html --picture bench.svg
+grep -q 'Least memory' out || fail "bench memory concludes nothing: $(cat out)"
+python3 -c 'import sys, xml.dom.minidom as x; assert x.parse("bench.svg").documentElement.tagName == "svg"' || fail "bench memory --picture"
 python3 - <<'PY' || fail "bench memory: $(cat out)"
 import json
 runs = json.load(open("bench.json"))["runs"]
 assert [r for r in runs if "error" in r] == [], runs
 exact = [r for r in runs if r["name"].split()[0] in ("recompute", "offload")]
 assert len(exact) >= 5 and all(r["losses"] == runs[0]["losses"] for r in exact), runs
+named = {r["name"]: r for r in runs}
+assert abs(named["8-bit adamw"]["loss_difference"]) < 1e-2, named["8-bit adamw"]  # at AdamW's rate
+assert "loss_difference" not in named["adafactor"], named["adafactor"]  # at its own: says nothing
+assert all(r["fastest"] <= r["seconds"] <= r["slowest"] and r["predicted_seconds"] > 0 for r in runs), runs
 PY
 [[ -z $(ls -A disk) ]] || fail "left in the offload folder: $(ls -A disk)"
 "$strata" train config.toml "${nvme[@]}" --set run.directory=resting --set run.steps=100000 >/dev/null 2>&1 &
 pid=$!
-for _ in $(seq 100); do [[ -s resting/log.jsonl ]] && break; sleep 0.1; done
+for _ in $(seq 1200); do [[ -s resting/log.jsonl ]] && break; sleep 0.1; done
 expect 2 'disk' "$strata" train config.toml "${nvme[@]}" --set run.directory=second
 kill -9 $pid
 wait $pid 2>/dev/null || true

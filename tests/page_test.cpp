@@ -1,6 +1,11 @@
 // The memory page: figures it shows are the plan's, it is one well-formed file, and nothing in it comes from elsewhere.
 #include "engine/planning/page.h"
 
+#include <set>
+
+#include "engine/planning/page_drawing.h"
+#include "engine/planning/predict.h"
+
 #include "tests/harness.h"
 
 namespace strata {
@@ -61,9 +66,78 @@ TEST(Page, ShowsThePlans) {
   for (const char* elsewhere : {"http", "<script", "src=", "url(", "@import"})
     EXPECT_EQ(count(page, elsewhere), 0u) << elsewhere;
 
+  // What a reader looks for: the largest tensors, both key and mark of a budget, and every colour with a meaning.
+  EXPECT_EQ(count(page, "Largest at the peak"), 3u);
+  EXPECT_GE(count(page, held_at(*runs[0].program, *runs[0].memory, Tier::device, runs[0].memory->device().peak_op)[0].name),
+            1u);
+  EXPECT_EQ(count(page, "class=\"budget\""), 0u);
+  runs[0].budgets[int(Tier::device)] = runs[0].memory->device().total_bytes() / 2;
+  const std::string limited = memory_page("x", "y", runs);
+  expect_well_formed(limited);
+  EXPECT_EQ(count(limited, "class=\"budget\""), 3u);  // against time, in the bars, over the step
+  EXPECT_GE(count(limited, "budget (a line)"), 1u);
+  for (size_t at = limited.find("fill=\"#"); at != std::string::npos; at = limited.find("fill=\"#", at + 1))
+    EXPECT_GE(count(limited, "background:" + limited.substr(at + 6, 7)), 1u) << limited.substr(at, 60);
+
+  const std::string picture = memory_picture("a & b", runs);
+  expect_well_formed(picture);
+  EXPECT_EQ(picture.rfind("<svg xmlns=", 0), 0u);
+  EXPECT_NE(picture.find("states &lt;away&gt;"), std::string::npos);
+  EXPECT_GE(count(picture, "<path"), 3u);
+
   const std::string one = memory_page("x", "y", {&runs[1], 1});  // nothing to compare with: no table
   expect_well_formed(one);
   EXPECT_EQ(count(one, "At a glance"), 0u);
+}
+
+TEST(Page, OneColourHasOneMeaning) {
+  std::set<std::string_view> colours(std::begin(page::kRoleColors), std::end(page::kRoleColors));
+  for (std::string_view colour : {page::kForward, page::kBackward, page::kUpdate, page::kAgain, page::kMove, page::kStall,
+                                  page::kLost})
+    EXPECT_TRUE(colours.insert(colour).second) << colour;
+}
+
+TEST(Page, TicksAreRound) {
+  EXPECT_EQ(page::tick_bytes(page::round_bytes(2.15 * (1 << 30), 5)), "512 MiB");
+  EXPECT_EQ(page::tick_bytes(3.0 * (512 << 20)), "1.5 GiB");
+  EXPECT_EQ(page::tick_bytes(0), "0");
+  EXPECT_EQ(page::tick_bytes(page::round_bytes(1000, 5)), "256 B");
+  EXPECT_EQ(page::tick_seconds(page::round_step(1.6, 8)), "0.2 s");
+  EXPECT_EQ(page::tick_seconds(page::round_step(0.055, 8)), "10 ms");
+  EXPECT_EQ(page::tick_seconds(page::round_step(8.1, 8)), "2 s");
+  EXPECT_EQ(page::tick_seconds(5e-5), "50 µs");
+  for (double all : {1e-9, 3.3e-4, 0.7, 12.0, 4e5})
+    for (int most : {1, 3, 8}) {
+      EXPECT_LE(all / page::round_step(all, most), most);
+      EXPECT_GT(5.1 * all / page::round_step(all, most), most);
+    }
+}
+
+// Plans whose memory and time are made up.
+struct Made {
+  std::vector<MemoryPlan> plans;
+  std::vector<PageRun> runs;
+  explicit Made(std::vector<std::tuple<const char*, int64_t, double>> list) : plans(list.size()) {
+    for (size_t i = 0; i < list.size(); ++i) {
+      const auto& [name, bytes, seconds] = list[i];
+      plans[i][Tier::device].persistent_bytes = bytes;
+      runs.push_back({.name = name, .memory = &plans[i], .seconds = seconds});
+    }
+  }
+};
+
+TEST(Page, SaysWhatFollows) {
+  Made made({{"plain", 100 << 20, 1.0}, {"cheap", 80 << 20, 1.05}, {"small", 25 << 20, 3.0}, {"poor", 85 << 20, 2.0}});
+  made.runs[0].budgets[0] = 90 << 20;
+  const std::vector<std::string> expected = {
+      "Least memory: small, 25.00 MiB of device memory, 25% of what plain takes, for 3.00 × its time.",
+      "Least memory in at most 1.1 × the time: cheap, 80.00 MiB of device memory, 80% of what plain takes, for 1.05 × its "
+      "time.",
+      "Here another is at least as small and as fast as: poor.", "In the budget of 90.00 MiB fit: cheap, small, poor."};
+  EXPECT_EQ(conclusions(made.runs), expected);
+  const Made none({{"plain", 100, 1.0}, {"larger", 200, 1.0}});
+  EXPECT_EQ(conclusions(none.runs)[0], "Nothing takes less device memory than plain.");
+  EXPECT_EQ(conclusions({none.runs.data(), 1}).size(), 0u);
 }
 
 }  // namespace

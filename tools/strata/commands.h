@@ -29,7 +29,7 @@ int plan_command_main(const PlanArguments& arguments);
 
 struct BenchMemoryArguments : ConfigArguments {
   std::vector<std::string> runs;
-  std::string directory, json, html;
+  std::string directory, json, html, picture;
   int64_t steps = 5;
 };
 int bench_memory_command_main(const BenchMemoryArguments& arguments);

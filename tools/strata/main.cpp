@@ -72,7 +72,8 @@ int main(int argc, char** argv) {
       bench_command->add_subcommand("memory",
                                     "What memory strategies save on the model of a configuration, and what they cost: "
                                     "planned and\nmeasured peaks, time "
-                                    "against the plain run, stalls, difference of the loss.");
+                                    "against the plain run and its spread, stalls, difference of the loss, and what "
+                                    "follows.");
   add_config(*bench_memory_command, bench_arguments);
   bench_memory_command
       ->add_option("--run", bench_arguments.runs,
@@ -89,6 +90,8 @@ int main(int argc, char** argv) {
       "folder for what rests on NVMe (default: ./strata-bench-offload, removed afterwards)");
   bench_memory_command->add_option("--json", bench_arguments.json, "write the figures as JSON");
   bench_memory_command->add_option("--html", bench_arguments.html, "write a page with timelines of memory and streams");
+  bench_memory_command->add_option("--picture", bench_arguments.picture,
+                                   "write memory over the step of each run as one SVG picture");
   bench_memory_command->callback([&] { action = [&] { return bench_memory_command_main(bench_arguments); }; });
   BenchKernelsArguments kernels_arguments;
   auto* bench_kernels_command =
