@@ -8,6 +8,7 @@
 
 #include <cerrno>
 #include <cstring>
+#include <utility>
 
 #include "strata/error.h"
 
@@ -38,47 +39,85 @@ void check_directory(const std::string& directory, const std::string& called) {
   if (!S_ISDIR(status.st_mode)) throw Error(called + " is not a directory. Name a directory.");
 }
 
-}  // namespace
+[[noreturn]] void in_use(int file, const std::string& name, const std::string& called) {
+  throw Error(called + " is in use by another run (" + holder(file) + "holds " + name +
+              "). Wait until it ends, or name another directory.");
+}
 
-DirectoryLock::DirectoryLock(const std::string& directory, const std::string& name, const std::string& called)
-    : path_(directory + "/" + name) {
-  check_directory(directory, called);
-  while (true) {
-    file_ = open(path_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0644);
-    if (file_ < 0) {
-      throw Error(called + " is not writable: " + std::strerror(errno) + " (" + name +
-                  "). Give yourself the right to write there, or name another one.");
-    }
-    int locked;
-    do locked = flock(file_, LOCK_EX | LOCK_NB);
-    while (locked != 0 && errno == EINTR);
-    if (locked != 0) {
-      const int problem = errno;
-      const std::string by = holder(file_);
-      close(file_);
-      if (problem != EWOULDBLOCK) {
-        throw Error(called + " cannot be locked: " + std::strerror(problem) + ". Name one on a local disk.");
-      }
-      throw Error(called + " is in use by another run (" + by + "holds " + name +
-                  "). Wait until it ends, or name another directory.");
-    }
-    if (still_at(path_, file_)) break;
-    close(file_);
-  }
-  // Only for the message above; the lock holds without it.
-  const std::string id = std::to_string(getpid()) + "\n";
-  if (ftruncate(file_, 0) != 0 || pwrite(file_, id.data(), id.size(), 0) != ssize_t(id.size())) {
-    const int problem = errno;
-    unlink(path_.c_str());
-    close(file_);
-    throw Error(called + " cannot be written to: " + std::strerror(problem) +
-                ". Free some space, or name another one.");
+// Zero, or errno.
+int try_lock(int file, int operation) {
+  int result;
+  do result = flock(file, operation | LOCK_NB);
+  while (result != 0 && errno == EINTR);
+  return result == 0 ? 0 : errno;
+}
+
+// Who only asks (require_free) holds the lock for a moment; a run holds it for good.
+int lock(int file) {
+  for (int tries = 10;; --tries) {
+    const int why = try_lock(file, LOCK_EX);
+    if (why != EWOULDBLOCK || tries == 0) return why;
+    usleep(20'000);
   }
 }
 
+// A descriptor that is closed unless it is released.
+class File {
+ public:
+  explicit File(int file) : file_(file) {}
+  ~File() {
+    if (file_ >= 0) close(file_);
+  }
+  File(const File&) = delete;
+  int get() const { return file_; }
+  int release() { return std::exchange(file_, -1); }
+
+ private:
+  int file_;
+};
+
+}  // namespace
+
+DirectoryLock::DirectoryLock(const std::string& directory, const std::string& name, const std::string& called,
+                             std::string* problem)
+    : path_(directory + "/" + name) {
+  check_directory(directory, called);
+  while (true) {
+    File file(open(path_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0644));
+    if (file.get() < 0) {
+      if (problem && (errno == ENOSPC || errno == EDQUOT)) {
+        *problem = std::strerror(errno);
+        return;
+      }
+      throw Error(called + " is not writable: " + std::strerror(errno) + " (" + name +
+                  "). Give yourself the right to write there, or name another one.");
+    }
+    if (const int why = lock(file.get()); why == EWOULDBLOCK) {
+      in_use(file.get(), name, called);
+    } else if (why != 0) {
+      unlink(path_.c_str());
+      if (!problem) throw Error(called + " cannot be locked: " + std::strerror(why) + ". Name one on a local disk.");
+      *problem = std::strerror(why);
+      return;
+    }
+    if (!still_at(path_, file.get())) continue;
+    file_ = file.release();
+    break;
+  }
+  // Only for the message above; the lock holds without it, on a full disk.
+  const std::string id = std::to_string(getpid()) + "\n";
+  if (ftruncate(file_, 0) == 0) (void)!pwrite(file_, id.data(), id.size(), 0);
+}
+
 DirectoryLock::~DirectoryLock() {
+  if (file_ < 0) return;
   unlink(path_.c_str());  // before it is unlocked, so that nobody's file is removed but ours
   close(file_);
+}
+
+void DirectoryLock::require_free(const std::string& directory, const std::string& name, const std::string& called) {
+  const File file(open((directory + "/" + name).c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW));
+  if (file.get() >= 0 && try_lock(file.get(), LOCK_SH) == EWOULDBLOCK) in_use(file.get(), name, called);
 }
 
 }  // namespace strata

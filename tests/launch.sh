@@ -195,7 +195,7 @@ done
 launcher=$!
 await_steps stopped
 kill -TERM $launcher
-wait $launcher || true
+wait $launcher || fail "interrupted: exit $?: $(cat error)"
 grep -q 'stopped after step' out || fail "interrupted: $(cat out error)"
 nothing_left interrupted
 # Restarted: the losses of the undisturbed run.
@@ -207,6 +207,28 @@ losses calm/log.jsonl | cmp - <(losses again/log.jsonl) || fail "a restarted run
 for directory in calm again; do "$strata" export config.toml exported-$directory --checkpoint $directory >out; done
 cmp exported-calm/model.safetensors exported-again/model.safetensors || fail "a restarted run ends elsewhere"
 nothing_left restarted
+# Lost before it joined: rank 1 is hit while it waits for its configuration, which is a FIFO until then. The run is started
+# again; a rank that has only stopped is killed after the grace, which is ours and is told as such.
+for signal in KILL STOP; do
+  rm -rf fifo.toml before && mkfifo fifo.toml
+  "$strata" train fifo.toml --restarts 1 --set run.directory=before >out 2>error &
+  launcher=$!
+  cat config.toml >fifo.toml
+  for _ in $(seq 3000); do (($(pgrep -c -P $launcher) < 2)) || break; sleep 0.02; done
+  victim=$(ranks $launcher | sed -n 2p)
+  kill -$signal "$victim" || fail "no rank 1 to hit: $(cat error)"
+  mv fifo.toml fifo && cp config.toml fifo.toml
+  sed 's/join_timeout = 20/join_timeout = 2/' config.toml >fifo &  # for rank 0, if it waits there, too
+  feeder=$!
+  status=0
+  wait $launcher || status=$?
+  kill $feeder 2>/dev/null || true
+  [[ $status == 0 ]] && grep -q 'starting again (1 of 1)' error || fail "SIG$signal before it joined: exit $status: $(cat error)"
+  if [[ $signal == KILL ]]; then grep -q 'rank 1 was ended by signal 9' error; else grep -q 'rank 1 had not ended 7 s after another failed; it is killed' error && ! grep -q 'by signal' error; fi ||
+    fail "SIG$signal before it joined: $(cat error)"
+  nothing_left "lost before it joined"
+  rm -r before fifo fifo.toml
+done
 
 # kill -9 of all ranks at random moments, every step saved: what is newest always loads.
 RANDOM=1

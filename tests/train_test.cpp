@@ -1,6 +1,9 @@
 // The step loop through the engine's own interface: hooks in order, notes in checkpoints, a plugin built into the
 // program.
+#include <atomic>
+#include <filesystem>
 #include <fstream>
+#include <sstream>
 
 #define STRATA_STATIC_PLUGIN
 #include "engine/checkpoint/store.h"
@@ -12,14 +15,17 @@ namespace strata {
 namespace {
 
 std::vector<std::string> calls;
+std::atomic<bool> stop{false};  // what a signal would ask for
 
 // Writes down every call it gets.
 class Recorder final : public Plugin {
  public:
   void options(Options& o) override {
     o.add("fail_at", fail_at_, "step whose end hook throws; 0: none").non_negative();
+    o.add("stop_at", stop_at_, "step whose start asks the run to stop; 0: none").non_negative();
   }
   void step_start(StepContext& c) override {
+    if (c.step() == stop_at_) stop = true;
     calls.push_back("step " + std::to_string(c.step()) + " of " + std::to_string(c.steps()));
   }
   void stage_start(StepContext&, Stage stage) override { calls.push_back("+" + std::string(name_of(stage))); }
@@ -35,7 +41,7 @@ class Recorder final : public Plugin {
   }
 
  private:
-  int64_t fail_at_ = 0;
+  int64_t fail_at_ = 0, stop_at_ = 0;
 };
 STRATA_PLUGIN(Recorder, "recorder", "1", "writes down its calls")
 
@@ -43,6 +49,7 @@ class Training : public testing::Test {
  protected:
   void SetUp() override {
     calls.clear();
+    stop = false;
     TokenFileWriter writer(folder_ / "t.bin", false);
     std::vector<int32_t> tokens(600);
     for (size_t i = 0; i < tokens.size(); ++i) tokens[i] = int32_t(i * i % 61);
@@ -94,6 +101,46 @@ TEST_F(Training, HookThatThrowsIsNamed) {
     EXPECT_STREQ(error.what(), "plugin \"recorder\", step_end, step 2: as asked");
     EXPECT_EQ(error.code(), ExitCode::failed);
   }
+}
+
+TEST_F(Training, StopsAfterTheStepAndResumes) {
+  Session calm = session({"run.steps=5", "run.directory=" + (folder_ / "calm")});
+  train(calm, {});
+  Session stopped = session({"run.steps=5", "plugins.recorder.stop_at=3"});
+  const TrainSummary first = train(stopped, {.stop = &stop});
+  EXPECT_TRUE(first.interrupted);
+  EXPECT_EQ(first.steps, 3);
+  EXPECT_EQ(first.made, 3);
+  EXPECT_EQ(first.unsaved, "");
+  EXPECT_TRUE(std::filesystem::exists(folder_ / "run/step-00000003"));
+  stop = false;
+  Session rest = session({"run.steps=5"});
+  const TrainSummary second = train(rest, {.resume = true, .stop = &stop});
+  EXPECT_FALSE(second.interrupted);
+  EXPECT_EQ(second.made, 2);
+  const auto bytes = [](const std::string& path) {
+    std::ostringstream all;
+    all << std::ifstream(path, std::ios::binary).rdbuf();
+    return all.str();
+  };
+  EXPECT_TRUE(bytes(folder_ / "run/step-00000005/tensors-00000.safetensors") ==
+              bytes(folder_ / "calm/step-00000005/tensors-00000.safetensors"));
+}
+
+TEST_F(Training, AskedInTheLastStepItIsDone) {
+  Session session = Training::session({"plugins.recorder.stop_at=2"});
+  const TrainSummary summary = train(session, {.stop = &stop});
+  EXPECT_FALSE(summary.interrupted);
+  EXPECT_EQ(summary.steps, 2);
+}
+
+TEST_F(Training, AskedBeforeTheFirstStepNothingIsWritten) {
+  stop = true;
+  Session session = Training::session();
+  const TrainSummary summary = train(session, {.stop = &stop});
+  EXPECT_TRUE(summary.interrupted);
+  EXPECT_EQ(summary.made, 0);
+  EXPECT_FALSE(std::filesystem::exists(folder_ / "run"));
 }
 
 }  // namespace

@@ -143,6 +143,11 @@ void discard(const fs::path& checkpoint) {
   fs::remove_all(problem ? checkpoint : old, problem);
 }
 
+Error damaged(const SafetensorsFile& file, const std::string& name) {
+  return Error(file.path() + ": tensor \"" + name +
+               "\" is damaged: its checksum does not match. Use an older checkpoint.");
+}
+
 // A stored tensor's bytes from front to back, a little at a time, each read once and counted into the checksum.
 class ForwardReader {
  public:
@@ -371,6 +376,25 @@ void Checkpoint::read(const std::string& name, DType dtype, const Shape& shape, 
   read_box(name, dtype, shape, whole_box(shape), out);
 }
 
+// Where a piece is, after checking its size.
+const StoredTensor& Checkpoint::stored(const std::string& name, const Entry& entry, const Piece& piece) const {
+  const SafetensorsFile& file = *files_.at(piece.file);
+  const auto found = file.tensors().find(name);
+  if (found == file.tensors().end())
+    throw Error(file.path() + ": lacks the tensor \"" + name + "\" that the manifest promises.");
+  if (found->second.bytes() != size_t(elements(piece.box.extent) * size_of(entry.dtype))) throw damaged(file, name);
+  return found->second;
+}
+
+void Checkpoint::verify() const {
+  for (const auto& [name, entry] : entries_)
+    for (const Piece& piece : entry.pieces) {
+      const SafetensorsFile& file = *files_.at(piece.file);
+      if (ForwardReader(file, stored(name, entry, piece)).checksum_of_all() != piece.checksum)
+        throw damaged(file, name);
+    }
+}
+
 void Checkpoint::read_box(const std::string& name, DType dtype, const Shape& shape, const Box& box, void* out) const {
   const auto found = entries_.find(name);
   if (found == entries_.end())
@@ -385,16 +409,8 @@ void Checkpoint::read_box(const std::string& name, DType dtype, const Shape& sha
   for (const Piece& piece : entry.pieces) {
     if (!overlap(piece.box, box)) continue;
     const SafetensorsFile& file = *files_.at(piece.file);
-    const auto stored = file.tensors().find(name);
-    if (stored == file.tensors().end())
-      throw Error(file.path() + ": lacks the tensor \"" + name + "\" that the manifest promises.");
-    const auto damaged = [&] {
-      return Error(file.path() + ": tensor \"" + name +
-                   "\" is damaged: its checksum does not match. Use an older checkpoint.");
-    };
     const int64_t size = size_of(entry.dtype);
-    if (stored->second.bytes() != size_t(elements(piece.box.extent) * size)) throw damaged();
-    ForwardReader reader(file, stored->second);
+    ForwardReader reader(file, stored(name, entry, piece));
     for_common(piece.box, box, [&](int64_t from, int64_t to, int64_t count) {
       while (count > 0) {
         const std::span<const std::byte> bytes = reader.from(size_t(from * size));
@@ -406,7 +422,7 @@ void Checkpoint::read_box(const std::string& name, DType dtype, const Shape& sha
         from += some, to += some, count -= some;
       }
     });
-    if (reader.checksum_of_all() != piece.checksum) throw damaged();
+    if (reader.checksum_of_all() != piece.checksum) throw damaged(file, name);
   }
 }
 

@@ -92,8 +92,12 @@ class Checkpoint {
   void read(const std::string& name, DType dtype, const Shape& shape, void* out) const;
   // The same of one box, row-major, whoever wrote its elements; `shape` is the whole tensor's.
   void read_box(const std::string& name, DType dtype, const Shape& shape, const Box& box, void* out) const;
+  // Throws Error when anything of it is missing or damaged; reads all of it.
+  void verify() const;
 
  private:
+  const StoredTensor& stored(const std::string& name, const Entry& entry, const Piece& piece) const;
+
   std::string path_;
   CheckpointInfo info_;
   std::map<std::string, Entry> entries_;

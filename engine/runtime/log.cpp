@@ -1,10 +1,13 @@
 // JSON lines and the progress line; see log.h.
 #include "engine/runtime/log.h"
 
+#include <fcntl.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <chrono>
 #include <cmath>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
@@ -23,18 +26,20 @@ int64_t step_of(const std::string& line) {
 }  // namespace
 
 StepLog::StepLog(const std::string& path, int64_t last_step) : path_(path) {
-  std::string kept;
-  if (std::ifstream old(path); old && last_step > 0)
-    for (std::string line; std::getline(old, line);)
-      if (const int64_t step = step_of(line); step >= 0 && step <= last_step) kept += line + "\n";
-  file_ = std::fopen(path.c_str(), "w");
-  if (!file_) throw Error(path + ": cannot write the log: " + std::strerror(errno) + ".", ExitCode::failed);
-  std::fwrite(kept.data(), 1, kept.size(), file_);
+  if (std::ifstream old(path); old && last_step > 0) {
+    int64_t at = 0;
+    for (std::string line; std::getline(old, line) && !old.eof();) {  // a line without an end is no line
+      at += int64_t(line.size()) + 1;
+      if (const int64_t step = step_of(line); step >= 0 && step <= last_step) end_ = at;
+    }
+  }
+  file_ = open(path.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0666);
+  if (file_ < 0) throw Error(path + ": cannot write the log: " + std::strerror(errno) + ".");
 }
 
-StepLog::~StepLog() { std::fclose(file_); }
+StepLog::~StepLog() { close(file_); }
 
-void StepLog::write(const Fields& fields) {
+std::string StepLog::write(const Fields& fields) {
   std::string line = "{";
   for (const auto& [name, value] : fields) {
     char text[40] = "null";
@@ -43,8 +48,16 @@ void StepLog::write(const Fields& fields) {
     line += (line.size() > 1 ? ", \"" : "\"") + name + "\": " + text;
   }
   line += "}\n";
-  std::fwrite(line.data(), 1, line.size(), file_);
-  std::fflush(file_);  // a full disk loses log lines, not the run
+  // What is behind the end goes first: later steps of the run before.
+  errno = 0;
+  if (ftruncate(file_, end_) == 0 && pwrite(file_, line.data(), line.size(), end_) == ssize_t(line.size())) {
+    end_ += int64_t(line.size());
+    return "";
+  }
+  const std::string why = errno ? std::strerror(errno) : "No space left on device";  // for a part of the line there was
+  (void)!ftruncate(file_, end_);
+  if (++lost_ > 1) return "";
+  return path_ + ": cannot write the log: " + why + ". The run goes on, and lines are lost until this is mended.";
 }
 
 Progress::Progress() : terminal_(isatty(STDERR_FILENO) || std::getenv("STRATA_TERMINAL")) {}

@@ -2,7 +2,6 @@
 // plain lines elsewhere.
 #pragma once
 #include <cstdint>
-#include <cstdio>
 #include <string>
 #include <utility>
 #include <vector>
@@ -12,15 +11,20 @@ namespace strata {
 class StepLog {
  public:
   using Fields = std::vector<std::pair<std::string, double>>;
-  // Appends to `path`; a resumed run drops the lines of steps after `last_step`, which are about to run again.
+  // Appends to `path`; the first line written drops those of steps after `last_step`, which run again. Throws Error
+  // where the file cannot be opened.
   StepLog(const std::string& path, int64_t last_step);
   ~StepLog();
   StepLog(const StepLog&) = delete;
-  void write(const Fields& fields);  // integers are written without a fraction; what is not finite as null
+  // Integers are written without a fraction; what is not finite as null. A full disk loses lines, not the run: says
+  // what went wrong with the first line that is lost, else nothing.
+  std::string write(const Fields& fields);
+  int64_t lost() const { return lost_; }  // lines
 
  private:
-  std::FILE* file_;
+  int file_;
   std::string path_;
+  int64_t end_ = 0, lost_ = 0;  // bytes that stay; lines
 };
 
 class Progress {

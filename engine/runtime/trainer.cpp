@@ -6,11 +6,10 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <csignal>
-#include <filesystem>
 #include <functional>
 #include <memory>
 #include <optional>
+#include <system_error>
 
 #include "engine/checkpoint/external_files.h"
 #include "engine/checkpoint/store.h"
@@ -22,14 +21,12 @@
 #include "engine/runtime/feed.h"
 #include "engine/runtime/log.h"
 #include "engine/runtime/ranks.h"
+#include "engine/runtime/run_directory.h"
 #include "engine/runtime/saver.h"
 #include "engine/runtime/usage.h"
 
 namespace strata {
 namespace {
-
-volatile std::sig_atomic_t stop_requested = 0;
-void request_stop(int) { stop_requested = 1; }
 
 double seconds_now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -54,6 +51,7 @@ class Loop final : public StepContext {
   Loop(Session& session, const TrainOptions& options)
       : session_(session),
         trace_(options.trace),
+        stop_(options.stop),
         alone_(single_world()),
         world_(session.world ? *session.world : *alone_),
         threads_(session.threads()),
@@ -67,6 +65,7 @@ class Loop final : public StepContext {
     require_same_plan(world_, training_.program(), std::to_string(dataset_->tokens()) + " tokens");
     make_own(training_, Goal::train);
     if (validation_) make_own(*validation_, Goal::evaluate);
+    if (stop_before_first_step()) return;
     device_ = open_device(session.device.backend, int(session.device.index), world_.local_rank());
     if (device_ && session.device.memory.count > device_->free_bytes())
       throw Error("device.memory = " + bytes_text(session.device.memory.count) + ", but " + device_->describe() +
@@ -93,20 +92,13 @@ class Loop final : public StepContext {
     if (!trace_.empty() && first_rank()) {
       trace_file_.emplace(trace_);
     }
-    // Nothing is written before everything that can be wrong with the input has been looked at.
-    std::error_code problem;
-    if (first_rank()) std::filesystem::create_directories(session.run.directory, problem);
-    if (problem) throw Error(session.run.directory + ": cannot make the run directory: " + problem.message() + ".");
-    saver_.emplace(*storage_, session.mesh, world_, threads_, session.run.directory, int(session.run.keep),
-                   session.run.save_behind);
     start(options.resume);
-    require_same_start(world_, step_);  // and nobody writes before everybody has looked for checkpoints
-    if (first_rank()) log_.emplace(session.run.directory + "/log.jsonl", step_);
   }
 
   TrainSummary run() {
-    double peak = world_.size() *
-                  (device_ ? device_->peak_flops(compute_dtype_) : peak_of(compute_dtype_, training_.rates));
+    if (stopping_) return {.steps = step_, .interrupted = true, .unsaved = ""};
+    double peak =
+        world_.size() * (device_ ? device_->peak_flops(compute_dtype_) : peak_of(compute_dtype_, training_.rates));
     const double began = seconds_now();
     const int64_t first = step_;
     std::vector<double> durations;
@@ -147,8 +139,9 @@ class Loop final : public StepContext {
           (step_ == steps() || (session_.run.validate_every > 0 && step_ % session_.run.validate_every == 0))) {
         validation_loss = validate();
         fields.push_back({"validation_loss", validation_loss});
+        share_stop();
       }
-      if (log_) log_->write(fields);
+      if (log_) warn(log_->write(fields));
       const double left = (seconds_now() - began) / double(step_ - first) * double(steps() - step_);
       std::string line = fmt::format("step {}/{}  loss {:.4f}  {:.0f} tokens/s  {:.0f}% of {} peak  memory {}  {} left",
                                      step_, steps(), loss_, tokens_per_second, share * 100, name_of(compute_dtype_),
@@ -156,20 +149,30 @@ class Loop final : public StepContext {
       if (!std::isnan(validation_loss)) line += fmt::format("  validation {:.4f}", validation_loss);
       if (first_rank() && (step_ % session_.run.log_every == 0 || step_ == steps())) progress_.show(line);
       if (step_ == steps() || stopping_ ||
-          (session_.run.checkpoint_every > 0 && step_ % session_.run.checkpoint_every == 0))
+          (session_.run.checkpoint_every > 0 && step_ % session_.run.checkpoint_every == 0)) {
         save();
+        share_stop();
+      }
     }
-    tell_of(saver_->finish());
+    if (const std::string behind = saver_->finish(); unsaved_.empty()) unsaved_ = behind;
+    if (log_ && log_->lost() > 0) warn(fmt::format("log.jsonl lacks {} lines.", log_->lost()));
     progress_.finish();
     write_trace();
     if (first_rank() && !executor_->spans().empty() && !durations.empty())
       learn_rates(session_.rates_wanted(training_.program()), training_.program(), executor_->spans(), training_.rates);
     const double median = median_of(durations);
-    if (first_rank())
-      report(durations.empty() || peak == 0 ? NAN : training_.built.model_flops / median / peak,
-             double(training_.built.tokens_per_step) / median, validation_loss);
-    return {step_, loss_, validation_loss, double(training_.built.tokens_per_step) / median,
-            stopping_ && step_ < steps()};
+    if (first_rank()) try {
+        report(durations.empty() || peak == 0 ? NAN : training_.built.model_flops / median / peak,
+               double(training_.built.tokens_per_step) / median, validation_loss);
+      } catch (const std::system_error&) {  // whoever was to read it is gone; what counts is saved
+      }
+    return {.steps = step_,
+            .made = step_ - first,
+            .loss = loss_,
+            .validation_loss = validation_loss,
+            .tokens_per_second = double(training_.built.tokens_per_step) / median,
+            .interrupted = stopping_ && step_ < steps(),
+            .unsaved = unsaved_.empty() ? "" : end_unsaved()};
   }
 
   int64_t step() const override { return step_; }
@@ -187,26 +190,40 @@ class Loop final : public StepContext {
   void log(std::string_view name, double value) override { extra_.emplace_back(name, value); }
 
  private:
+  // Nothing is written before everything that can be wrong with the input has been looked at. Rank 0 looks at the run's
+  // folder and keeps it to this run; the others take its word.
   void start(bool resume) {
-    const auto newest = saver_->latest();
-    if (resume) {
-      if (!newest)
-        throw Error(session_.run.directory + ": there is no checkpoint to resume from; train without --resume first.");
-      load(*newest, true);
-      if (step_ >= steps())
-        throw Error(fmt::format("{}: is at step {} already, and run.steps = {}; raise run.steps to go on.", *newest,
-                                step_, steps()));
-      tell(fmt::format("resuming after step {} from {}", step_, *newest));
-      return;
-    }
-    if (newest)
-      throw Error(session_.run.directory +
-                  ": already holds checkpoints of a run; continue it with --resume, or choose another run.directory.");
+    if (first_rank()) directory_.emplace(session_.run.directory, resume);
+    if (directory_) warn(directory_->problem());
+    const std::string newest = world_.broadcast(directory_ ? directory_->newest() : "");
+    saver_.emplace(*storage_, session_.mesh, world_, threads_, session_.run.directory, int(session_.run.keep),
+                   session_.run.save_behind);
+    if (resume)
+      go_on_from(newest);
+    else
+      begin();
+    require_same_start(world_, step_);
+    if (first_rank()) log_.emplace(session_.run.directory + "/log.jsonl", step_);
+    stop_before_first_step();  // and all have loaded
+    if (resume && !stopping_) tell(fmt::format("resuming after step {} from {}", step_, newest));
+  }
+  void begin() {
     storage_->initialize(uint64_t(session_.run.seed), threads_);
     if (session_.run.initialize.empty()) return;
     const std::string from = find_checkpoint(session_.run.initialize, "run.initialize");
     load(from, false);
     if (first_rank()) hand_on_companions(from, session_.run.directory);  // the tokenizer of an imported model
+  }
+  void go_on_from(const std::string& checkpoint) {
+    if (checkpoint.empty())
+      throw Error("rank 0 begins a new run, and rank " + std::to_string(world_.rank()) +
+                  " is to resume one; give --resume to all ranks or to none.");
+    try {
+      load(checkpoint, true);
+    } catch (const Error& error) {
+      throw Error(error.what() + older_checkpoint(session_.run.directory, checkpoint), error.code());
+    }
+    require_steps_left(checkpoint, step_, steps());
   }
 
   void load(const std::string& path, bool everything) {
@@ -222,6 +239,7 @@ class Loop final : public StepContext {
     }
   }
 
+  // What went wrong is told when more steps follow; the end of the run says it otherwise.
   void save() {
     std::map<std::string, std::string> values;
     Notes notes(values);
@@ -229,12 +247,23 @@ class Loop final : public StepContext {
       notes.prefix = named.name + ".";
       named.plugin->save(notes);
     }
-    tell_of(saver_->save({step_, samples_, values, session_.config.text()}));
+    warn_unsaved(saver_->finish());  // the one before, written behind
+    unsaved_ = saver_->save({step_, samples_, values, session_.config.text()});
+    if (!stopping_ && step_ < steps()) warn_unsaved(unsaved_);
   }
-  void tell_of(const std::string& problem) {
+  void warn_unsaved(const std::string& problem) {
     if (!problem.empty())
-      tell(fmt::format("warning: a checkpoint was not saved: {} The run goes on; the last good checkpoint is {}.",
-                       problem, saver_->latest().value_or("none")));
+      warn(fmt::format("a checkpoint was not saved: {} The run goes on; the last good checkpoint is {}.", problem,
+                       saver_->latest().value_or("none")));
+  }
+  std::string end_unsaved() const {
+    const auto good = saver_->latest();
+    return fmt::format("the run ended after step {}, which was not saved: {} {}", step_, unsaved_,
+                       good ? "The last good checkpoint is " + *good + "; --resume goes on from there."
+                            : "There is no checkpoint of it.");
+  }
+  void warn(const std::string& problem) {
+    if (!problem.empty()) tell("warning: " + problem);
   }
 
   void one_step() {
@@ -267,10 +296,20 @@ class Loop final : public StepContext {
     each_plugin("step_end", [&](Plugin& plugin) { plugin.step_end(*this); });
   }
 
+  bool asked_to_stop() const { return stop_ && *stop_; }
+  // Whether any rank is asked to stop, known to all alike. In the loop with the losses of the step, see below.
+  bool stop_before_first_step() {
+    for (const std::string& asked : world_.gather(asked_to_stop() ? "stop" : "")) stopping_ |= !asked.empty();
+    return stopping_;
+  }
+  void share_stop() {
+    for (const double asked : values_of_ranks(groups_, {double(asked_to_stop())})) stopping_ |= asked != 0;
+  }
+
   // The losses of all microbatches in order, and whether anybody was asked to stop.
   void share_loss() {
     std::vector<double> values = feed_->losses();
-    values.push_back(double(stop_requested));
+    values.push_back(double(asked_to_stop()));
     const size_t count = values.size();
     values = values_of_ranks(groups_, std::move(values));
     loss_ = 0;
@@ -408,12 +447,14 @@ class Loop final : public StepContext {
 
   Session& session_;
   std::string trace_;  // file for a trace of the last step; empty: none
+  const std::atomic<bool>* stop_;
   std::optional<AtomicFile> trace_file_;
   std::vector<Stalls> stalls_;
   std::vector<double> exchanges_, waits_;
   std::unique_ptr<World> alone_;
   World& world_;
   bool stopping_ = false;
+  std::string unsaved_;  // what went wrong with the last save
   Threads threads_;
   PlannedProgram training_;
   const DType compute_dtype_ = strata::compute_dtype(training_.program());
@@ -427,6 +468,7 @@ class Loop final : public StepContext {
   std::optional<Sampler> sampler_, validation_sampler_;
   std::optional<Executor> executor_, evaluator_;
   std::optional<Feed> feed_, validation_feed_;
+  std::optional<RunDirectory> directory_;  // of rank 0; outlives what saves there
   std::optional<Saver> saver_;
   std::optional<StepLog> log_;
   Progress progress_;
@@ -437,19 +479,6 @@ class Loop final : public StepContext {
 
 }  // namespace
 
-TrainSummary train(Session& session, const TrainOptions& options) {
-  stop_requested = 0;
-  Loop loop(session, options);
-  struct sigaction action {
-  }, old_interrupt{}, old_terminate{};
-  action.sa_handler = request_stop;
-  action.sa_flags = SA_RESETHAND;  // a second Ctrl-C ends at once
-  sigaction(SIGINT, &action, &old_interrupt);
-  sigaction(SIGTERM, &action, &old_terminate);
-  const TrainSummary summary = loop.run();
-  sigaction(SIGINT, &old_interrupt, nullptr);
-  sigaction(SIGTERM, &old_terminate, nullptr);
-  return summary;
-}
+TrainSummary train(Session& session, const TrainOptions& options) { return Loop(session, options).run(); }
 
 }  // namespace strata

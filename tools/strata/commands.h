@@ -19,6 +19,7 @@ struct TrainArguments : ConfigArguments {
   std::string trace;
   int restarts = 0;
 };
+// Stop signals (engine/runtime/stop.h) must be blocked, and stay so.
 int train_command_main(const TrainArguments& arguments);
 
 struct PlanArguments : ConfigArguments {
@@ -40,7 +41,10 @@ struct BenchKernelsArguments : ConfigArguments {
 };
 int bench_kernels_command_main(const BenchKernelsArguments& arguments);
 
-int check_command_main(const ConfigArguments& arguments);
+struct CheckArguments : ConfigArguments {
+  bool resume = false;
+};
+int check_command_main(const CheckArguments& arguments);
 
 struct PluginsArguments {
   std::string name;

@@ -22,6 +22,7 @@
 #include <random>
 
 #include "comm/process_world.h"
+#include "engine/runtime/stop.h"
 #include "strata/error.h"
 #include "tools/strata/secret.h"
 
@@ -169,7 +170,8 @@ struct RankProcess {
   pid_t pid = -1;
   int out = -1, error = -1;  // pipes
   std::string out_line, error_line;
-  std::optional<int> status;
+  std::optional<int> status;  // as waitpid gives it
+  bool killed = false;        // by us
 };
 
 // Lines of one stream of one rank, with the rank in front unless it is rank 0; a line said before is not repeated.
@@ -201,50 +203,59 @@ class Printer {
   std::map<std::string, int> said_;
 };
 
+// The stop signals, and SIGCHLD, by a file descriptor.
+class Signals {
+ public:
+  Signals() {
+    sigset_t child;
+    sigemptyset(&child);
+    sigaddset(&child, SIGCHLD);
+    pthread_sigmask(SIG_BLOCK, &child, &before_);
+    sigset_t watched = taken_stop_signals();
+    sigaddset(&watched, SIGCHLD);
+    file_ = signalfd(-1, &watched, SFD_CLOEXEC | SFD_NONBLOCK);
+    if (file_ < 0) throw Error(std::string("cannot take signals: ") + std::strerror(errno) + ".", ExitCode::failed);
+  }
+  ~Signals() {
+    close(file_);
+    pthread_sigmask(SIG_SETMASK, &before_, nullptr);
+  }
+  Signals(const Signals&) = delete;
+  int file() const { return file_; }
+  const sigset_t& before() const { return before_; }
+  // The next that has come, but for SIGCHLD; 0: none.
+  int next() const {
+    for (signalfd_siginfo info; read(file_, &info, sizeof info) == sizeof info;)
+      if (info.ssi_signo != SIGCHLD) return int(info.ssi_signo);
+    return 0;
+  }
+
+ private:
+  int file_ = -1;
+  sigset_t before_;
+};
+
 class Launcher {
  public:
-  Launcher(int count, std::vector<std::string> arguments, double grace)
-      : arguments_(std::move(arguments)), grace_(grace), ranks_(size_t(count)) {
-    sigemptyset(&watched_);
-    for (int signal : {SIGINT, SIGTERM, SIGHUP, SIGCHLD}) sigaddset(&watched_, signal);
-    sigprocmask(SIG_BLOCK, &watched_, &before_);
-    signals_ = signalfd(-1, &watched_, SFD_CLOEXEC | SFD_NONBLOCK);
-  }
-  ~Launcher() {
-    close(signals_);
-    sigprocmask(SIG_SETMASK, &before_, nullptr);
-  }
+  Launcher(int count, std::vector<std::string> arguments, double grace, Signals& signals)
+      : arguments_(std::move(arguments)), grace_(grace), ranks_(size_t(count)), signals_(signals) {}
 
   int run(bool resume) {
     start(resume);
     double deadline = 0;
-    int code = 0;
     while (running() || open()) {
-      std::vector<pollfd> polls{{signals_, POLLIN, 0}};
+      std::vector<pollfd> polls{{signals_.file(), POLLIN, 0}};
       for (const RankProcess& rank : ranks_)
         for (int file : {rank.out, rank.error})
           if (file >= 0) polls.push_back({file, POLLIN, 0});
       poll(polls.data(), polls.size(), 100);
-      for (signalfd_siginfo info; read(signals_, &info, sizeof info) == sizeof info;)
-        if (info.ssi_signo != SIGCHLD) pass_on(int(info.ssi_signo));
+      while (const int signal = signals_.next()) pass_on(signal);
       for (int r = 0; r < int(ranks_.size()); ++r) drain(r);
-      for (RankProcess& rank : ranks_) {
-        int status = 0;
-        if (rank.status || waitpid(rank.pid, &status, WNOHANG) != rank.pid) continue;
-        rank.status = status;
-        const int own = WIFEXITED(status) ? WEXITSTATUS(status) : 1;
-        if (WIFSIGNALED(status))
-          std::fprintf(stderr, "strata: rank %d was ended by signal %d (%s)\n", int(&rank - ranks_.data()),
-                       WTERMSIG(status), strsignal(WTERMSIG(status)));
-        if (own == 0) continue;
-        if (code == 0) code = own;
-        if (deadline == 0) deadline = now() + grace_;
-      }
-      if (deadline > 0 && now() > deadline)  // stopped, or stuck
-        for (RankProcess& rank : ranks_)
-          if (!rank.status) kill(rank.pid, SIGKILL);
+      for (int r = 0; r < int(ranks_.size()); ++r)
+        if (reap(r) && !ended_well(r) && deadline == 0) deadline = now() + grace_;
+      if (deadline > 0 && now() > deadline) give_up();  // stopped, or stuck
     }
-    return code;
+    return code();
   }
   bool interrupted() const { return interrupted_; }
 
@@ -262,12 +273,14 @@ class Launcher {
       if (pipe2(out, O_CLOEXEC) != 0 || pipe2(error, O_CLOEXEC) != 0)
         throw Error(std::string("cannot make pipes to the ranks: ") + std::strerror(errno) + ".", ExitCode::failed);
       std::fflush(nullptr);
-      const pid_t pid = fork();
+      const pid_t launcher = getpid(), pid = fork();
       if (pid < 0) throw Error(std::string("cannot start ranks: ") + std::strerror(errno) + ".", ExitCode::failed);
       if (pid == 0) {
-        sigprocmask(SIG_SETMASK, &before_, nullptr);
+        // Stop signals stay blocked: one that comes while the rank starts waits until it takes them.
+        pthread_sigmask(SIG_SETMASK, &signals_.before(), nullptr);
         setpgid(0, 0);  // a terminal's Ctrl-C comes through the launcher, once
         prctl(PR_SET_PDEATHSIG, SIGTERM);
+        if (getppid() != launcher) _exit(int(ExitCode::failed));
         dup2(out[1], 1);
         dup2(error[1], 2);
         setenv("STRATA_RANK", std::to_string(r).c_str(), 1);
@@ -321,18 +334,68 @@ class Launcher {
       }
     }
   }
+  void send(RankProcess& rank, int signal) {
+    if (rank.status) return;
+    kill(rank.pid, signal);
+    rank.killed |= signal == SIGKILL;
+  }
   void pass_on(int signal) {
+    const bool key = signal == SIGINT || signal == SIGQUIT;
+    keys_ += key;
+    const bool at_once = key && keys_ > 1;
+    if (at_once)
+      std::fprintf(stderr, "strata: SIG%s again: ended at once; the newest checkpoint is as it was.\n",
+                   sigabbrev_np(signal));
+    else if (!interrupted_)
+      std::fprintf(
+          stderr,
+          "%sstrata: SIG%s: the ranks stop after the step they are in and save; a second Ctrl-C ends at once.\n",
+          terminal_ ? "\r\033[K" : "", sigabbrev_np(signal));
     interrupted_ = true;
-    for (RankProcess& rank : ranks_)
-      if (!rank.status) kill(rank.pid, signal == SIGHUP ? SIGTERM : signal);
+    if (at_once) killed_by_ = signal;
+    // As SIGTERM, which ranks do not count: `pkill -INT strata` meets them, too, and asks once.
+    for (RankProcess& rank : ranks_) send(rank, at_once ? SIGKILL : SIGTERM);
+  }
+  // True when the rank has ended since the last call.
+  bool reap(int r) {
+    RankProcess& rank = ranks_[size_t(r)];
+    int status = 0;
+    if (rank.status || waitpid(rank.pid, &status, WNOHANG) != rank.pid) return false;
+    rank.status = status;
+    if (WIFSIGNALED(status) && !rank.killed)
+      std::fprintf(stderr, "strata: rank %d was ended by signal %d (%s)\n", r, WTERMSIG(status),
+                   strsignal(WTERMSIG(status)));
+    return true;
+  }
+  bool ended_well(int r) const { return ranks_[size_t(r)].status == 0; }
+  void give_up() {
+    for (RankProcess& rank : ranks_) {
+      if (rank.status || rank.killed) continue;
+      std::fprintf(stderr, "strata: rank %d had not ended %.0f s after another failed; it is killed.\n",
+                   int(&rank - ranks_.data()), grace_);
+      send(rank, SIGKILL);
+    }
+  }
+  // A rank that was lost is a failure, whatever the others make of it; wrong usage is rank 0's to tell.
+  int code() const {
+    if (killed_by_) return 128 + killed_by_;
+    int first = 0;
+    bool usage = false;
+    for (const RankProcess& rank : ranks_) {
+      if (WIFSIGNALED(*rank.status) && !rank.killed) return int(ExitCode::failed);
+      const int own = WIFSIGNALED(*rank.status) ? int(ExitCode::failed) : WEXITSTATUS(*rank.status);
+      usage |= own == int(ExitCode::usage);
+      if (first == 0) first = own;
+    }
+    return usage ? int(ExitCode::usage) : first;
   }
 
   std::vector<std::string> arguments_;
   double grace_;
   std::vector<RankProcess> ranks_;
+  Signals& signals_;
   Printer printer_;
-  sigset_t watched_, before_;
-  int signals_ = -1;
+  int keys_ = 0, killed_by_ = 0;
   bool interrupted_ = false, terminal_ = isatty(STDERR_FILENO);
 };
 
@@ -340,8 +403,9 @@ class Launcher {
 
 int run_ranks(int count, const std::vector<std::string>& arguments, double grace_seconds, int restarts,
               const std::function<bool()>& resumable) {
+  Signals signals;
   for (int attempt = 0;; ++attempt) {
-    Launcher launcher(count, arguments, grace_seconds);
+    Launcher launcher(count, arguments, grace_seconds, signals);
     const int code = launcher.run(attempt > 0 && resumable());
     if (code == 0 || code == int(ExitCode::usage) || launcher.interrupted() || attempt >= restarts) return code;
     std::fprintf(stderr, "strata: the run failed; starting again (%d of %d)\n", attempt + 1, restarts);

@@ -32,9 +32,12 @@ std::optional<LaunchedRank> launched_rank();
 std::unique_ptr<World> join(const LaunchedRank& rank, const NetworkSection& network);
 
 // Runs `count` processes of this program with these arguments, passes on what they print with the rank in front (rank
-// 0's as it is, equal lines once), and signals to them. When one fails the others get `grace_seconds` to end by
-// themselves. A failed run is started again up to `restarts` times, with --resume where `resumable` says that there is
-// something to resume. Returns the exit code.
+// 0's as it is, equal lines once), and signals to them; stop signals (engine/runtime/stop.h) must be blocked, and wait
+// for the ranks while they start. The first lets them finish and save, a second SIGINT or SIGQUIT kills them. When a
+// rank fails the others, whom the rendezvous tells, get `grace_seconds` to end by themselves; who has not is killed. A
+// failed run is started again up to `restarts` times, with --resume where `resumable` says that there is something to
+// resume. Returns the exit code: 0 when all ranks gave it, 1 when one was lost, 2 when rank 0 told of wrong usage, 128
+// + signal when killed.
 int run_ranks(int count, const std::vector<std::string>& arguments, double grace_seconds, int restarts,
               const std::function<bool()>& resumable);
 

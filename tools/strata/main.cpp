@@ -1,6 +1,10 @@
 // The `strata` command: what it takes, in words a person can learn from. The work is done by the functions called here.
 #include <CLI/CLI.hpp>
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <csignal>
+#include <cstdint>
 #include <cstdio>
 #include <exception>
 #include <functional>
@@ -8,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/runtime/stop.h"
 #include "strata/error.h"
 #include "tools/strata/commands.h"
 
@@ -25,11 +30,22 @@ void add_config(CLI::App& command, ConfigArguments& arguments) {
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
 }
 
+// Runs before the libraries' initializers, and so before those of sanitizers: system calls only, not instrumented.
+__attribute__((no_sanitize("address", "thread", "undefined"))) void block_first(int, char**, char**) {
+  const uint64_t signals = 1u << (SIGINT - 1) | 1u << (SIGQUIT - 1) | 1u << (SIGTERM - 1) | 1u << (SIGHUP - 1) |
+                           1u << (SIGUSR1 - 1) | 1u << (SIGUSR2 - 1) | 1u << (SIGXCPU - 1);
+  syscall(SYS_rt_sigprocmask, SIG_BLOCK, &signals, nullptr, sizeof signals);
+}
+__attribute__((section(".preinit_array"), used)) void (*const block_before_libraries)(int, char**,
+                                                                                      char**) = block_first;
+
 }  // namespace
 
 int main(int argc, char** argv) {
-  // Libraries under libfabric (PSM) print backtraces of their own from handlers that they install when loaded.
+  // Libraries under libfabric (PSM) print backtraces of their own from handlers that they install when loaded. Signals
+  // that ask to stop have been blocked since before that.
   for (int signal : {SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGABRT, SIGINT, SIGTERM}) std::signal(signal, SIG_DFL);
+  block_stop_signals();
   CLI::App app{
       "Strata trains large neural networks on limited memory.\nA TOML file names the model, the data and the "
       "strategies; "
@@ -40,9 +56,11 @@ int main(int argc, char** argv) {
   std::function<int()> action;
 
   TrainArguments train_arguments;
-  auto* train_command = app.add_subcommand("train",
-                                           "Train the model of a configuration.\nWrites checkpoints and log.jsonl to "
-                                           "run.directory. Ctrl-C finishes the step and saves.");
+  auto* train_command =
+      app.add_subcommand("train",
+                         "Train the model of a configuration.\nWrites checkpoints and log.jsonl to "
+                         "run.directory.\nCtrl-C, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2 or SIGXCPU: finishes the "
+                         "step, saves, exits with 0; a second Ctrl-C ends at once, with 130.");
   add_config(*train_command, train_arguments);
   train_command->add_flag("--resume", train_arguments.resume, "go on from the newest checkpoint in run.directory");
   train_command->add_option("--trace", train_arguments.trace,
@@ -105,9 +123,11 @@ int main(int argc, char** argv) {
   bench_kernels_command->add_option("--json", kernels_arguments.json, "write the figures as JSON");
   bench_kernels_command->callback([&] { action = [&] { return bench_kernels_command_main(kernels_arguments); }; });
 
-  ConfigArguments check_arguments;
-  auto* check_command = app.add_subcommand("check", "Check a configuration, its data and its plan without training.");
+  CheckArguments check_arguments;
+  auto* check_command =
+      app.add_subcommand("check", "Check a configuration, its data, its plan and the run's folder without training.");
   add_config(*check_command, check_arguments);
+  check_command->add_flag("--resume", check_arguments.resume, "as train --resume: look at the newest checkpoint, too");
   check_command->callback([&] { action = [&] { return check_command_main(check_arguments); }; });
 
   PluginsArguments plugins_arguments;
@@ -204,6 +224,7 @@ int main(int argc, char** argv) {
   } catch (const CLI::ParseError& error) {
     return app.exit(error) == 0 ? int(ExitCode::done) : int(ExitCode::usage);
   }
+  if (!train_command->parsed()) unblock_stop_signals();  // the others have nothing to finish
   try {
     return action();
   } catch (const Error& error) {

@@ -1,8 +1,11 @@
 // `train`, `plan`, `check` and `generate`: a session, and what each does with it.
 #include <fmt/format.h>
+#include <sys/prctl.h>
 
+#include <cstdio>
 #include <filesystem>
 #include <functional>
+#include <optional>
 
 #include "comm/rendezvous.h"
 #include "engine/checkpoint/store.h"
@@ -11,6 +14,8 @@
 #include "engine/data/tokenizer.h"
 #include "engine/planning/page.h"
 #include "engine/planning/trace.h"
+#include "engine/runtime/run_directory.h"
+#include "engine/runtime/stop.h"
 #include "engine/runtime/trainer.h"
 #include "tools/strata/commands.h"
 #include "tools/strata/launch.h"
@@ -27,6 +32,19 @@ std::vector<std::string> as_words(const TrainArguments& arguments) {
   return words;
 }
 
+// The command that goes on where a run stopped, for a shell.
+std::string to_go_on(const TrainArguments& arguments) {
+  std::string text = "strata train " + arguments.config;
+  for (const std::string& set : arguments.sets) text += " --set '" + set + "'";
+  return text + " --resume";
+}
+
+// To stdout, which may be closed: what counts is saved by then.
+void say(const std::string& line) {
+  std::fputs((line + "\n").c_str(), stdout);
+  std::fflush(stdout);
+}
+
 // Wrong usage is the same on all ranks, or is passed on to rank 0: it alone tells, so that one message is seen.
 int quietly(const LaunchedRank& rank, const std::function<int()>& work) {
   try {
@@ -37,11 +55,11 @@ int quietly(const LaunchedRank& rank, const std::function<int()>& work) {
   }
 }
 
-int train_rank(const TrainArguments& arguments, World* world) {
+int train_rank(const TrainArguments& arguments, const StopSignals& stop, World* world) {
   TrainSummary summary;
   try {
     Session session(arguments.config, arguments.sets, world);
-    summary = train(session, {arguments.resume, arguments.trace});
+    summary = train(session, {.resume = arguments.resume, .trace = arguments.trace, .stop = &stop.asked()});
   } catch (const Error& error) {
     if (world) world->abort(error.what(), error.code());
     throw;
@@ -49,12 +67,21 @@ int train_rank(const TrainArguments& arguments, World* world) {
     if (world) world->abort(error.what());
     throw;
   }
-  if (!summary.interrupted) return int(ExitCode::done);
-  fmt::print("stopped after step {}; go on with: strata train {} --resume\n", summary.steps, arguments.config);
-  return int(ExitCode::failed);
+  const bool tells = !world || world->rank() == 0;
+  if (!summary.unsaved.empty()) {
+    if (tells) std::fprintf(stderr, "strata: %s\n", summary.unsaved.c_str());
+    return int(ExitCode::failed);
+  }
+  if (summary.interrupted && tells)
+    say(summary.made == 0 ? "stopped before the first step"
+                          : fmt::format("stopped after step {}; go on with: {}", summary.steps, to_go_on(arguments)));
+  return int(ExitCode::done);
 }
 
 int train_launched(const TrainArguments& arguments, const LaunchedRank& rank) {
+  const bool ours = rank.launcher == "strata";  // it tells of signals, and that ranks were lost before they joined
+  if (ours) prctl(PR_SET_NAME, "strata");  // it ran /proc/self/exe and would be called "exe"
+  StopSignals stop(!ours && rank.rank == 0);
   NetworkSection network;
   const int code = quietly(rank, [&] {
     const Session alone(arguments.config, arguments.sets);
@@ -67,27 +94,41 @@ int train_launched(const TrainArguments& arguments, const LaunchedRank& rank) {
   if (code != 0) return code;
   std::unique_ptr<World> world;
   try {
+    // Others may never come: nothing has begun, so a signal need not wait for them. Those that `strata` starts come, or
+    // it ends the run.
+    std::optional<StopSignals::AtOnce> at_once;
+    if (!ours) at_once.emplace(stop);
     world = join(rank, network);  // who cannot come says why
-  } catch (const JobCancelled& cancelled) {
-    if (rank.rank == 0) throw;
-    return int(cancelled.code());
+  } catch (const JobCancelled& error) {
+    const ExitCode code = ours ? ExitCode::failed : error.code();
+    if (rank.rank == 0) throw Error(error.what(), code);
+    return int(code);
+  } catch (const Error& error) {
+    throw Error(error.what(), ours ? ExitCode::failed : error.code());  // nothing that its user could have done better
   }
-  return quietly(rank, [&] { return train_rank(arguments, world.get()); });
+  return quietly(rank, [&] { return train_rank(arguments, stop, world.get()); });
 }
 
 }  // namespace
 
 int train_command_main(const TrainArguments& arguments) {
   if (const std::optional<LaunchedRank> rank = launched_rank()) return train_launched(arguments, *rank);
+  std::optional<StopSignals> stop(true);
   {
     const Session alone(arguments.config, arguments.sets);
     if (alone.mesh.size() > 1 || arguments.restarts > 0) {
       alone.plan(Goal::train);  // what is wrong with it is said once
+      const bool asked = stop->asked();
+      stop.reset();  // from here on the launcher takes the signals
+      if (asked) {
+        say("stopped before the first step");
+        return int(ExitCode::done);
+      }
       return run_ranks(alone.mesh.size(), as_words(arguments), alone.network.silence + 5, arguments.restarts,
                        [&] { return CheckpointStore(alone.run.directory, 1).latest().has_value(); });
     }
   }
-  return train_rank(arguments, nullptr);
+  return train_rank(arguments, *stop, nullptr);
 }
 
 int plan_command_main(const PlanArguments& arguments) {
@@ -120,7 +161,22 @@ int plan_command_main(const PlanArguments& arguments) {
   return int(ExitCode::done);
 }
 
-int check_command_main(const ConfigArguments& arguments) {
+namespace {
+
+// What `train --resume` would refuse of its checkpoint.
+void check_resumable(const Session& session, const std::string& newest) {
+  try {
+    const Checkpoint checkpoint(newest);
+    checkpoint.verify();
+    require_steps_left(newest, checkpoint.info().step, session.run.steps);
+  } catch (const Error& error) {
+    throw Error(error.what() + older_checkpoint(session.run.directory, newest), error.code());
+  }
+}
+
+}  // namespace
+
+int check_command_main(const CheckArguments& arguments) {
   const Session session(arguments.config, arguments.sets);
   const PlannedProgram planned = session.plan(Goal::train);
   const TokenDataset train(session.data.train, planned.built.vocabulary);
@@ -129,6 +185,8 @@ int check_command_main(const ConfigArguments& arguments) {
     const TokenDataset validation(session.data.validation, planned.built.vocabulary);
     const Sampler sequences(validation, session.data.sequence_length, false, 0);
   }
+  const std::string newest = RunDirectory::look(session.run.directory, arguments.resume);
+  if (arguments.resume) check_resumable(session, newest);
   fmt::print("{}: no errors. {} training tokens, {} of device memory.\n", arguments.config, train.tokens(),
              bytes_text(planned.memory.device().total_bytes()));
   return int(ExitCode::done);
