@@ -68,8 +68,9 @@ TEST(Page, ShowsThePlans) {
 
   // What a reader looks for: the largest tensors, both key and mark of a budget, and every colour with a meaning.
   EXPECT_EQ(count(page, "Largest at the peak"), 3u);
-  EXPECT_GE(count(page, held_at(*runs[0].program, *runs[0].memory, Tier::device, runs[0].memory->device().peak_op)[0].name),
-            1u);
+  EXPECT_GE(
+      count(page, held_at(*runs[0].program, *runs[0].memory, Tier::device, runs[0].memory->device().peak_op)[0].name),
+      1u);
   EXPECT_EQ(count(page, "class=\"budget\""), 0u);
   runs[0].budgets[int(Tier::device)] = runs[0].memory->device().total_bytes() / 2;
   const std::string limited = memory_page("x", "y", runs);
@@ -92,8 +93,8 @@ TEST(Page, ShowsThePlans) {
 
 TEST(Page, OneColourHasOneMeaning) {
   std::set<std::string_view> colours(std::begin(page::kRoleColors), std::end(page::kRoleColors));
-  for (std::string_view colour : {page::kForward, page::kBackward, page::kUpdate, page::kAgain, page::kMove, page::kStall,
-                                  page::kLost})
+  for (std::string_view colour :
+       {page::kForward, page::kBackward, page::kUpdate, page::kAgain, page::kMove, page::kStall, page::kLost})
     EXPECT_TRUE(colours.insert(colour).second) << colour;
 }
 
@@ -131,7 +132,8 @@ TEST(Page, SaysWhatFollows) {
   made.runs[0].budgets[0] = 90 << 20;
   const std::vector<std::string> expected = {
       "Least memory: small, 25.00 MiB of device memory, 25% of what plain takes, for 3.00 × its time.",
-      "Least memory in at most 1.1 × the time: cheap, 80.00 MiB of device memory, 80% of what plain takes, for 1.05 × its "
+      "Least memory in at most 1.1 × the time: cheap, 80.00 MiB of device memory, 80% of what plain takes, for 1.05 × "
+      "its "
       "time.",
       "Here another is at least as small and as fast as: poor.", "In the budget of 90.00 MiB fit: cheap, small, poor."};
   EXPECT_EQ(conclusions(made.runs), expected);

@@ -15,7 +15,8 @@ namespace {
 
 std::string toml(const std::string& plugins) {
   return "[model]\nplugin = \"gpt\"\nlayers = 2\nhidden = 32\nheads = 4\nvocabulary = 64\ncontext = 16\ndropout = 0.1\n"
-         "[device]\nthreads = 2\n[data]\ntrain = [\"none\"]\nsequence_length = 16\nglobal_batch = 4\nmicro_batch = 2\n" +
+         "[device]\nthreads = 2\n[data]\ntrain = [\"none\"]\nsequence_length = 16\nglobal_batch = 4\nmicro_batch = "
+         "2\n" +
          plugins;
 }
 
@@ -129,8 +130,7 @@ TEST_F(MachineRates, AreCorrectedByAStepThatWasFaster) {
   for (const Op& op : program.ops) most = std::max(most, cost_of(OpView(program, op)).flops / kStep);
   learn_rates(wanted, program, std::vector<Span>(program.ops.size(), {0, kStep}), slow);
   const Rates corrected = machine_rates(wanted);
-  for (const Op& op : program.ops)
-    EXPECT_LE(seconds_of(OpView(program, op), corrected), 1.001 * kStep);
+  for (const Op& op : program.ops) EXPECT_LE(seconds_of(OpView(program, op), corrected), 1.001 * kStep);
   EXPECT_GE(corrected.peak, most);
 }
 

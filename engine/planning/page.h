@@ -1,5 +1,5 @@
-// One self-contained HTML page about the memory of one or several plans: what each takes and costs, stacked timelines of
-// each tier by category, the largest tensors at the peak, and what ran when on which stream; and one SVG picture of
+// One self-contained HTML page about the memory of one or several plans: what each takes and costs, stacked timelines
+// of each tier by category, the largest tensors at the peak, and what ran when on which stream; and one SVG picture of
 // timelines alone. Inline SVG and CSS; no scripts, nothing fetched.
 #pragma once
 #include <array>
@@ -21,11 +21,11 @@ struct PageRun {
   std::vector<Span> spans{};  // by op: predicted or measured
   bool measured = false;      // what `spans` and `stalls` are
   Stalls stalls{};
-  double seconds = 0;                                       // of the step
-  double fastest = 0, slowest = 0;                          // of the steps measured; 0: one figure only
-  std::array<int64_t, kTiers> budgets{};                    // bytes by tier; 0: none
-  std::optional<double> ratio{};                            // step time over the plain run's, measured
-  std::optional<double> loss_difference{};                  // from the plain run's after the same number of steps
+  double seconds = 0;                                         // of the step
+  double fastest = 0, slowest = 0;                            // of the steps measured; 0: one figure only
+  std::array<int64_t, kTiers> budgets{};                      // bytes by tier; 0: none
+  std::optional<double> ratio{};                              // step time over the plain run's, measured
+  std::optional<double> loss_difference{};                    // from the plain run's after the same number of steps
   std::optional<int64_t> device_measured{}, host_measured{};  // bytes of the arenas that were resident
 };
 

@@ -59,7 +59,7 @@ double round_bytes(double all, int count) {
 
 std::string tick_seconds(double seconds) {
   if (seconds == 0) return "0";
-  return seconds >= 0.1 ? fmt::format("{:.6g} s", seconds)
+  return seconds >= 0.1    ? fmt::format("{:.6g} s", seconds)
          : seconds >= 1e-4 ? fmt::format("{:.6g} ms", seconds * 1e3)
                            : fmt::format("{:.6g} µs", seconds * 1e6);
 }
@@ -163,17 +163,19 @@ void byte_axis(Text& text, const Frame& frame, int count, bool labels) {
 void time_axis(Text& text, const Frame& frame, int count) {
   const double step = round_step(frame.seconds, count), bottom = frame.top + frame.height;
   for (int i = 0; double(i) * step <= frame.seconds * 1.0001; ++i)
-    text.put("<line class=\"axis\" x1=\"{0:.1f}\" x2=\"{0:.1f}\" y1=\"{1:.1f}\" y2=\"{2:.1f}\"/><text class=\"soft\" "
-             "x=\"{0:.1f}\" y=\"{3:.1f}\" text-anchor=\"middle\">{4}</text>\n",
-             frame.x(double(i) * step), bottom, bottom + 4, bottom + 17, tick_seconds(double(i) * step));
+    text.put(
+        "<line class=\"axis\" x1=\"{0:.1f}\" x2=\"{0:.1f}\" y1=\"{1:.1f}\" y2=\"{2:.1f}\"/><text class=\"soft\" "
+        "x=\"{0:.1f}\" y=\"{3:.1f}\" text-anchor=\"middle\">{4}</text>\n",
+        frame.x(double(i) * step), bottom, bottom + 4, bottom + 17, tick_seconds(double(i) * step));
 }
 
 void budget_line(Text& text, int64_t budget, const Frame& frame) {
   if (budget <= 0 || double(budget) > frame.bytes) return;
-  text.put("<line class=\"budget\" x1=\"{:.1f}\" x2=\"{:.1f}\" y1=\"{:.1f}\" y2=\"{:.1f}\"><title>budget: {}</title>"
-           "</line><text x=\"{:.1f}\" y=\"{:.1f}\" text-anchor=\"end\">budget {}</text>\n",
-           frame.left, frame.left + frame.width, frame.y(double(budget)), frame.y(double(budget)), bytes_text(budget),
-           frame.left + frame.width - 4, frame.y(double(budget)) - 4, bytes_text(budget));
+  text.put(
+      "<line class=\"budget\" x1=\"{:.1f}\" x2=\"{:.1f}\" y1=\"{:.1f}\" y2=\"{:.1f}\"><title>budget: {}</title>"
+      "</line><text x=\"{:.1f}\" y=\"{:.1f}\" text-anchor=\"end\">budget {}</text>\n",
+      frame.left, frame.left + frame.width, frame.y(double(budget)), frame.y(double(budget)), bytes_text(budget),
+      frame.left + frame.width - 4, frame.y(double(budget)) - 4, bytes_text(budget));
 }
 
 }  // namespace strata::page

@@ -74,8 +74,8 @@ void time_axis(Text& text, const Frame& frame, int count);
 void budget_line(Text& text, int64_t budget, const Frame& frame);
 
 // Parts of the page.
-void summary(Text& text, std::span<const PageRun> runs);      // table, conclusion, memory against time
-void peaks(Text& text, std::span<const PageRun> runs);        // bars of what each takes
+void summary(Text& text, std::span<const PageRun> runs);  // table, conclusion, memory against time
+void peaks(Text& text, std::span<const PageRun> runs);    // bars of what each takes
 void memory_timeline(Text& text, const PageRun& run, Tier tier);
 void stream_timeline(Text& text, const PageRun& run);
 

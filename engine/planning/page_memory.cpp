@@ -54,22 +54,24 @@ void bar(Text& text, const PageRun& run, Tier tier, double left, double y, doubl
   for (int r = 0; r < kRoles; ++r) {
     const double width = double(plan.at_peak[size_t(r)]) / bytes_a_unit;
     if (width > 0)
-      text.put("<rect x=\"{:.1f}\" y=\"{}\" width=\"{:.1f}\" height=\"{}\" fill=\"{}\"><title>{}: {}</title></rect>\n", x,
-               y, width, height, kRoleColors[r], readable(name_of(Role(r))), bytes_text(plan.at_peak[size_t(r)]));
+      text.put("<rect x=\"{:.1f}\" y=\"{}\" width=\"{:.1f}\" height=\"{}\" fill=\"{}\"><title>{}: {}</title></rect>\n",
+               x, y, width, height, kRoleColors[r], readable(name_of(Role(r))), bytes_text(plan.at_peak[size_t(r)]));
     x += width;
   }
   const double end = left + double(plan.total_bytes()) / bytes_a_unit;
   if (end - x > 0.5)
-    text.put("<rect x=\"{:.1f}\" y=\"{}\" width=\"{:.1f}\" height=\"{}\" fill=\"{}\"><title>lost between tensors: {}"
-             "</title></rect>\n",
-             x, y, end - x, height, kLost, bytes_text(plan.total_bytes() - plan.persistent_bytes - plan.live_peak_bytes));
+    text.put(
+        "<rect x=\"{:.1f}\" y=\"{}\" width=\"{:.1f}\" height=\"{}\" fill=\"{}\"><title>lost between tensors: {}"
+        "</title></rect>\n",
+        x, y, end - x, height, kLost, bytes_text(plan.total_bytes() - plan.persistent_bytes - plan.live_peak_bytes));
   double after = std::max(x, end) + 8;
   if (const int64_t budget = budget_of(run, tier); budget > 0) {
     const double line = left + double(budget) / bytes_a_unit;
     if (line > after - 8 && line < after + 130) after = line + 8;  // not through the figures
-    text.put("<line class=\"budget\" x1=\"{0:.1f}\" x2=\"{0:.1f}\" y1=\"{1}\" y2=\"{2}\"><title>budget: {3}</title>"
-             "</line>\n",
-             line, y - 3, y + height + 3, bytes_text(budget));
+    text.put(
+        "<line class=\"budget\" x1=\"{0:.1f}\" x2=\"{0:.1f}\" y1=\"{1}\" y2=\"{2}\"><title>budget: {3}</title>"
+        "</line>\n",
+        line, y - 3, y + height + 3, bytes_text(budget));
   }
   text.put("<text x=\"{:.1f}\" y=\"{}\">{}</text>\n", after, y + 13, label);
 }
@@ -100,7 +102,8 @@ void peaks(Text& text, std::span<const PageRun> runs) {
       if (!shown(run)) continue;
       const int64_t bytes = (*run.memory)[tier].total_bytes();
       std::string label = bytes_text(bytes);
-      if (first > 0 && &run != &runs[0]) label += fmt::format("  ({:+.0f}%)", 100.0 * double(bytes - first) / double(first));
+      if (first > 0 && &run != &runs[0])
+        label += fmt::format("  ({:+.0f}%)", 100.0 * double(bytes - first) / double(first));
       bar(text, run, tier, left, y, row - 6, double(most) / plot, label);
       y += row;
     }
@@ -112,7 +115,11 @@ void memory_timeline(Text& text, const PageRun& run, Tier tier) {
   const TierPlan& plan = (*run.memory)[tier];
   const double most = double(std::max({plan.total_bytes(), budget_of(run, tier), int64_t{1}}));
   const double step = round_bytes(most, 5);
-  const Frame frame{.left = kLeft, .top = 22, .width = kPlot, .height = 170, .seconds = length_of(run),
+  const Frame frame{.left = kLeft,
+                    .top = 22,
+                    .width = kPlot,
+                    .height = 170,
+                    .seconds = length_of(run),
                     .bytes = std::ceil(most / step) * step};
   const double bottom = frame.top + frame.height;
   text.put("<h3>{} memory over the step</h3>\n<p>{}</p>\n<svg viewBox=\"0 0 {} {}\" role=\"img\">\n", title_of(tier),
@@ -123,10 +130,11 @@ void memory_timeline(Text& text, const PageRun& run, Tier tier) {
   budget_line(text, budget_of(run, tier), frame);
   const double peak = kLeft + kPlot * (peak_column + 0.5) / kColumns;
   const bool right = peak > kWidth * 0.6;
-  text.put("<line class=\"mark\" x1=\"{0:.1f}\" x2=\"{0:.1f}\" y1=\"{1}\" y2=\"{2}\"/><text x=\"{3:.1f}\" y=\"12\" "
-           "text-anchor=\"{4}\">peak {5} at {6}</text>\n</svg>\n",
-           peak, frame.top - 6, bottom, peak, right ? "end" : "start",
-           bytes_text(plan.persistent_bytes + plan.live_peak_bytes), stage_at(run, plan.peak_op));
+  text.put(
+      "<line class=\"mark\" x1=\"{0:.1f}\" x2=\"{0:.1f}\" y1=\"{1}\" y2=\"{2}\"/><text x=\"{3:.1f}\" y=\"12\" "
+      "text-anchor=\"{4}\">peak {5} at {6}</text>\n</svg>\n",
+      peak, frame.top - 6, bottom, peak, right ? "end" : "start",
+      bytes_text(plan.persistent_bytes + plan.live_peak_bytes), stage_at(run, plan.peak_op));
   largest(text, run, tier);
 }
 

@@ -81,38 +81,43 @@ void stream_timeline(Text& text, const PageRun& run) {
     if (run.program->ops[i].stream == Stream::compute) busy += run.spans[i].finish - run.spans[i].start;
   const auto rows = std::count_if(slices.begin(), slices.end(), [](const auto& s) { return !s.empty(); });
   const bool stalled = length - busy > 0.01 * length;
-  const Frame frame{.left = kLeft, .top = kTop, .width = kPlot, .height = kTop + kRow * double(rows), .seconds = length,
-                    .bytes = 1};
-  text.put("<h3>What ran when</h3>\n<p>{} step of {}; compute runs {:.0f}% of it. {} Hover over a piece for its figures."
-           "</p>\n",
-           run.measured ? "Measured" : "Predicted", seconds_text(length), 100 * busy / length,
-           !stalled ? (rows > 1 ? "Transfers hide behind it." : "")
-                    : "It waits where the top row is marked" + waits(run.stalls) + ".");
+  const Frame frame{
+      .left = kLeft, .top = kTop, .width = kPlot, .height = kTop + kRow * double(rows), .seconds = length, .bytes = 1};
+  text.put(
+      "<h3>What ran when</h3>\n<p>{} step of {}; compute runs {:.0f}% of it. {} Hover over a piece for its figures."
+      "</p>\n",
+      run.measured ? "Measured" : "Predicted", seconds_text(length), 100 * busy / length,
+      !stalled ? (rows > 1 ? "Transfers hide behind it." : "")
+               : "It waits where the top row is marked" + waits(run.stalls) + ".");
   key_of(text, run, stalled);
   text.put("<svg viewBox=\"0 0 {} {}\" role=\"img\">\n", kWidth, frame.top + frame.height + 24);
   time_axis(text, frame, 8);
   double y = 8;
   for (int s = 0; s < kStreams; ++s) {
     if (slices[size_t(s)].empty()) continue;
-    text.put("<text x=\"{}\" y=\"{}\" text-anchor=\"end\">{}</text>\n", kLeft - 8, y + 14, readable(name_of(Stream(s))));
+    text.put("<text x=\"{}\" y=\"{}\" text-anchor=\"end\">{}</text>\n", kLeft - 8, y + 14,
+             readable(name_of(Stream(s))));
     double before = 0;
     for (const Slice& slice : slices[size_t(s)]) {
       if (Stream(s) == Stream::compute && slice.start - before > gap)
-        text.put("<rect x=\"{:.2f}\" y=\"{}\" width=\"{:.2f}\" height=\"20\" fill=\"{}\"><title>waits {} before {}"
-                 "</title></rect>\n",
-                 frame.x(before), y, frame.x(slice.start) - frame.x(before), kStall,
-                 seconds_text(slice.start - before), escaped(what(run, slice.first)));
+        text.put(
+            "<rect x=\"{:.2f}\" y=\"{}\" width=\"{:.2f}\" height=\"20\" fill=\"{}\"><title>waits {} before {}"
+            "</title></rect>\n",
+            frame.x(before), y, frame.x(slice.start) - frame.x(before), kStall, seconds_text(slice.start - before),
+            escaped(what(run, slice.first)));
       before = slice.finish;
-      text.put("<rect x=\"{:.2f}\" y=\"{}\" width=\"{:.2f}\" height=\"20\" fill=\"{}\"><title>{}{}, {} from {}</title>"
-               "</rect>\n",
-               frame.x(slice.start), y, std::max(0.3, frame.x(slice.finish) - frame.x(slice.start)), slice.color,
-               escaped(what(run, slice.first)), slice.count > 1 ? fmt::format(" and {} more", slice.count - 1) : "",
-               seconds_text(slice.finish - slice.start), seconds_text(slice.start));
+      text.put(
+          "<rect x=\"{:.2f}\" y=\"{}\" width=\"{:.2f}\" height=\"20\" fill=\"{}\"><title>{}{}, {} from {}</title>"
+          "</rect>\n",
+          frame.x(slice.start), y, std::max(0.3, frame.x(slice.finish) - frame.x(slice.start)), slice.color,
+          escaped(what(run, slice.first)), slice.count > 1 ? fmt::format(" and {} more", slice.count - 1) : "",
+          seconds_text(slice.finish - slice.start), seconds_text(slice.start));
     }
     if (Stream(s) == Stream::compute && length - before > gap)
-      text.put("<rect x=\"{:.2f}\" y=\"{}\" width=\"{:.2f}\" height=\"20\" fill=\"{}\"><title>waits {} for the end of the "
-               "step</title></rect>\n",
-               frame.x(before), y, frame.x(length) - frame.x(before), kStall, seconds_text(length - before));
+      text.put(
+          "<rect x=\"{:.2f}\" y=\"{}\" width=\"{:.2f}\" height=\"20\" fill=\"{}\"><title>waits {} for the end of the "
+          "step</title></rect>\n",
+          frame.x(before), y, frame.x(length) - frame.x(before), kStall, seconds_text(length - before));
     y += kRow;
   }
   text.put("</svg>\n");

@@ -48,9 +48,8 @@ class Clock {
   }
 
   bool ready(size_t op) const {
-    return std::all_of(waits_[op].begin(), waits_[op].end(), [&](const Wait& wait) {
-      return streams_[int(wait.stream)].done >= size_t(wait.count);
-    });
+    return std::all_of(waits_[op].begin(), waits_[op].end(),
+                       [&](const Wait& wait) { return streams_[int(wait.stream)].done >= size_t(wait.count); });
   }
 
   void begin() {
@@ -134,8 +133,8 @@ DType compute_dtype(const Program& program) {
     const OpView view(program, op);
     flops[dtype_of(view)] += cost_of(view).flops;
   }
-  const auto most = std::max_element(flops.begin(), flops.end(),
-                                     [](const auto& a, const auto& b) { return a.second < b.second; });
+  const auto most =
+      std::max_element(flops.begin(), flops.end(), [](const auto& a, const auto& b) { return a.second < b.second; });
   return most == flops.end() || most->second == 0 ? DType::f32 : most->first;
 }
 

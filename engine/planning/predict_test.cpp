@@ -45,9 +45,8 @@ TEST(Price, OfHostUpdatesFollowsTheHostsMemory) {
   const Rates rates = round_rates();
   const double bytes = 3 * 4e6;
   EXPECT_DOUBLE_EQ(seconds_of(OneOp("add", {{1000, 1000}, {1000, 1000}}).view(), rates), bytes / 1e9);
-  EXPECT_DOUBLE_EQ(
-      seconds_of(OneOp("add", {{1000, 1000}, {1000, 1000}}, DType::f32, {}, Stream::host).view(), rates),
-      bytes / 0.5e9);
+  EXPECT_DOUBLE_EQ(seconds_of(OneOp("add", {{1000, 1000}, {1000, 1000}}, DType::f32, {}, Stream::host).view(), rates),
+                   bytes / 0.5e9);
 }
 
 TEST(Price, FollowsWhatTheKernelTook) {

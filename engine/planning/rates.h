@@ -42,7 +42,7 @@ struct Rates {
   double storage_latency = 150e-6;
   // Processors that this rank's ops share, and how many each takes; 0: a device's, which share none.
   double processors = 0, compute_threads = 0, host_threads = 0;
-  Samples kernels{};                             // by kernel_name
+  Samples kernels{};                                 // by kernel_name
   std::map<std::string, Link, std::less<>> links{};  // by axis of the mesh
   // What is not measured but from a data sheet or a guess: names as in kFigures, and "link AXIS".
   std::set<std::string> assumed{};
@@ -50,11 +50,11 @@ struct Rates {
 
 // The figures by the names that reports and files use.
 inline constexpr std::pair<std::string_view, double Rates::*> kFigures[] = {
-    {"flops", &Rates::flops},         {"half_flops", &Rates::half_flops},
-    {"memory", &Rates::memory},       {"host_memory", &Rates::host_memory},
-    {"copy", &Rates::copy},           {"read", &Rates::read},
-    {"write", &Rates::write},         {"launch", &Rates::launch},
-    {"peak", &Rates::peak},           {"half_peak", &Rates::half_peak}};
+    {"flops", &Rates::flops},   {"half_flops", &Rates::half_flops},
+    {"memory", &Rates::memory}, {"host_memory", &Rates::host_memory},
+    {"copy", &Rates::copy},     {"read", &Rates::read},
+    {"write", &Rates::write},   {"launch", &Rates::launch},
+    {"peak", &Rates::peak},     {"half_peak", &Rates::half_peak}};
 
 // The type that an op computes in: of its first input, or of its output where it has none.
 DType dtype_of(const OpView& view);

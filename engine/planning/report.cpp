@@ -73,7 +73,9 @@ std::string prediction_text(const PlannedProgram& planned) {
   if (!std::isnan(share))
     text += fmt::format("   (model FLOPs: {:.0f}% of the {} peak)", 100 * share, name_of(compute_dtype(program)));
   text += "\n";
-  const auto row = [&](const char* name, double seconds) { text += fmt::format("  {:<18}{:>10.3f} s\n", name, seconds); };
+  const auto row = [&](const char* name, double seconds) {
+    text += fmt::format("  {:<18}{:>10.3f} s\n", name, seconds);
+  };
   const Stalls& stalls = predicted.stalls;
   if (may_stall(program)) {
     row("waiting for NVMe", stalls.storage());
@@ -85,7 +87,8 @@ std::string prediction_text(const PlannedProgram& planned) {
   text += "streams busy:";
   for (int s = 0; s < kStreams; ++s)
     if (uses(program, Stream(s)))
-      text += fmt::format(" {} {:.0f}%", name_of(Stream(s)), 100 * predicted.busy[size_t(s)] / std::max(predicted.seconds, 1e-12));
+      text += fmt::format(" {} {:.0f}%", name_of(Stream(s)),
+                          100 * predicted.busy[size_t(s)] / std::max(predicted.seconds, 1e-12));
   text += "\n";
   if (uses(program, Stream::exchange))
     text += fmt::format("on the wire: {} from each rank\n", bytes_text(int64_t(predicted.wire_bytes)));
@@ -94,7 +97,8 @@ std::string prediction_text(const PlannedProgram& planned) {
   const std::vector<KindTime> kinds = time_by_kind(program, predicted.spans);
   for (size_t i = 0; i < kinds.size() && i < kMost; ++i) {
     const KindTime& kind = kinds[i];
-    const std::string name = kind.name + (kind.stream == Stream::compute ? "" : " (" + std::string(name_of(kind.stream)) + ")");
+    const std::string name =
+        kind.name + (kind.stream == Stream::compute ? "" : " (" + std::string(name_of(kind.stream)) + ")");
     text += fmt::format("  {:<38}{:>8}{:>10.3f}{:>7.1f}%\n", name, kind.calls, kind.seconds * 1e3,
                         100 * kind.seconds / std::max(predicted.seconds, 1e-12));
   }
@@ -109,7 +113,8 @@ Json::Object prediction_json(const PlannedProgram& planned) {
   Json::Object busy;
   for (int s = 0; s < kStreams; ++s)
     if (uses(program, Stream(s)))
-      busy.emplace_back(std::string(name_of(Stream(s))), predicted.busy[size_t(s)] / std::max(predicted.seconds, 1e-12));
+      busy.emplace_back(std::string(name_of(Stream(s))),
+                        predicted.busy[size_t(s)] / std::max(predicted.seconds, 1e-12));
   Json::Array kinds;
   for (const KindTime& kind : time_by_kind(program, predicted.spans))
     kinds.push_back(Json::Object{{"kind", kind.name},
@@ -169,7 +174,8 @@ std::string assumed_text(const Rates& rates) {
     names += (names.empty() ? "" : ", ") + name;
   }
   const bool data_sheet = rates.processors == 0 && rates.assumed.contains("flops");
-  return "assumed, not measured: " + names + (data_sheet ? " (an H100's data sheet: there is no such device here)" : "");
+  return "assumed, not measured: " + names +
+         (data_sheet ? " (an H100's data sheet: there is no such device here)" : "");
 }
 
 std::string rates_text(const Program& program, const Rates& rates) {
@@ -179,7 +185,8 @@ std::string rates_text(const Program& program, const Rates& rates) {
     if (!matters(program, known.figure)) continue;
     for (const auto& [name, figure] : kFigures)
       if (name == known.figure && rates.*figure > 0)
-        text += fmt::format("  {:<24}{:>16}{}\n", known.name, rate_text(rates.*figure, known.unit), mark(std::string(name)));
+        text += fmt::format("  {:<24}{:>16}{}\n", known.name, rate_text(rates.*figure, known.unit),
+                            mark(std::string(name)));
   }
   size_t samples = 0;
   for (const auto& [name, list] : rates.kernels) samples += list.size();

@@ -32,9 +32,9 @@ class StallFinder {
   StallFinder(const Program& program, const std::vector<std::vector<Wait>>& waits);
 
   // Follows each wait of the compute stream, and the end of the step, back over the ops that were late: an op started
-  // when the last of what it waited for, the op before it on its stream included, was done. The chain ends at an op that
-  // compute itself released, or that waited for nothing. The wait is shared among the streams of the chain by the time
-  // that their ops in it took. Allocates nothing.
+  // when the last of what it waited for, the op before it on its stream included, was done. The chain ends at an op
+  // that compute itself released, or that waited for nothing. The wait is shared among the streams of the chain by the
+  // time that their ops in it took. Allocates nothing.
   const Stalls& find(const std::vector<Span>& spans);
 
  private:

@@ -104,7 +104,7 @@ class Executor {
   std::unique_ptr<Streams> streams_;
   std::optional<StallFinder> stall_finder_;
   Stalls stalls_;
-  std::vector<Span> spans_;  // by op; empty: nobody asked
+  std::vector<Span> spans_;                   // by op; empty: nobody asked
   double step_began_ = 0, device_began_ = 0;  // of the device's queue, since the step began
 };
 

@@ -17,8 +17,8 @@
 namespace strata {
 namespace {
 
-constexpr int64_t kMostBytes = 64 << 20;   // of the tensors of one op
-constexpr double kMostSeconds = 0.015;     // of one run, were its kernel ideal: short, so that some run is not disturbed
+constexpr int64_t kMostBytes = 64 << 20;  // of the tensors of one op
+constexpr double kMostSeconds = 0.015;    // of one run, were its kernel ideal: short, so that some run is not disturbed
 constexpr size_t kLeftOut = SIZE_MAX;
 
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
@@ -60,7 +60,8 @@ bool valid(const Program& program) {
     const std::vector<TensorSpec> specs = op.kind->shape(OpView(program, op));
     if (specs.size() != op.outputs.size()) return false;
     for (size_t i = 0; i < specs.size(); ++i)
-      if (specs[i].shape != program[op.outputs[i]].shape || specs[i].dtype != program[op.outputs[i]].dtype) return false;
+      if (specs[i].shape != program[op.outputs[i]].shape || specs[i].dtype != program[op.outputs[i]].dtype)
+        return false;
     return true;
   } catch (const std::exception&) {
     return false;
@@ -132,8 +133,8 @@ class BoundOp {
       std::vector<void*> inputs, outputs;
       for (TensorId id : view.op().inputs) inputs.push_back(id ? pointers[size_t(id.value)] : nullptr);
       for (TensorId id : view.op().outputs) outputs.push_back(pointers[size_t(id.value)]);
-      places_.push_back({pool + at, kernel.bind(Binding(view, inputs, outputs, scratch, threads, nullptr, nullptr,
-                                                        &fault_))});
+      places_.push_back(
+          {pool + at, kernel.bind(Binding(view, inputs, outputs, scratch, threads, nullptr, nullptr, &fault_))});
     }
   }
 

@@ -11,7 +11,7 @@ namespace strata {
 // An op by itself, with tensors of its own: as large as it is in its program or, where that is too large to be run for
 // a measurement, made smaller in the largest of its dimensions.
 struct LoneOp {
-  Program program;  // of that op alone
+  Program program;   // of that op alone
   std::string name;  // kernel_name
   Cost cost;
   double expected = 0;  // seconds, were its kernel ideal

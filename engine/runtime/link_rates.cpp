@@ -112,9 +112,11 @@ Samples measure_link(Communicator& group) {
     for (int r = 0; r < ranks; ++r) parts.push_back({{base + r * part, part}});
     const Pieces own{{reinterpret_cast<std::byte*>(other.data()), part}};
     const double bytes = double(part * ranks);
-    const std::function<void()> exchanges[] = {
-        [&] { group.all_reduce({{base, part * ranks}}, DType::f32, Reduction::max); },  // values stay what they are
-        [&] { group.reduce_scatter(parts, own, DType::f32, Reduction::max); }, [&] { group.all_gather(parts); }};
+    const std::function<void()> exchanges[] = {[&] {
+                                                 group.all_reduce({{base, part * ranks}}, DType::f32, Reduction::max);
+                                               },  // values stay what they are
+                                               [&] { group.reduce_scatter(parts, own, DType::f32, Reduction::max); },
+                                               [&] { group.all_gather(parts); }};
     for (int e = 0; e < 3; ++e) {
       if (over[size_t(e)]) continue;
       double best = seconds_of_all(group, exchanges[e]);

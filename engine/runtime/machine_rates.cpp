@@ -169,9 +169,8 @@ std::vector<Tried> measure_processor(const RatesWanted& wanted) {
   const Companions companions(companions_of(wanted), [&] { bandwidth(wanted.threads); });
   const double memory = bandwidth(wanted.threads);
   add("memory", memory);
-  add("host_memory", wanted.host_threads == 0 || wanted.host_threads == wanted.threads
-                         ? memory
-                         : bandwidth(wanted.host_threads));
+  add("host_memory",
+      wanted.host_threads == 0 || wanted.host_threads == wanted.threads ? memory : bandwidth(wanted.host_threads));
   return tries;
 }
 
@@ -400,8 +399,8 @@ void learn_rates(const RatesWanted& wanted, const Program& program, const std::v
       if (took > 1e-3) best = std::max(best, cost.flops / took);
     } else if (stream == Stream::exchange) {
       const double handed_on = wire_bytes(view, rates);
-      auto& [group, predicted] =
-          exchanges[{view.attributes().has("axis") ? view.attributes().string("axis") : "", view.op().kind->name, handed_on}];
+      auto& [group, predicted] = exchanges[{view.attributes().has("axis") ? view.attributes().string("axis") : "",
+                                            view.op().kind->name, handed_on}];
       group.cost.bytes = handed_on, group.fewest = std::min(group.fewest, took);
       predicted = seconds_of(view, rates);
     } else if (view.input(0).bytes() >= kLarge) {
@@ -419,7 +418,9 @@ void learn_rates(const RatesWanted& wanted, const Program& program, const std::v
   const auto faster = [&](std::vector<Tried>& list, const char* name, double rate, double known) {
     if (rate > known && known > 0) list.push_back({.name = name, .value = rate});
   };
-  const auto rate_of = [&](Stream stream) { return seconds[int(stream)] > 0 ? bytes[int(stream)] / seconds[int(stream)] : 0; };
+  const auto rate_of = [&](Stream stream) {
+    return seconds[int(stream)] > 0 ? bytes[int(stream)] / seconds[int(stream)] : 0;
+  };
   faster(machine, "peak", fastest[0], rates.peak);
   faster(machine, "half_peak", fastest[1], rates.half_peak);
   faster(machine, "copy", std::max(rate_of(Stream::to_device), rate_of(Stream::to_host)), rates.copy);

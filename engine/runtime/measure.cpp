@@ -124,8 +124,8 @@ class Wire {
     std::vector<Stalls> stalls;
     std::vector<double> seconds;
     std::vector<int64_t> bytes;
-    if (!get(m.losses) || !get(m.spans) || !get(error) || !get(stalls) || !get(seconds) ||
-        !get(m.steps) || !get(bytes)) {
+    if (!get(m.losses) || !get(m.spans) || !get(error) || !get(stalls) || !get(seconds) || !get(m.steps) ||
+        !get(bytes)) {
       m = {};
       m.error = "the measuring process ended early";
       return m;

@@ -77,7 +77,8 @@ TEST(RatesCache, TellsSamplesApartByTheirCost) {
   cache.add("machine", {{.name = "add f32", .bytes = 12.1e6, .value = 2e-3}});
   EXPECT_EQ(cache.of("machine").size(), 2u);
   EXPECT_EQ(cache.find("machine", kAdd)->value, 2e-3);
-  for (int i = 0; i < 200; ++i) cache.add("machine", {{.name = "add f32", .bytes = 1e3 * (1 << (i % 20)) * (1 + i), .value = 1}});
+  for (int i = 0; i < 200; ++i)
+    cache.add("machine", {{.name = "add f32", .bytes = 1e3 * (1 << (i % 20)) * (1 + i), .value = 1}});
   EXPECT_LE(cache.of("machine").size(), 48u);
 }
 

@@ -31,7 +31,7 @@ class Session {
   NetworkSection network;
   Mesh mesh;  // as this rank sees it
   World* world = nullptr;
-  Settings settings;    // of all tables and plugins
+  Settings settings;                 // of all tables and plugins
   NvmeStore::Faults storage_faults;  // what tests break on purpose
   std::vector<NamedPlugin> plugins;  // in the order their stages run
   Plugin& model() const { return *model_; }

@@ -116,8 +116,10 @@ std::vector<std::string> options_of_adamw(const Session& session, const Program&
   for (const std::string& key : adamw ? adamw->keys() : std::vector<std::string>()) {
     const ConfigTable::Value* value = adamw->value(key);
     const std::string prefix = "plugins." + plugin + "." + key + "=";
-    if (const auto* number = value ? std::get_if<double>(value) : nullptr) sets.push_back(prefix + fmt::format("{}", *number));
-    if (const auto* whole = value ? std::get_if<int64_t>(value) : nullptr) sets.push_back(prefix + std::to_string(*whole));
+    if (const auto* number = value ? std::get_if<double>(value) : nullptr)
+      sets.push_back(prefix + fmt::format("{}", *number));
+    if (const auto* whole = value ? std::get_if<int64_t>(value) : nullptr)
+      sets.push_back(prefix + std::to_string(*whole));
   }
   if (const double rate = learning_rate(program); !std::isnan(rate))
     sets.push_back(fmt::format("plugins.{}.learning_rate={:e}", plugin, rate));
@@ -204,7 +206,8 @@ std::string json_text(const std::vector<Row>& rows, int64_t steps, const std::ve
   }
   Json::Array sentences;
   for (const std::string& sentence : conclusions) sentences.push_back(sentence);
-  return Json(Json::Object{{"steps", steps}, {"runs", std::move(list)}, {"conclusions", std::move(sentences)}}).dump(1) +
+  return Json(Json::Object{{"steps", steps}, {"runs", std::move(list)}, {"conclusions", std::move(sentences)}})
+             .dump(1) +
          "\n";
 }
 
@@ -234,8 +237,7 @@ int bench_memory_command_main(const BenchMemoryArguments& arguments) {
       sets.insert(sets.end(), same.begin(), same.end());
     }
     sets.insert(sets.end(), arguments.sets.begin(), arguments.sets.end());
-    rows.push_back({.name = strategy.name,
-                    .budgets = {original.device.memory.count, original.host.memory.count, 0}});
+    rows.push_back({.name = strategy.name, .budgets = {original.device.memory.count, original.host.memory.count, 0}});
     Row& row = rows.back();
     fmt::print(stderr, "{} …\n", strategy.name);
     try {

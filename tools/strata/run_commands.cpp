@@ -145,13 +145,13 @@ int plan_command_main(const PlanArguments& arguments) {
                       .stalls = prediction.stalls,
                       .seconds = prediction.seconds};
     if (!arguments.html.empty())
-      write_atomically(arguments.html,
-                       memory_page(arguments.config,
-                                   fmt::format("As planned for {} threads; nothing ran. Times are predicted. Rates {}.",
-                                               session.threads(),
-                                               planned.rates.assumed.empty() ? "measured on this machine"
-                                                                             : assumed_text(planned.rates)),
-                                   {&run, 1}));
+      write_atomically(
+          arguments.html,
+          memory_page(
+              arguments.config,
+              fmt::format("As planned for {} threads; nothing ran. Times are predicted. Rates {}.", session.threads(),
+                          planned.rates.assumed.empty() ? "measured on this machine" : assumed_text(planned.rates)),
+              {&run, 1}));
   }
   if (arguments.json)
     fmt::print("{}", plan_json(planned));
