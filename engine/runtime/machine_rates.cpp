@@ -8,8 +8,10 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <csignal>
+#include <cstdio>
 #include <cstring>
 #include <fstream>
 #include <functional>
@@ -237,12 +239,40 @@ class Inquiry {
                    cache_path("rates.json").empty() ? "no file" : cache_path("rates.json"));
       const RatesCache::Measuring alone(cache_, 2 * kBudget);
       began_ = now();
-      measure();
+      if (!measure_apart()) measure();
     }
     return known();
   }
 
  private:
+  // In a process of its own, so that what measuring takes is not in this one's peak of memory; its results come by the
+  // cache. False where that cannot be: without a file, or where ranks' threads forbid to fork.
+  bool measure_apart() {
+    constexpr double kHung = 120;  // seconds; on a very busy machine it may well take ten
+    if (wanted_.has_ranks || cache_path("rates.json").empty()) return false;
+    std::fflush(nullptr);
+    const pid_t child = fork();
+    if (child < 0) return false;
+    if (child == 0) {
+      try {
+        measure();
+      } catch (const std::exception&) {  // the caller measures, and hears why
+        _exit(1);
+      }
+      _exit(0);
+    }
+    int status = 0;
+    for (pid_t ended = 0; ended != child;) {
+      ended = waitpid(child, &status, WNOHANG);
+      if (ended < 0 && errno != EINTR) break;
+      if (ended == child) break;
+      if (now() - began_ > kHung) kill(child, SIGKILL);  // not waited for yet: still this child's number
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    }
+    cache_ = RatesCache(cache_path("rates.json"));
+    return !cache_.of(machine_).empty() || is_asynchronous(wanted_.backend) || wanted_.backend == "reference";
+  }
+
   double left() const { return kBudget - (now() - began_); }
   bool figure_due(const std::string& key, const char* name) const { return cache_.due(key, {.name = name}); }
   bool machine_due() const {  // a device that is not there cannot be measured, however often
