@@ -133,9 +133,12 @@ class CudaDevice final : public Device {
   void wait(Stream stream, int event) override {
     must(cudaStreamWaitEvent(streams_[size_t(stream)], events_[size_t(event)]), "cannot wait for a CUDA event");
   }
-  void synchronize(int event) override {
+  bool reached(int event) override {
     use();
-    must(cudaEventSynchronize(events_[size_t(event)]), "a kernel failed");
+    const cudaError_t state = cudaEventQuery(events_[size_t(event)]);
+    if (state == cudaErrorNotReady) return false;
+    must(state, "a kernel failed");
+    return true;
   }
   void synchronize() override { must(cudaDeviceSynchronize(), "a kernel failed"); }
   bool idle() override {

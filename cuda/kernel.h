@@ -110,6 +110,24 @@ STRATA_DEVICE f16 from_float<f16>(float x) {
   return result;
 }
 
+// Products and sums that are rounded each, where a kernel's bits are to be those of the host's: the compiler makes no
+// fused operations of them.
+#ifdef STRATA_EMULATE
+template <class T>
+STRATA_DEVICE T rounded_product(T a, T b) {
+  return a * b;
+}
+template <class T>
+STRATA_DEVICE T rounded_sum(T a, T b) {
+  return a + b;
+}
+#else
+STRATA_DEVICE float rounded_product(float a, float b) { return __fmul_rn(a, b); }
+STRATA_DEVICE double rounded_product(double a, double b) { return __dmul_rn(a, b); }
+STRATA_DEVICE float rounded_sum(float a, float b) { return __fadd_rn(a, b); }
+STRATA_DEVICE double rounded_sum(double a, double b) { return __dadd_rn(a, b); }
+#endif
+
 // kPack elements read or written in one access of 16 bytes; fewer at the end of an array.
 template <class T>
 inline constexpr int kPack = 16 / int(sizeof(T));

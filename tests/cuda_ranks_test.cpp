@@ -109,7 +109,8 @@ TEST(CudaRanks, ComposesWithOffloadAndRecomputation) {
   STRATA_NEEDS_GPU();
   test::TemporaryFolder folder;
   const Outcome one = outcome(1, toml(1, ""));
-  for (const auto& [tier, exchange] : {std::pair("host", kExchanges[0]), std::pair("nvme", kExchanges[3])}) {
+  for (const auto& [tier, exchange] : {std::pair("host", kExchanges[0]), std::pair("nvme", kExchanges[3]), std::pair("host", kExchanges[1]),
+                                       std::pair("nvme", kExchanges[2]), std::pair("host", kExchanges[3])}) {
     SCOPED_TRACE(exchange + tier);
     const std::string offload = "[plugins.recompute]\n[plugins.offload]\nminimum = 0\ndirectory = \"" + folder.path() +
                                 "\"\noptimizer = \"" + tier + "\"\nparameters = \"" + tier + "\"\nactivations = \"" +

@@ -67,13 +67,12 @@ class Runner final : public StepContext {
     plugins.insert(plugins.end(), more.begin(), more.end());
     built = build_program(plugins, session_.batch(goal), goal, session_.mesh.first());
     plan = plan_residency(built.program, {.backend = session_.device.backend,
-                                          .threads = threads_.count(),
+                                          .threads = std::max(threads_.count(), int(session_.host.threads)),
                                           .host_stream = session_.host.threads > 0,
                                           .direct_storage = session_.device.direct_storage,
                                           .device_budget = session_.device.memory.count,
                                           .host_budget = session_.host.memory.count,
                                           .rates = rates});
-    verify(built.program, "residency");
     if (world) {
       groups = make_groups(*world, session_.mesh, device, session_.network, session_.run.reproducible);
       localize(built.program, session_.mesh, session_.batch(goal).microbatches);
@@ -82,7 +81,7 @@ class Runner final : public StepContext {
     storage =
         std::make_unique<Storage>(built.program, plan, std::vector<const MemoryPlan*>{}, NvmeStore::Faults{}, device);
     executor = std::make_unique<Executor>(built.program, plan, *storage, session_.device.backend, threads_,
-                                          int(session_.host.threads), &groups);
+                                          int(session_.host.threads), &groups, patience(session_.network.timeout));
     storage->initialize(uint64_t(session_.run.seed), threads_);
   }
 
@@ -132,9 +131,7 @@ class Runner final : public StepContext {
   double scalar(std::string_view name) const override {
     return *static_cast<const double*>(executor->pointer(built.program.find(name)));
   }
-  void set_scalar(std::string_view name, double value) override {
-    if (void* data = storage->persistent(name)) *static_cast<double*>(data) = value;
-  }
+  void set_scalar(std::string_view name, double value) override { storage->set_scalar(name, value); }
   void log(std::string_view, double) override {}
 
   bool poisoned = false;  // released memory is overwritten: slow, in the order of the program

@@ -17,15 +17,19 @@ flags=$(sed -n 's/^CMAKE_CXX_FLAGS:STRING=//p' "$build/CMakeCache.txt")
 sanitize=$(sed -n 's/^STRATA_SANITIZE:STRING=//p' "$build/CMakeCache.txt")
 [[ -n $sanitize ]] && flags="$flags -fsanitize=$sanitize"
 
-"$strata" new-plugin clip_value
+# The command that it prints builds and tests the plugin, as printed.
+"$strata" new-plugin clip_value | tee printed
 "$strata" new-plugin clip_value 2>error && exit 1
 grep -q 'exists already' error
+CXXFLAGS=$flags CMAKE_GENERATOR=Ninja bash -c "$(tail -n 1 printed)" >build.log 2>&1 || { cat build.log; exit 1; }
+grep -q '100% tests passed' build.log
+"$build/bin/strata" new-plugin --directory "$work/a folder" from_build_folder >printed
+grep -qF "cmake --install $(realpath "$build") --prefix '$(realpath "$work")/a folder/strata' && cmake -S '$work/a folder'" printed
 build_and_test() {  # FOLDER
   cmake -G Ninja -S "$1" -B "$1/build" -DCMAKE_PREFIX_PATH="$work/moved" -DCMAKE_CXX_FLAGS="$flags" >cmake.log || { cat cmake.log; exit 1; }
   cmake --build "$1/build" >build.log || { cat build.log; exit 1; }
   ctest --test-dir "$1/build" --output-on-failure
 }
-build_and_test clip_value
 cp -r "$source/docs/examples" .
 for example in examples/*; do build_and_test "$example"; done
 STRATA_PLUGIN_PATH=$work/clip_value/build/lib/strata/plugins "$strata" plugins clip_value | grep -q 'limit'

@@ -224,6 +224,96 @@ TEST(Streams, WaitsMakeAnyAssignmentSafe) {
   }
 }
 
+// Multiplies gradients by a scalar of its own: a further input of what it appends, set before each step.
+class Halves final : public Plugin {
+ public:
+  void gradients(GradientStage& stage) override {
+    const TensorId factor = stage.build().scalar("half");
+    for (Gradient& gradient : stage.gradients()) {
+      stage.append("scale", {gradient}, {}, {factor});
+      const Op& op = stage.build().program().ops.back();
+      EXPECT_EQ(op.inputs.size(), 2u);
+      EXPECT_EQ(op.inputs[1], factor);
+      EXPECT_EQ(op.outputs[0], gradient.tensor);
+    }
+  }
+  void step_start(StepContext& context) override { context.set_scalar(name, 0.5); }
+  std::string name = "half";
+};
+
+TEST(Programs, OnlyScalarsAreSetAndOnlyByTheirName) {
+  const auto tokens = random_tokens(8 * 16, 1), targets = random_tokens(8 * 16, 2);
+  Halves halves;
+  test::Runner runner(toml(2), {{"halves", &halves}});
+  runner.run_step(tokens.data(), targets.data());
+  EXPECT_EQ(runner.scalar("half"), 0.5);
+  const auto message = [&](const std::string& name) {
+    try {
+      runner.set_scalar(name, 7);
+    } catch (const Error& error) {
+      return std::string(error.what());
+    }
+    return std::string();
+  };
+  EXPECT_EQ(message("hafl"), "no scalar is named \"hafl\" in this program. Did you mean \"half\"?");
+  const std::string parameter = runner.built.program[runner.built.program.with_role(Role::parameter)[0]].name;
+  const std::vector<float> before = runner.values(parameter);
+  EXPECT_NE(message(parameter).find("\"" + parameter + "\" is no scalar, but one of the parameters, f32("),
+            std::string::npos)
+      << message(parameter);
+  EXPECT_EQ(runner.values(parameter), before);
+  for (const std::string_view step : {kStepScalar, kSeedScalar, kLearningRateFactor})  // read by the program or not
+    EXPECT_EQ(message(std::string(step)), "");
+}
+
+// A kernel that asks for a group of ranks where there is none says which op it is.
+TEST(Streams, AnExchangeWithoutItsGroupIsNamed) {
+  Program program;
+  Builder build(program);
+  const TensorId x = build.data("x", {16}, DType::f32);
+  build.emit("all_reduce", {x}, {{"axis", "data"}, {"reduction", "sum"}}, "sum");
+  EXPECT_EQ(program.ops[0].stream, Stream::exchange);
+  const MemoryPlan plan = plan_memory(program, "cpu", 1);
+  Storage storage(program, plan);
+  Threads threads(1);
+  try {
+    Executor executor(program, plan, storage, "cpu", threads);
+    executor.run();
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find(
+                  "op 0 (all_reduce): op \"all_reduce\", which makes sum, asks for a group of ranks (axis \"data\", "
+                  "stream exchange) and has none"),
+              std::string::npos)
+        << error.what();
+  }
+}
+
+// A step in which nothing moves ends, by name of what stands still; here a kernel that nobody can wake, so the process.
+TEST(Streams, AStepInWhichNothingMovesEnds) {
+  testing::GTEST_FLAG(death_test_style) = "threadsafe";
+  const auto stand_still = [] {
+    register_kind({.name = "test_stands_still",
+                   .summary = "",
+                   .shape = [](const OpView& v) -> std::vector<TensorSpec> { return {{v.input(0).shape, DType::f32}}; },
+                   .kernels = {{"cpu", {[](const Binding&) -> Launch { return [] { pause(); }; }}}}});
+    Program program;
+    Builder build(program);
+    const TensorId x = build.data("x", {16}, DType::f32);
+    build.stream = Stream::host;
+    const TensorId y = build.emit("test_stands_still", {x}, {}, "y");
+    build.stream = Stream::compute;
+    build.emit("gelu", {y}, {}, "z");
+    const MemoryPlan plan = plan_memory(program, "cpu", 1);
+    Storage storage(program, plan);
+    Threads threads(1);
+    Executor executor(program, plan, storage, "cpu", threads, 1, nullptr, 0.1);
+    executor.run();
+  };
+  EXPECT_EXIT(stand_still(), testing::ExitedWithCode(1),
+              "nothing moved in this step any more: compute stands at op 1 \\(gelu, makes z\\); host stands at op 0 \\(test_stands_still, makes y\\)");
+}
+
 TEST(Planner, RandomProgramsNeverOverlap) {
   const uint32_t base = std::random_device{}();
   for (uint32_t seed = base; seed < base + 40; ++seed) {

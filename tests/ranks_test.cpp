@@ -3,6 +3,7 @@
 #include <random>
 
 #include "engine/runtime/saver.h"
+#include "strata/layout.h"
 #include "tests/harness.h"
 
 namespace strata {
@@ -122,6 +123,22 @@ TEST(Ranks, ReproducibleRunsAreEqual) {
             if (HasFailure()) return;
           }
       }
+    }
+}
+
+// ZeRO-Offload: updates on threads of the host's beside offloaded states, while exchanges stay on their stream.
+TEST(Ranks, UpdatesRunOnThreadsOfTheHost) {
+  test::TemporaryFolder folder;
+  const std::string run = "reproducible = true\n", plugins = "[plugins.adamw]\n[plugins.clip]\nmax_norm = 0.1\n";
+  const Outcome expected = outcome(1, toml(1, 2, plugins, run));
+  size_t number = 0;
+  for (const std::string& exchange : kExchanges)
+    for (const std::string tier : {"host", "nvme"}) {
+      if (test::left_out(number++)) continue;
+      const std::string text =
+          toml(2, 2, plugins + exchange + offload(folder.path(), tier) + "[host]\nthreads = 1\n", run);
+      SCOPED_TRACE(text);
+      expect_same(outcome(2, text), expected, "");
     }
 }
 
@@ -252,6 +269,47 @@ TEST(Ranks, WhatNeedsAnExchangeComesAfterTheNextHasBegun) {
           for (TensorId sum : ops[exchanges[e]].outputs)
             EXPECT_FALSE(id && id == sum) << "op " << i << " reads what op " << exchanges[e] << " exchanges";
   });
+}
+
+// What a plugin asks for: the parameter's name as the model has it, and where a rank's part of a gradient begins.
+class Asks final : public Plugin {
+ public:
+  void gradients(GradientStage& stage) override {
+    for (const Gradient& gradient : stage.gradients())
+      found.push_back({parameter_name(stage.build().program(), gradient), gradient.tensor});
+  }
+  std::vector<std::pair<std::string, TensorId>> found;
+};
+
+TEST(Ranks, PartsKnowTheirPlaceAndTheirParametersName) {
+  const auto names = [](const Program& program) {
+    std::vector<std::string> list;
+    for (TensorId id : program.with_role(Role::parameter)) list.push_back(program[id].name);
+    return list;
+  };
+  const std::vector<std::string> plain = names(test::Runner(toml(1, 1, "[plugins.adamw]\n")).built.program);
+  for (const std::string precision : {"", "[plugins.mixed_precision]\n"})
+    for (int stage : {1, 2, 3})
+      run_local(2, [&](World& world) {
+        Asks asks;
+        const test::Runner runner(
+            toml(2, 1, "[plugins.adamw]\n[plugins.zero]\nstage = " + std::to_string(stage) + "\n" + precision),
+            {{"asks", &asks}}, Goal::train, {}, &world);
+        ASSERT_EQ(asks.found.size(), plain.size());
+        int split = 0;
+        for (const auto& [name, id] : asks.found) {
+          EXPECT_EQ(std::count(plain.begin(), plain.end(), name), 1) << name;
+          const Tensor& gradient = runner.built.program[id];
+          if (gradient.layout.empty()) {
+            EXPECT_EQ(GlobalIndex(gradient).first, 0) << name;
+            continue;
+          }
+          ++split;
+          const int64_t rows = gradient.full_shape()[0], row = elements(gradient.shape) / gradient.shape[0];
+          EXPECT_EQ(GlobalIndex(gradient).first, share_of(rows, world.rank(), 2).begin * row) << name;
+        }
+        EXPECT_GT(split, 5);
+      });
 }
 
 TEST(Ranks, AnAxisThatNothingUsesIsRefused) {

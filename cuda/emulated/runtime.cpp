@@ -389,6 +389,14 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   runtime.wait(lock, [&, count = event->recorded] { return event->done >= count; });
   return cudaSuccess;
 }
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+  STRATA_LOCKED();
+  if (event->capture) return runtime.give(cudaErrorCapturedEvent);
+  while (event->done < event->recorded && runtime.run_one()) {
+  }
+  runtime.touch(false);
+  return event->done >= event->recorded ? cudaSuccess : cudaErrorNotReady;
+}
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEvent_t end) {
   STRATA_LOCKED();
   if (start->done < start->recorded || end->done < end->recorded) return cudaErrorNotReady;

@@ -1,5 +1,5 @@
 // Exchanges between the ranks of a mesh axis, grouped: any number of tensors in one operation. They run on the exchange
-// stream and take a group from the executor (strata/communicator.h).
+// stream and nowhere else, and take a group from the executor (OpKind::exchange, strata/communicator.h).
 #include <algorithm>
 
 #include "engine/ops/registration.h"
@@ -15,6 +15,16 @@ void add_rows(std::vector<Pieces>& parts, std::byte* data, int64_t rows, int64_t
     const Range share = share_of(rows, r, size);
     parts[size_t(r)].add({data + share.begin * (bytes / rows), share.count() * (bytes / rows)});
   }
+}
+
+// The rank whose share of the rows result i is; 0 while its layout doesn't say.
+int rank_of(const OpView& v, int i, int size) {
+  if (i >= v.outputs() || v.output(i).layout.empty()) return 0;
+  const Split& split = v.output(i).layout.back();
+  if (split.dimension != 0 || split.axis != v.attributes().string("axis")) return 0;
+  int rank = 0;
+  while (rank + 1 < size && share_of(v.input(i).shape[0], rank, size).begin < split.first) ++rank;
+  return rank;
 }
 
 std::vector<TensorSpec> same(const OpView& v) {
@@ -37,6 +47,7 @@ std::function<Cost(const OpView&)> moved(double passes) {
 void add(std::string name, std::string summary, std::function<std::vector<TensorSpec>(const OpView&)> shape,
          bool in_place, double passes, Kernel kernel) {
   OpKind kind{.name = std::move(name), .summary = std::move(summary), .shape = std::move(shape), .cost = moved(passes)};
+  kind.exchange = true;
   if (in_place)
     for (int i = 0; i < 256; ++i) kind.in_place.push_back({i, i});
   kind.kernels = {{"cpu", kernel}, {"reference", kernel}};
@@ -61,7 +72,7 @@ const AtLoad registered([] {
          };
        },
        {}});
-  // The shape is the first rank's: it holds the most rows.
+  // The shape is the first rank's, which holds the most rows, or that of the rank whose rows a result's layout names.
   add("reduce_scatter", "x (rows, …), … -> sums over an axis, this rank's share of the rows",
       [](const OpView& v) -> std::vector<TensorSpec> {
         std::vector<TensorSpec> specs;
@@ -69,7 +80,7 @@ const AtLoad registered([] {
         for (int i = 0; i < v.inputs(); ++i) {
           require(v.has_input(i) && v.input(i).shape[0] >= size, v, "tensors of at least a row a rank");
           Shape shape = v.input(i).shape;
-          shape[0] = share_of(shape[0], 0, size).count();
+          shape[0] = share_of(shape[0], rank_of(v, i, size), size).count();
           specs.push_back({shape, v.input(i).dtype});
         }
         return specs;

@@ -28,10 +28,11 @@ void guarded(const NamedPlugin& named, std::string_view stage, Call&& call) {
 }
 
 template <class Call>
-void rewrite(std::span<const NamedPlugin> plugins, std::string_view stage, Program& program, Call&& call) {
+void rewrite(std::span<const NamedPlugin> plugins, std::string_view stage, Program& program, const Mesh& mesh,
+             Call&& call) {
   for (const NamedPlugin& named : plugins) {
     guarded(named, stage, call);
-    verify(program, named.name + "\", stage \"" + std::string(stage));
+    verify(program, named.name + "\", stage \"" + std::string(stage), &mesh);
   }
 }
 
@@ -92,10 +93,10 @@ BuiltProgram build_program(std::span<const NamedPlugin> plugins, const BatchShap
     single[result].step_output = true;
   else
     single.losses = {result};
-  verify(single, "model");
+  verify(single, "model", &mesh);
 
   ProgramStage forward{.program = single, .batch = batch, .goal = goal, .mesh = mesh};
-  rewrite(plugins, "forward", single, [&](Plugin& plugin) { plugin.forward(forward); });
+  rewrite(plugins, "forward", single, mesh, [&](Plugin& plugin) { plugin.forward(forward); });
 
   const std::vector<TensorId> parameters = single.with_role(Role::parameter);
   std::vector<TensorId> gradients(parameters.size());
@@ -110,7 +111,7 @@ BuiltProgram build_program(std::span<const NamedPlugin> plugins, const BatchShap
     std::vector<Root> roots;
     for (TensorId loss : single.losses) roots.push_back({loss, forward.loss_gradient});
     gradients = differentiate(single, roots, parameters);
-    verify(single, "differentiation");
+    verify(single, "differentiation", &mesh);
     for (size_t i = 0; i < parameters.size(); ++i)
       if (gradients[i]) {
         const Layout& layout = single[parameters[i]].layout;
@@ -121,7 +122,7 @@ BuiltProgram build_program(std::span<const NamedPlugin> plugins, const BatchShap
     if (is_half(forward.gradient_dtype)) narrow(single, list, forward.gradient_dtype);
     const size_t first = single.ops.size();
     ProgramStage backward{.program = single, .batch = batch, .goal = goal, .mesh = mesh, .gradients = &list};
-    rewrite(plugins, "backward", single, [&](Plugin& plugin) { plugin.backward(backward); });
+    rewrite(plugins, "backward", single, mesh, [&](Plugin& plugin) { plugin.backward(backward); });
     hoist(single, std::min(first, single.ops.size()));
     std::fill(gradients.begin(), gradients.end(), TensorId{});
     for (const Gradient& gradient : list)
@@ -133,7 +134,7 @@ BuiltProgram build_program(std::span<const NamedPlugin> plugins, const BatchShap
 
   built.program = unroll(single, parameters, gradients, schedule, batch.reproducible);
   Program& step = built.program;
-  verify(step, "unrolling");
+  verify(step, "unrolling", &mesh);
   built.model_flops = flops(step) * double(batch.ranks);
   built.tokens_per_step = batch.sequences() * batch.sequence_length;
   if (goal == Goal::logits) built.logits = step.find(single[result].name + "@0");
@@ -148,7 +149,7 @@ BuiltProgram build_program(std::span<const NamedPlugin> plugins, const BatchShap
     Builder reduce(step);
     reduce.stage = Stage::reduce;
     GradientStage gradient_stage(reduce, list, mesh);
-    rewrite(plugins, "gradients", step, [&](Plugin& plugin) {
+    rewrite(plugins, "gradients", step, mesh, [&](Plugin& plugin) {
       reduce.role = Role::gradient;
       plugin.gradients(gradient_stage);
     });
@@ -156,16 +157,16 @@ BuiltProgram build_program(std::span<const NamedPlugin> plugins, const BatchShap
     Builder update(step);
     update.stage = Stage::update;
     UpdateStage update_stage(update, list, mesh);
-    rewrite(plugins, "update", step, [&](Plugin& plugin) {
+    rewrite(plugins, "update", step, mesh, [&](Plugin& plugin) {
       update.role = Role::workspace;
       plugin.update(update_stage);
     });
     hoist(step, first);
-    verify(step, "placing updates early");
+    verify(step, "placing updates early", &mesh);
   }
 
   ProgramStage placement{.program = step, .batch = batch, .goal = goal, .mesh = mesh};
-  rewrite(plugins, "placement", step, [&](Plugin& plugin) { plugin.placement(placement); });
+  rewrite(plugins, "placement", step, mesh, [&](Plugin& plugin) { plugin.placement(placement); });
   return built;
 }
 

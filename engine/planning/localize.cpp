@@ -40,6 +40,7 @@ void localize(Program& program, const Mesh& mesh, int64_t microbatches) {
   const int first = mesh[kDataAxis].coordinate * int(microbatches);
   for (Op& op : program.ops)
     if (op.microbatch >= 0) op.microbatch += first;
+  verify(program, "localizing", &mesh);
 }
 
 std::string plan_hash(const Program& program) {

@@ -127,6 +127,7 @@ class Materializer {
     if (!part) {
       part = result_.program.add_part(copy, in_[id].name, in_[id].shape, in_[id].part_offset);
       result_.program[part].layout = in_[id].layout;
+      result_.program[part].copy_of = id;
     }
     return part;
   }
@@ -165,6 +166,7 @@ class Materializer {
     tensor.home = tier;
     tensor.persistent = tensor.step_output = false;
     tensor.initializer = {};
+    if (!tensor.copy_of) tensor.copy_of = id;
     return result_.program.add(std::move(tensor));
   }
 

@@ -94,8 +94,10 @@ class Planner {
   MemoryPlan attempt(const std::array<int64_t, kTiers>& targets) {
     const Materialized now = fit(targets);
     program_ = now.program;
+    verify(program_, "residency");
     const MemoryPlan before = measure_memory(program_, settings_.backend, settings_.threads);
     spread_moves(program_, before, settings_.rates, limits_of_spreading(before, targets));
+    verify(program_, "spreading moves");
     MemoryPlan plan = plan_memory(program_, settings_.backend, settings_.threads);
     if (!over(plan) && plan.device().total_bytes() <= std::max(bytes_without_, targets[int(Tier::device)])) return plan;
     program_ = now.program;
@@ -137,6 +139,10 @@ class Planner {
     for (size_t t = 0; t < program_.tensors.size(); ++t) {
       Tensor& tensor = program_.tensors[t];
       if (!tensor.persistent || tensor.part_of) continue;
+      if (elements(tensor.shape) == 1) {  // the host reads and sets numbers such as a loss scale, and they are nothing to move
+        tensor.nearest = tensor.farthest = Tier::device;
+        continue;
+      }
       if (settings_.homes) {
         const auto found = settings_.homes->find(tensor.name);
         if (found != settings_.homes->end()) tensor.home = found->second;
@@ -151,7 +157,7 @@ class Planner {
   // brought there (ZeRO-Offload, arXiv 2101.06840, section 4).
   void choose_update_tiers() {
     for (Op& op : program_.ops) {
-      if (op.stage != Stage::update || op.tier != Tier::device) continue;
+      if (op.stage != Stage::update || op.tier != Tier::device || op.kind->exchange) continue;
       int64_t to_host = 0, to_device = 0;
       std::set<TensorId> seen;
       for (TensorId id : op.inputs) {

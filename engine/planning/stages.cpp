@@ -48,12 +48,14 @@ TensorId ModelStage::call(std::string_view name, Builder& build, TensorId input)
 }
 
 void GradientStage::append(std::string_view kind, std::initializer_list<std::reference_wrapper<Gradient>> gradients,
-                           Attributes attributes) {
+                           Attributes attributes, const std::vector<TensorId>& more) {
   for (Gradient& gradient : gradients) {
     materialize(gradient);
     build_.role = Role::gradient;
     const TensorId before = gradient.tensor;
-    gradient.tensor = build_.emit(kind, {before}, attributes, build_[before].name);
+    std::vector<TensorId> inputs{before};
+    inputs.insert(inputs.end(), more.begin(), more.end());
+    gradient.tensor = build_.emit(kind, inputs, attributes, build_[before].name);
     keep_layout(build_.program(), before, gradient.tensor);
   }
 }
@@ -98,10 +100,8 @@ std::vector<TensorId> GradientStage::over_all(std::string_view each, std::string
   std::vector<TensorId> values;
   for (const auto& [axes, list] : parts) {
     TensorId value = build_.emit(together, list);
-    build_.stream = Stream::exchange;
     for (const std::string& axis : axes)
       value = build_.emit("all_reduce", {value}, {{"axis", axis}, {"reduction", "sum"}});
-    build_.stream = Stream::compute;
     values.push_back(value);
   }
   return values;
@@ -111,13 +111,16 @@ TensorId UpdateStage::over_parts(const Gradient& gradient, TensorId partial, con
   const Layout layout = build_[gradient.parameter].layout;
   for (const Split& split : layout) {
     if (mesh_.size(split.axis) == 1) continue;
-    build_.stream = Stream::exchange;
     std::vector<TensorId> outputs;
     if (build_[partial].persistent) outputs = {partial};
     partial = build_.emit_all("all_reduce", {partial}, {{"axis", split.axis}, {"reduction", reduction}}, outputs)[0];
-    build_.stream = Stream::compute;
   }
   return partial;
+}
+
+std::string parameter_name(const Program& program, const Gradient& gradient) {
+  const Tensor& whole = program[program.whole(gradient.parameter)];
+  return whole.rounded_from.empty() ? whole.name : whole.rounded_from;
 }
 
 std::vector<std::vector<size_t>> buckets_of(const Program& program, const std::vector<Gradient>& gradients,

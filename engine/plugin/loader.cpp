@@ -13,6 +13,7 @@
 #include <sstream>
 
 #include "engine/plugin/exported_symbols.h"
+#include "engine/program/registering.h"
 
 namespace strata {
 namespace {
@@ -95,6 +96,7 @@ StaticPlugin::StaticPlugin(const PluginEntry& entry) {
 
 LoadedPlugin::LoadedPlugin(const PluginEntry& entry, std::string path)
     : entry_(&entry), path_(std::move(path)), plugin_(nullptr, entry.destroy) {
+  const RegisteringPlugin registering(entry.name);
   try {
     plugin_.reset(entry.create());
   } catch (const std::exception& error) {

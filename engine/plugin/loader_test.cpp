@@ -103,6 +103,40 @@ TEST_F(Loader, PluginsOfAConfiguration) {
   EXPECT_EQ(plugins[0].name() + " " + plugins[1].name() + " " + plugins[2].name(), "gpt schedule adamw");
 }
 
+// A plugin that registers a kind in its constructor may be made any number of times; the kind stays that plugin's.
+struct Registers : Plugin {
+  Registers() {
+    register_kind({.name = "test_of_a_plugin", .summary = "", .shape = [](const OpView& v) {
+                     return std::vector<TensorSpec>{{v.input(0).shape, DType::f32}};
+                   }});
+  }
+};
+
+TEST(Registering, APluginMayBeMadeAnyNumberOfTimes) {
+  const auto entry = [](const char* name) {
+    return PluginEntry{sizeof(PluginEntry),
+                       STRATA_FINGERPRINT,
+                       name,
+                       "1",
+                       "",
+                       []() -> Plugin* { return new Registers; },
+                       [](Plugin* plugin) { delete plugin; }};
+  };
+  const PluginEntry first = entry("first"), second = entry("second");
+  const LoadedPlugin once(first, "first.so"), again(first, "first.so");
+  const OpKind& kind = find_kind("test_of_a_plugin");
+  const LoadedPlugin third(first, "first.so");
+  EXPECT_EQ(&kind, &find_kind("test_of_a_plugin"));
+  EXPECT_EQ(message_of([&] { LoadedPlugin(second, "second.so"); }),
+            "plugin \"second\" (second.so) threw while it was made: op kind \"test_of_a_plugin\" is registered twice, "
+            "first by plugin \"first\"; give the new kind another name.");
+  EXPECT_EQ(message_of([] { Registers(); }),
+            "op kind \"test_of_a_plugin\" is registered twice, first by plugin \"first\"; give the new kind another "
+            "name.");
+  EXPECT_EQ(message_of([] { register_kind({.name = "gelu", .summary = "", .shape = find_kind("gelu").shape}); }),
+            "op kind \"gelu\" is registered twice, first by the engine; give the new kind another name.");
+}
+
 // Headers that lie must not make the reader leave the file: bytes changed at random, cuts at random lengths. A
 // read beyond the mapped pages ends the test; one of less than a page stays unseen.
 TEST_F(Loader, DamagedLibrariesNeverReadOutOfBounds) {

@@ -155,6 +155,8 @@ TEST(Schema, WholeConfiguration) {
   EXPECT_EQ(steps->find("type")->string("type"), "integer");
   const Json* backend = properties->find("device")->find("properties")->find("backend");
   EXPECT_EQ(backend->find("enum")->array("enum").size(), 3u);
+  EXPECT_NE(properties->find("mesh")->find("properties")->find("replicate"), nullptr);
+  EXPECT_NE(properties->find("network")->find("properties")->find("timeout"), nullptr);
   EXPECT_EQ(properties->find("data")->find("required")->array("required").front().string("required"), "train");
 }
 

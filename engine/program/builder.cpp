@@ -41,13 +41,11 @@ TensorId Builder::emit(std::string_view kind, std::vector<TensorId> inputs, Attr
 
 std::vector<TensorId> Builder::emit_all(std::string_view kind, std::vector<TensorId> inputs, Attributes attributes,
                                         std::vector<TensorId> outputs, std::string_view result) {
-  Op op{.kind = &find_kind(kind),
-        .inputs = std::move(inputs),
-        .attributes = std::move(attributes),
-        .stream = stream,
-        .stage = stage,
-        .block = block_index,
-        .microbatch = microbatch};
+  Op op = make_op(kind, std::move(inputs), {}, std::move(attributes));
+  if (!op.kind->exchange) op.stream = stream;
+  op.stage = stage;
+  op.block = block_index;
+  op.microbatch = microbatch;
   const std::vector<TensorSpec> specs = op.kind->shape(OpView(*program_, op));
   outputs.resize(specs.size());
   for (size_t i = 0; i < specs.size(); ++i)

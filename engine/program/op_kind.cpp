@@ -4,6 +4,8 @@
 #include <mutex>
 #include <shared_mutex>
 
+#include "engine/program/registering.h"
+
 namespace strata {
 namespace {
 
@@ -16,6 +18,15 @@ std::map<std::string, OpKind, std::less<>>& registry() {
 std::map<std::string, std::map<std::string, Kernel, std::less<>>>& early_kernels() {
   static auto& kernels = *new std::map<std::string, std::map<std::string, Kernel, std::less<>>>;
   return kernels;
+}
+// By kind: the plugin that registered it; empty for the engine's own.
+std::map<std::string, std::string>& owners() {
+  static auto& plugins = *new std::map<std::string, std::string>;
+  return plugins;
+}
+std::string& registering() {
+  static thread_local std::string plugin;
+  return plugin;
 }
 // Ranks that are threads load plugins, which register kinds, at the same time.
 std::shared_mutex& registry_mutex() {
@@ -31,13 +42,24 @@ std::vector<std::string> kind_names() {
 
 }  // namespace
 
-OpKind& register_kind(OpKind kind) {
+RegisteringPlugin::RegisteringPlugin(std::string_view name) : before_(std::exchange(registering(), name)) {}
+RegisteringPlugin::~RegisteringPlugin() { registering() = before_; }
+
+const OpKind& register_kind(OpKind kind) {
   if (!kind.shape) throw Error("op kind \"" + kind.name + "\" has no shape rule; every kind needs one.");
+  const std::string& by = registering();
   std::unique_lock lock(registry_mutex());
   const auto [at, inserted] = registry().emplace(kind.name, kind);
-  if (const auto early = early_kernels().find(kind.name); inserted && early != early_kernels().end())
-    for (auto& [backend, kernel] : early->second) at->second.kernels.insert_or_assign(backend, kernel);
-  if (!inserted) throw Error("op kind \"" + kind.name + "\" is registered twice; give the new kind another name.");
+  if (inserted) {
+    owners()[kind.name] = by;
+    if (const auto early = early_kernels().find(kind.name); early != early_kernels().end())
+      for (auto& [backend, kernel] : early->second) at->second.kernels.insert_or_assign(backend, kernel);
+    return at->second;
+  }
+  const std::string& first = owners()[kind.name];
+  if (by.empty() || by != first)
+    throw Error("op kind \"" + kind.name + "\" is registered twice, first by " +
+                (first.empty() ? "the engine" : "plugin \"" + first + "\"") + "; give the new kind another name.");
   return at->second;
 }
 
@@ -67,6 +89,25 @@ TensorId OpView::addend(int output) const {
   if (!accumulates(output)) return {};
   const int before = __builtin_popcount(op_->accumulate & ((1u << output) - 1));
   return op_->inputs.at(inputs() + before);
+}
+
+Communicator& Binding::group() const {
+  if (group_) return *group_;
+  const std::string axis = attributes().has("axis") ? "axis \"" + attributes().string("axis") + "\"" : "no axis";
+  throw Error("op \"" + op().kind->name + "\"" +
+                  (op().outputs.empty() ? "" : ", which makes " + output(0).name + ",") + " asks for a group of ranks (" +
+                  axis + ", stream " + std::string(name_of(op().stream)) +
+                  ") and has none: only exchanges (OpKind::exchange) over an axis of several ranks get one.",
+              ExitCode::failed);
+}
+
+Op make_op(std::string_view kind, std::vector<TensorId> inputs, std::vector<TensorId> outputs, Attributes attributes) {
+  const OpKind& found = find_kind(kind);
+  return {.kind = &found,
+          .inputs = std::move(inputs),
+          .outputs = std::move(outputs),
+          .attributes = std::move(attributes),
+          .stream = found.exchange ? Stream::exchange : Stream::compute};
 }
 
 Cost cost_of(const OpView& view) {

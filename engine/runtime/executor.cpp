@@ -4,8 +4,11 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 
+#include "engine/planning/progress.h"
 #include "engine/runtime/executor_parts.h"
 #include "strata/device.h"
 
@@ -65,7 +68,7 @@ void Executor::copy_addends(Step& step, const OpView& view, const std::vector<vo
 }
 
 Executor::Executor(const Program& program, const MemoryPlan& plan, Storage& storage, const std::string& backend,
-                   Threads& compute, int host_threads, const Groups* groups)
+                   Threads& compute, int host_threads, const Groups* groups, double patience)
     : program_(program),
       plan_(plan),
       storage_(storage),
@@ -128,13 +131,16 @@ Executor::Executor(const Program& program, const MemoryPlan& plan, Storage& stor
                                                     : streams_->alone;
     Step& step = steps_[i];
     Communicator* group = nullptr;
-    if (op.stream == Stream::exchange && op.attributes.has("axis")) {
-      STRATA_CHECK(groups && groups->contains(op.attributes.string("axis")));
-      group = groups->find(op.attributes.string("axis"))->second.get();
-    }
+    if (op.stream == Stream::exchange && groups && op.attributes.has("axis"))
+      if (const auto found = groups->find(op.attributes.string("axis")); found != groups->end())
+        group = found->second.get();  // where there is none, a kernel that asks for it says so
     void* const queue = in_queue(op.stream) ? device_->queue(op.stream) : nullptr;
     uint64_t* const fault = queue && kernel->second.fault ? next_fault++ : nullptr;
-    step.launch = kernel->second.bind(Binding(view, inputs, outputs, workspace(i), threads, group, queue, fault));
+    try {
+      step.launch = kernel->second.bind(Binding(view, inputs, outputs, workspace(i), threads, group, queue, fault));
+    } catch (const Error& error) {
+      throw Error("op " + std::to_string(i) + " (" + op.kind->name + "): " + error.what(), error.code());
+    }
     step.fault = fault;
     copy_addends(step, view, outputs, threads, backend);  // where an addend could not share its output's memory
     step.waits = std::move(waits[i]);
@@ -165,6 +171,7 @@ Executor::Executor(const Program& program, const MemoryPlan& plan, Storage& stor
     streams_->start = device_->make_event(true);
     if (!streams_->has_graph) find_runs();
   }
+  check_progress();
   const auto follow = [this](int s) {
     int64_t round = 0;
     for (;;) {
@@ -179,13 +186,43 @@ Executor::Executor(const Program& program, const MemoryPlan& plan, Storage& stor
     for (int s = 1; s < kStreams; ++s)
       if (!streams_->ops[s].empty() && !in_queue(Stream(s)))
         streams_->threads.push_back(start_thread("the stream " + std::string(name_of(Stream(s))), [=] { follow(s); }));
+    if (device_ || !streams_->threads.empty()) watch(patience);  // one stream waits for nobody
   } catch (...) {
     streams_->end();
     throw;
   }
 }
 
-Executor::~Executor() { streams_->end(); }
+Executor::~Executor() {
+  watchdog_.reset();
+  streams_->end();
+}
+
+void Executor::watch(double patience) {
+  const auto ends = [](const std::string& where) {
+    return Error("nothing moved in this step any more: " + where, ExitCode::failed);
+  };
+  watchdog_ = std::make_unique<Watchdog>(
+      Watchdog::Watched{.progress = [this]() -> int64_t {
+                          try {
+                            return progress();
+                          } catch (...) {  // what failed on the device
+                            streams_->fail(std::current_exception());
+                            return -1;
+                          }
+                        },
+                        .where = [this] { return positions(); },
+                        .end = [this, ends](const std::string& where) {
+                          streams_->fail(std::make_exception_ptr(ends(where)));
+                        },
+                        .leave =
+                            [ends](const std::string& where) {
+                              std::fprintf(stderr, "strata: %s It cannot be stopped; this process ends.\n",
+                                           ends(where).what());
+                              std::_Exit(int(ExitCode::failed));
+                            }},
+      patience, std::min(60.0, patience));
+}
 
 bool exchanges_in_queue(const Groups& groups) {
   return std::any_of(groups.begin(), groups.end(), [](const auto& group) { return group.second->asynchronous(); });
@@ -193,6 +230,11 @@ bool exchanges_in_queue(const Groups& groups) {
 
 bool Executor::in_queue(Stream stream) const {
   return device_ && (on_device(stream) || (stream == Stream::exchange && exchanges_in_queue_));
+}
+
+// Whether the next step is captured as one graph, or runs as one.
+bool Executor::is_one_graph() const {
+  return device_ && graphs_ && streams_->has_graph && streams_->steps > 0 && spans_.empty();
 }
 
 double Executor::now() const {
@@ -234,7 +276,7 @@ void Executor::run_stream(int stream, const StageHook* hook) {
       if (device_)
         for (const Wait& wait : steps_[i].waits)
           if (in_queue(wait.stream))
-            device_->synchronize(steps_[size_t(streams.ops[int(wait.stream)][size_t(wait.count) - 1])].event);
+            wait_for_event(steps_[size_t(streams.ops[int(wait.stream)][size_t(wait.count) - 1])].event);
       if (streams.failed.load(std::memory_order_acquire)) {
         streams.release(stream);
         return;
@@ -251,14 +293,79 @@ void Executor::run_stream(int stream, const StageHook* hook) {
   }
 }
 
+// Counts what is done in a step: ops that threads have run, and ops of queues behind which an event was reached.
+int64_t Executor::progress() {
+  Streams& streams = *streams_;
+  const int64_t step = streams.begun;
+  if (streams.reached_in != step) streams.reached_in = step, streams.reached = {};
+  int64_t sum = step;
+  for (int s = 0; s < kStreams; ++s) {
+    const auto& ops = streams.ops[s];
+    const int32_t done = std::min(streams.done[s].load(std::memory_order_acquire), int32_t(ops.size()));
+    sum += done;
+    if (!in_queue(Stream(s))) continue;
+    int32_t& reached = streams.reached[s];
+    for (int32_t i = reached; i < done && !streams.failed; ++i) {
+      const int event = steps_[size_t(ops[size_t(i)])].event;
+      if (event < 0) continue;
+      if (!device_->reached(event)) break;
+      reached = i + 1;
+    }
+    sum += reached;
+  }
+  return sum;
+}
+
+// With ops one by one and with those of the runs at once.
+void Executor::check_progress() const {
+  std::vector<std::vector<Wait>> waits;
+  for (const Step& step : steps_) waits.push_back(step.waits);
+  const auto queued = [this](Stream stream) { return in_queue(stream); };
+  require_progress(program_, waits, queued);
+  std::vector<std::vector<int32_t>> runs;
+  for (const Run& run : streams_->runs) runs.push_back(run.ops);
+  if (!runs.empty()) require_progress(program_, waits, queued, runs);
+}
+
+std::string Executor::positions() const {
+  std::string text;
+  for (int s = 0; s < kStreams; ++s) {
+    const auto& ops = streams_->ops[s];
+    if (ops.empty()) continue;
+    const bool queue = in_queue(Stream(s));
+    const int32_t done = streams_->done[s].load(std::memory_order_acquire);
+    const int32_t at = queue ? streams_->reached[s] : done;
+    text += (text.empty() ? "" : "; ") + std::string(name_of(Stream(s)));
+    if (size_t(at) >= ops.size()) {
+      text += " is done";
+      continue;
+    }
+    const Op& op = program_.ops[size_t(ops[size_t(at)])];
+    text += " stands at op " + std::to_string(ops[size_t(at)]) + " (" + op.kind->name +
+            (op.outputs.empty() ? "" : ", makes " + program_[op.outputs[0]].name) + ")";
+    if (queue) text += ", with " + std::to_string(std::max(done - at, 0)) + " more in its queue";
+  }
+  return text + ".";
+}
+
 void Executor::run(const StageHook& hook) {
   Streams& streams = *streams_;
+  const struct Watched {
+    explicit Watched(Watchdog* dog) : dog(dog) {
+      if (dog) dog->begin();
+    }
+    ~Watched() {
+      if (dog) dog->end();
+    }
+    Watchdog* dog;
+  } watched(is_one_graph() ? nullptr : watchdog_.get());
   streams.failed = false;
   streams.error = nullptr;
   stalls_ = {};
   step_began_ = 0;
   step_began_ = now();
   for (auto& count : streams.done) count.store(0, std::memory_order_relaxed);
+  ++streams.begun;
   streams.running = int(streams.threads.size());
   if (!streams.threads.empty()) {
     ++streams.started;
@@ -270,9 +377,11 @@ void Executor::run(const StageHook& hook) {
     run_stream(0, hook ? &hook : nullptr);
   for (int s = 1; s < kStreams && !streams.threads.empty(); ++s) {  // what is left when nothing is left to compute
     if (in_queue(Stream(s))) continue;
-    const auto count = int32_t(streams.ops[s].size());
-    for (int32_t done; (done = streams.done[s].load(std::memory_order_acquire)) < count && !streams.failed;)
-      streams.done[s].wait(done);
+    try {
+      wait_for_thread({Stream(s), int32_t(streams.ops[s].size())});
+    } catch (...) {
+      streams.fail(std::current_exception());
+    }
   }
   for (int left = streams.running; left > 0; left = streams.running) streams.running.wait(left);
   if (device_) {

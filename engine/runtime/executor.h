@@ -9,9 +9,11 @@
 #include <string>
 #include <vector>
 
+#include "engine/planning/dependencies.h"
 #include "engine/planning/memory_plan.h"
 #include "engine/planning/stalls.h"
 #include "engine/runtime/storage.h"
+#include "engine/runtime/watchdog.h"
 #include "strata/communicator.h"
 #include "strata/op_kind.h"
 #include "strata/threads.h"
@@ -28,14 +30,20 @@ using Groups = std::map<std::string, std::unique_ptr<Communicator>, std::less<>>
 // Whether exchanges are put into a device's queue: groups of axes are then all asynchronous.
 bool exchanges_in_queue(const Groups& groups);
 
+// For how long nothing may move in a step, where exchanges wait for other ranks up to `network_timeout` seconds: a
+// little longer, because they know which rank did not come.
+inline double patience(double network_timeout) { return network_timeout + 15; }
+
 class Executor {
  public:
   using StageHook = std::function<void(Stage, bool start)>;
 
   // `program`, `plan`, `storage` and `threads` must outlive the executor. Binds every op to its kernel for `backend`.
-  // `host_threads` serve the host stream; `groups` the exchanges, where the program has any.
+  // `host_threads` serve the host stream; `groups` the exchanges, where the program has any. A step in which no stream
+  // gets anything done for `patience` seconds ends with an error that says at which op each stands, or, where that
+  // wakes nobody, with the process (Watchdog). A step that runs as one graph of the device is not looked into.
   Executor(const Program& program, const MemoryPlan& plan, Storage& storage, const std::string& backend,
-           Threads& threads, int host_threads = 1, const Groups* groups = nullptr);
+           Threads& threads, int host_threads = 1, const Groups* groups = nullptr, double patience = strata::patience(600));
   ~Executor();
 
   // On an asynchronous device (the storage's) this thread puts ops into the device's queues in the order of the
@@ -76,9 +84,16 @@ class Executor {
                     const std::string& backend);
   void run_op(int32_t index);
   bool in_queue(Stream stream) const;  // of the device
+  bool is_one_graph() const;
   void find_sent();
   void find_runs();
+  void wait_for_event(int event);
+  void wait_for_thread(const Wait& wait);
   void wait_for_device();
+  void check_progress() const;
+  void watch(double patience);
+  int64_t progress();
+  std::string positions() const;
   void read_spans();
   double now() const;
 
@@ -106,6 +121,7 @@ class Executor {
   Stalls stalls_;
   std::vector<Span> spans_;                   // by op; empty: nobody asked
   double step_began_ = 0, device_began_ = 0;  // of the device's queue, since the step began
+  std::unique_ptr<Watchdog> watchdog_;        // the last, for it looks at the rest
 };
 
 }  // namespace strata

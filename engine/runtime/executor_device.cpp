@@ -83,11 +83,8 @@ void Executor::run_on_device(const StageHook* hook) {
       if (!in_queue(step.stream) || (by_runs && step.inside)) continue;
       Run* const run = by_runs && step.run >= 0 ? &streams.runs[size_t(step.run)] : nullptr;
       const int32_t end = run ? run->ops.back() : i;
-      for (const Wait& wait : step.waits) {
-        if (in_queue(wait.stream)) continue;
-        auto& done = streams.done[int(wait.stream)];
-        for (int32_t count; (count = done.load(std::memory_order_acquire)) < wait.count;) done.wait(count);
-      }
+      for (const Wait& wait : step.waits)
+        if (!in_queue(wait.stream)) wait_for_thread(wait);
       if (streams.failed.load(std::memory_order_acquire)) break;
       const auto& [first, last] = stage_span_[int(program_.ops[size_t(i)].stage)];
       if (hook && i == first) (*hook)(program_.ops[size_t(i)].stage, true);
@@ -119,10 +116,31 @@ void Executor::run_on_device(const StageHook* hook) {
   }
 }
 
-// Looks after the groups whose operations are under way: one that waits for a rank that is gone would wait for ever.
+// For the threads of the host's streams: until what comes before the event is done, or the step has failed.
+void Executor::wait_for_event(int event) {
+  constexpr int kLooks = 1000;  // without a pause: most waits are short
+  for (int looks = 0; !device_->reached(event) && !streams_->failed.load(std::memory_order_acquire); ++looks)
+    if (looks > kLooks) std::this_thread::sleep_for(std::chrono::microseconds(20));
+}
+
+// For the thread of the step, until a stream that is a thread has come so far. Meanwhile it looks after the groups with
+// operations in a queue: one that waits for a rank that is gone would wait for ever, and what waits for it too.
+void Executor::wait_for_thread(const Wait& wait) {
+  auto& done = streams_->done[int(wait.stream)];
+  for (int32_t count; (count = done.load(std::memory_order_acquire)) < wait.count;)
+    if (exchanges_in_queue_) {
+      for (const auto& [axis, group] : *groups_) group->watch();
+      std::this_thread::sleep_for(std::chrono::microseconds(20));
+    } else {
+      done.wait(count);
+    }
+}
+
+// When the step has failed, operations that wait for other ranks are given up: those may never come.
 void Executor::wait_for_device() {
   if (exchanges_in_queue_) try {
       while (!device_->idle()) {
+        if (streams_->failed) throw Error("the step has failed.", ExitCode::failed);
         for (const auto& [axis, group] : *groups_) group->watch();
         std::this_thread::sleep_for(std::chrono::microseconds(20));
       }

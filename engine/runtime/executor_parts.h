@@ -39,7 +39,10 @@ struct Executor::Streams {
   bool has_graph = false;  // the program may become one
   int start = -1;          // event at the start of a step
   int64_t steps = 0;       // run so far
-  std::array<std::atomic<int32_t>, kStreams> done{};
+  std::array<std::atomic<int32_t>, kStreams> done{};  // of a queue: put into it
+  std::array<int32_t, kStreams> reached{};  // of a queue: ops known to be over, for the watchdog; only its thread's
+  int64_t reached_in = -1;                  // … in this step
+  std::atomic<int64_t> begun{0};            // steps
   std::atomic<int64_t> started{0};
   std::atomic<int> running{0};
   std::atomic<bool> failed{false}, stop{false};

@@ -83,9 +83,7 @@ class Loop final : public StepContext {
     if (!id) throw Error("no scalar is named \"" + std::string(name) + "\" in this program.");
     return read_scalar(program_, id, executor_.pointer(id));
   }
-  void set_scalar(std::string_view name, double value) override {
-    if (void* data = storage_.persistent(name)) *static_cast<double*>(data) = value;
-  }
+  void set_scalar(std::string_view name, double value) override { storage_.set_scalar(name, value); }
   void log(std::string_view, double) override {}
 
  private:

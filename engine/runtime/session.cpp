@@ -145,7 +145,7 @@ PlannedProgram Session::plan(Goal goal, const PlannedProgram* training, int64_t 
   const auto homes = training ? homes_of(training->program()) : std::map<std::string, Tier>();
   planned.memory =
       plan_residency(program, {.backend = device.backend,
-                               .threads = threads(),
+                               .threads = std::max(threads(), int(host.threads)),  // workspaces do for either team
                                .host_stream = host.threads > 0,
                                .direct_storage = device.direct_storage,
                                .device_budget = device.memory.count,

@@ -8,6 +8,7 @@
 #include "strata/layout.h"
 #include "strata/op_kind.h"
 #include "strata/random.h"
+#include "strata/stages.h"
 
 namespace strata {
 namespace {
@@ -106,6 +107,23 @@ std::byte* Storage::shared_memory(int64_t bytes) {
 void* Storage::persistent(std::string_view name) const {
   const auto found = places_.find(name);
   return found == places_.end() ? nullptr : found->second;
+}
+
+void Storage::set_scalar(std::string_view name, double value) {
+  const auto found =
+      std::find_if(tensors_.begin(), tensors_.end(), [&](const Tensor& tensor) { return tensor.name == name; });
+  if (found == tensors_.end()) {
+    if (name == kStepScalar || name == kSeedScalar || name == kLearningRateFactor) return;
+    std::vector<std::string> names;
+    for (const Tensor& tensor : tensors_)
+      if (tensor.role == Role::scalar) names.push_back(tensor.name);
+    throw Error("no scalar is named \"" + std::string(name) + "\" in this program." + did_you_mean(name, names));
+  }
+  if (found->role != Role::scalar || !is_shared(*found) || found->home == Tier::nvme)
+    throw Error("\"" + std::string(name) + "\" is no scalar, but one of the " + std::string(name_of(found->role)) +
+                ", " + std::string(name_of(found->dtype)) + text(found->shape) +
+                "; only what Builder::scalar declares can be set.");
+  *static_cast<double*>(persistent(name)) = value;
 }
 
 void* Storage::device_copy(std::string_view name) const {

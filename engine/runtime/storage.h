@@ -35,6 +35,9 @@ class Storage {
 
   // A persistent tensor's memory, on the NVMe tier a StorageSlot*; null when there is none of that name.
   void* persistent(std::string_view name) const;
+  // Gives a scalar (Builder::scalar) its value for the next step. An Error for any other name, but for those step
+  // scalars of the engine (stages.h) that the program does not read.
+  void set_scalar(std::string_view name, double value);
   const std::vector<Tensor>& persistent_tensors() const { return tensors_; }
   // A persistent tensor's bytes wherever it rests; what comes from NVMe is valid until the next call. Between steps
   // only.

@@ -79,14 +79,14 @@ class Loop final : public StepContext {
       tell(exchanges_in_queue(groups_) ? "exchanges: NCCL" : "exchanges: through host memory");
     sampler_.emplace(*dataset_, session.data.sequence_length, session.data.shuffle, uint64_t(session.run.seed));
     executor_.emplace(training_.program(), training_.memory, *storage_, session.device.backend, threads_,
-                      std::max(1, int(session.host.threads)), &groups_);
+                      std::max(1, int(session.host.threads)), &groups_, patience(session.network.timeout));
     if (!session.device.graphs) executor_->without_graphs();
     feed_.emplace(*executor_, session.batch(Goal::train));
     if (validation_) {
       validation_set_.emplace(session.data.validation, training_.built.vocabulary);
       validation_sampler_.emplace(*validation_set_, session.data.sequence_length, false, 0);
       evaluator_.emplace(validation_->program(), validation_->memory, *storage_, session.device.backend, threads_, 1,
-                         &groups_);
+                         &groups_, patience(session.network.timeout));
       validation_feed_.emplace(*evaluator_, session.batch(Goal::evaluate));
     }
     if (!trace_.empty() && first_rank()) {
@@ -184,9 +184,7 @@ class Loop final : public StepContext {
       throw Error("no scalar is named \"" + std::string(name) + "\" in this program.");
     return read_scalar(program, id, executor_->pointer(id));
   }
-  void set_scalar(std::string_view name, double value) override {
-    if (void* data = storage_->persistent(name)) *static_cast<double*>(data) = value;
-  }
+  void set_scalar(std::string_view name, double value) override { storage_->set_scalar(name, value); }
   void log(std::string_view name, double value) override { extra_.emplace_back(name, value); }
 
  private:

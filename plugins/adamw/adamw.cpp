@@ -57,7 +57,8 @@ strata::Launch bind_cpu(const Binding& b) {
   const int64_t count = strata::elements(b.input(0).shape);
   const DType gradient = b.input(1).dtype, moment = b.input(2).dtype;
   strata::adamw::Rounding rounding{.global = strata::GlobalIndex(b.input(0))};
-  const uint64_t streams[] = {strata::stream_of(b.input(2).name), strata::stream_of(b.input(3).name)};
+  const uint64_t streams[] = {uint64_t(b.attributes().integer("m_stream", 0)),
+                              uint64_t(b.attributes().integer("v_stream", 0))};
   return [=]() mutable {
     const strata::adamw::Settings s = settings(b);
     if (std::isnan(s.gradient_scale)) return;
@@ -136,13 +137,16 @@ class AdamW final : public strata::Plugin {
       std::vector<TensorId> inputs{gradient.parameter, gradient.tensor, m, v, step, factor};
       if (gradient.scale || type != DType::f32) inputs.push_back(gradient.scale);
       if (type != DType::f32) inputs.push_back(build.scalar(strata::kSeedScalar));
-      build.emit_all("adamw", inputs,
-                     {{"beta1", settings_.beta1},
-                      {"beta2", settings_.beta2},
-                      {"epsilon", settings_.epsilon},
-                      {"learning_rate", settings_.learning_rate},
-                      {"weight_decay", parameter.shape.size() >= 2 ? settings_.weight_decay : 0.0}},
-                     {gradient.parameter, m, v});
+      Attributes attributes{{"beta1", settings_.beta1},
+                            {"beta2", settings_.beta2},
+                            {"epsilon", settings_.epsilon},
+                            {"learning_rate", settings_.learning_rate},
+                            {"weight_decay", parameter.shape.size() >= 2 ? settings_.weight_decay : 0.0}};
+      if (type != DType::f32) {  // rounding is the same wherever a moment is updated, and in whichever copy
+        attributes.set("m_stream", int64_t(strata::stream_of(build[m].name)));
+        attributes.set("v_stream", int64_t(strata::stream_of(build[v].name)));
+      }
+      build.emit_all("adamw", inputs, std::move(attributes), {gradient.parameter, m, v});
     }
   }
 

@@ -1,4 +1,5 @@
-// AdamW on the GPU: one pass over memory, eight elements a thread; see adamw_kernel.h for the mathematics.
+// AdamW on the GPU: one pass over memory, eight elements a thread; see adamw_kernel.h for the mathematics. Every product
+// and sum is rounded as on the CPU, so that an update gives the same bits beside offloaded states as on the device.
 #include "cuda/bind.h"
 #include "cuda/philox.h"
 #include "strata/layout.h"
@@ -37,7 +38,7 @@ STRATA_KERNEL update(float* parameter, const Gradient* gradient, Moment* m, Mome
   if (i >= count || scale != scale) return;  // NaN: the step overflowed
   const double step = *s.step, rate = s.learning_rate * *s.factor;
   const float step_size = float(rate / (1 - pow(s.beta1, step))), root = float(1 / sqrt(1 - pow(s.beta2, step)));
-  const float decay = float(1 - rate * s.weight_decay), weight1 = float(1 - s.beta1), weight2 = float(1 - s.beta2),
+  const float decay = float(1 - rounded_product(rate, s.weight_decay)), weight1 = float(1 - s.beta1), weight2 = float(1 - s.beta2),
               beta2 = float(s.beta2), epsilon = float(s.epsilon), factor = float(scale);
   float p[kEach], g[kEach], first[kEach], second[kEach];
   load(static_cast<const float*>(parameter), i, count, p);
@@ -46,10 +47,11 @@ STRATA_KERNEL update(float* parameter, const Gradient* gradient, Moment* m, Mome
   load(static_cast<const Moment*>(v), i, count, second);
 #pragma unroll
   for (int e = 0; e < kEach; ++e) {
-    g[e] *= factor;
-    first[e] += weight1 * (g[e] - first[e]);
-    second[e] = beta2 * second[e] + weight2 * g[e] * g[e];
-    p[e] = p[e] * decay - step_size * first[e] / (sqrtf(second[e]) * root + epsilon);
+    g[e] = rounded_product(g[e], factor);
+    first[e] = rounded_sum(first[e], rounded_product(weight1, g[e] - first[e]));
+    second[e] = rounded_sum(rounded_product(beta2, second[e]), rounded_product(rounded_product(weight2, g[e]), g[e]));
+    const float under = rounded_sum(rounded_product(sqrtf(second[e]), root), epsilon);
+    p[e] = rounded_sum(rounded_product(p[e], decay), -(rounded_product(step_size, first[e]) / under));
   }
   store(parameter, i, count, p);
   if constexpr (sizeof(Moment) == 2) {
@@ -75,8 +77,8 @@ const Registration kind("adamw", [](const Binding& b) -> Launch {
              b.in<double>(5),
              b.has_input(6) ? b.in<double>(6) : nullptr,
              b.has_input(7) ? b.in<double>(7) : nullptr,
-             stream_of(b.input(2).name),
-             stream_of(b.input(3).name),
+             uint64_t(a.integer("m_stream", 0)),
+             uint64_t(a.integer("v_stream", 0)),
              GlobalIndex(b.input(0))};
   return with_type(b.input(1).dtype, [&](auto zero) -> Launch {
     using Gradient = decltype(zero);

@@ -39,9 +39,7 @@ class DataParallel final : public strata::Plugin {
       tensors.push_back(gradient->tensor);
     }
     build.role = strata::Role::gradient;
-    build.stream = strata::Stream::exchange;
     const auto sums = build.emit_all("all_reduce", tensors, {{"axis", group}, {"reduction", "sum"}});
-    build.stream = strata::Stream::compute;
     for (size_t i = 0; i < gradients.size(); ++i) {
       build.program()[sums[i]].layout = build[tensors[i]].layout;
       gradients[i]->tensor = sums[i];

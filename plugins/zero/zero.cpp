@@ -18,7 +18,6 @@ using strata::RestingForm;
 using strata::Role;
 using strata::Shape;
 using strata::Stage;
-using strata::Stream;
 using strata::Tensor;
 using strata::TensorId;
 
@@ -98,9 +97,7 @@ class Zero final : public strata::Plugin {
       std::vector<TensorId> tensors;
       for (size_t g : list) tensors.push_back(gradients[g].tensor);
       build.role = Role::gradient;
-      build.stream = Stream::exchange;
       const std::vector<TensorId> sums = build.emit_all(kind, tensors, std::move(attributes));
-      build.stream = Stream::compute;
       for (size_t i = 0; i < list.size(); ++i) {
         build.program()[sums[i]].layout = build[tensors[i]].layout;
         gradients[list[i]].tensor = sums[i];
@@ -149,11 +146,7 @@ class Zero final : public strata::Plugin {
       ops.push_back(std::move(program.ops[i]));
       const auto found = after.find(i);
       if (found == after.end()) continue;
-      Op gather;
-      gather.kind = &strata::find_kind("gather_rows");
-      gather.inputs = gather.outputs = found->second;
-      gather.attributes = {{"axis", kAxis}};
-      gather.stream = Stream::exchange;
+      Op gather = strata::make_op("gather_rows", found->second, found->second, {{"axis", kAxis}});
       gather.stage = Stage::update;
       ops.push_back(std::move(gather));
     }
@@ -200,12 +193,8 @@ class Zero final : public strata::Plugin {
     std::vector<Op> ops;
     for (size_t i = 0; i < program.ops.size(); ++i) {
       if (const auto found = before.find(i); found != before.end() && !found->second.parameters.empty()) {
-        Op gather;
-        gather.kind = &strata::find_kind("all_gather");
-        gather.inputs = found->second.parameters;
+        Op gather = strata::make_op("all_gather", found->second.parameters, {}, {{"axis", kAxis}});
         for (TensorId id : gather.inputs) gather.outputs.push_back(gathered[id.value]);
-        gather.attributes = {{"axis", kAxis}};
-        gather.stream = Stream::exchange;
         gather.stage = program.ops[i].stage;
         gather.block = program.ops[i].block;
         gather.purpose = strata::Purpose::restore;

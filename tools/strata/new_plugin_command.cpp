@@ -1,4 +1,4 @@
-// `new-plugin`: a folder with a working plugin of thirty lines to start from.
+// `new-plugin`: a folder with a small working plugin to start from, and the command that builds it.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -26,23 +26,68 @@ enable_testing()
 add_test(NAME @NAME@ COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/test.sh $<TARGET_FILE:Strata::strata_command> $<TARGET_FILE_DIR:plugin_@NAME@>)
 )";
 
-constexpr const char* kSource = R"(// Clips every gradient element into [-limit, limit]. Replace by your own idea.
+constexpr const char* kSource = R"(// Clips every gradient element into [-limit, limit], with an op kind of its own. Replace by your own idea.
+#include <strata/layout.h>
 #include <strata/plugin.h>
+
+#include <algorithm>
+
+namespace {
+
+using strata::Binding;
+using strata::OpView;
+
+constexpr const char* kKind = "@NAME@_limit";
+
+// gradient (…) -> the same, clipped. Called in the plugin's constructor, as often as the plugin is made.
+void register_kinds() {
+  strata::OpKind kind;
+  kind.name = kKind;
+  kind.summary = "gradient (…) -> its elements within [-limit, limit]";
+  // Looks at the inputs and says what the outputs are. Runs after every pass that could have changed the op.
+  kind.shape = [](const OpView& v) -> std::vector<strata::TensorSpec> {
+    strata::require(v.inputs() == 1 && v.has_input(0) && v.input(0).dtype == strata::DType::f32, v, "one f32 tensor");
+    return {{v.input(0).shape, strata::DType::f32}};
+  };
+  // Runs once, when the step is bound to memory: addresses stay what they are. What it returns runs in every step, and
+  // must not allocate. A kernel for another backend goes beside this one, by that backend's name.
+  kind.kernels["cpu"] = {[](const Binding& b) -> strata::Launch {
+    const float limit = float(b.attributes().real("limit"));
+    const float* in = b.in<float>(0);
+    float* out = b.out<float>(0);
+    const int64_t count = strata::elements(b.input(0).shape);
+    // With ZeRO this rank has a part of the gradient: element i here is element index(i) of the parameter
+    // b.attributes().string("parameter"), which is what to key random numbers or tables by.
+    [[maybe_unused]] const strata::GlobalIndex index(b.input(0));
+    return [=, &threads = b.threads()] {
+      threads.split(count, 1 << 14, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) out[i] = std::clamp(in[i], -limit, limit);
+      });
+    };
+  }};
+  strata::register_kind(kind);
+}
 
 class @CLASS@ final : public strata::Plugin {
  public:
+  @CLASS@() { register_kinds(); }
+
   void options(strata::Options& o) override {
     o.add("limit", limit_, "largest absolute value of a gradient element").positive();
   }
 
   // Called once, when the step is planned: what is appended here runs every step, as soon as its gradient is final.
   void gradients(strata::GradientStage& stage) override {
-    for (auto& gradient : stage.gradients()) stage.append("clamp", {gradient}, {{"limit", limit_}});
+    for (auto& gradient : stage.gradients())
+      stage.append(kKind, {gradient},
+                   {{"limit", limit_}, {"parameter", parameter_name(stage.build().program(), gradient)}});
   }
 
  private:
   double limit_ = 1.0;
 };
+
+}  // namespace
 
 STRATA_PLUGIN(@CLASS@, "@NAME@", "0.1.0", "clips gradient elements")
 )";
@@ -91,8 +136,9 @@ micro_batch = 2
 [plugins.@NAME@]
 limit = 0.001
 TOML
+"$strata" check "$work/config.toml"
 "$strata" plan "$work/config.toml" --program >"$work/program"
-grep -q clamp "$work/program"
+grep -q @NAME@_limit "$work/program"
 "$strata" train "$work/config.toml"
 )";
 
@@ -103,6 +149,28 @@ std::string filled(std::string text, const std::string& name) {
   for (const auto& [key, value] : {std::pair<std::string, std::string>{"@NAME@", name}, {"@CLASS@", class_name}})
     for (size_t at; (at = text.find(key)) != std::string::npos;) text.replace(at, key.size(), value);
   return text;
+}
+
+// As one word for a shell.
+std::string quoted(const std::string& text) {
+  if (!text.empty() && text.find_first_not_of("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-+./=") ==
+                           std::string::npos)
+    return text;
+  std::string result = "'";
+  for (const char c : text) result += c == '\'' ? "'\\''" : std::string(1, c);
+  return result + "'";
+}
+
+// Against the Strata that runs: where it is installed, or, from a build folder, after installing it beside the plugin.
+std::string build_command(const fs::path& folder) {
+  const fs::path plugins = fs::weakly_canonical(plugin_folders({}).front());  // PREFIX/lib/strata/plugins
+  const fs::path own = plugins.parent_path().parent_path().parent_path();
+  const bool installed = fs::exists(own / "lib/cmake/Strata/StrataConfig.cmake");
+  const fs::path prefix = installed ? own : fs::absolute(folder) / "strata";
+  const std::string build = quoted((folder / "build").string());
+  return (installed ? "" : "cmake --install " + quoted(own.string()) + " --prefix " + quoted(prefix.string()) + " && ") +
+         "cmake -S " + quoted(folder.string()) + " -B " + build + " -DCMAKE_PREFIX_PATH=" + quoted(prefix.string()) +
+         " && cmake --build " + build + " && ctest --test-dir " + build + " --output-on-failure";
 }
 
 }  // namespace
@@ -133,10 +201,8 @@ int new_plugin_command_main(const NewPluginArguments& arguments) {
   write("README.md", kReadme);
   write("test.sh", kTest);
   fs::permissions(folder / "test.sh", fs::perms(0755));
-  fmt::print(
-      "{}: CMakeLists.txt, {}.cpp, README.md, test.sh\nbuild it with: cmake -B {}/build -S {} && cmake --build "
-      "{}/build && ctest --test-dir {}/build\n",
-      folder.string(), name, folder.string(), folder.string(), folder.string(), folder.string());
+  fmt::print("{}: CMakeLists.txt, {}.cpp, README.md, test.sh\nbuild it with:\n{}\n", folder.string(), name,
+             build_command(folder));
   return int(ExitCode::done);
 }
 

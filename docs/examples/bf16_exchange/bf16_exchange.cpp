@@ -40,9 +40,7 @@ class Bf16Exchange final : public strata::Plugin {
       stage.materialize(*gradient);
       narrow.push_back(build.emit("cast", {gradient->tensor}, {{"dtype", "bf16"}}));
     }
-    build.stream = strata::Stream::exchange;
     const auto sums = build.emit_all("all_reduce", narrow, {{"axis", group}, {"reduction", "sum"}});
-    build.stream = strata::Stream::compute;
     for (size_t i = 0; i < gradients.size(); ++i) {
       const strata::Layout layout = build[gradients[i]->tensor].layout;
       gradients[i]->tensor = build.emit("cast", {sums[i]}, {{"dtype", "f32"}});

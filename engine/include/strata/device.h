@@ -51,8 +51,8 @@ class Device {
   virtual double seconds_between(int first, int second) const = 0;  // of timed events that are done
   virtual void record(int event, Stream stream) = 0;                // after what is in the queue now
   virtual void wait(Stream stream, int event) = 0;  // what comes into the queue later waits for the mark
-  virtual void synchronize(int event) = 0;          // the calling thread waits; throws what failed on the device
-  virtual void synchronize() = 0;                   // for everything
+  virtual bool reached(int event) = 0;              // nothing before the mark is under way; throws what failed
+  virtual void synchronize() = 0;                   // the calling thread waits for everything; throws what failed
   virtual bool idle() = 0;                          // nothing is under way; throws what failed on the device
 
   // A group whose operations go into the exchange stream's queue; called by all ranks of the world in the same order,

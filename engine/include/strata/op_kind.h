@@ -87,8 +87,9 @@ class Binding : public OpView {
     return static_cast<T*>(workspace_);
   }  // 64-byte aligned
   Threads& threads() const { return *threads_; }
-  Communicator& group() const { return *group_; }  // of the mesh axis that attribute "axis" names
-  void* queue() const { return queue_; }           // of an asynchronous device: on cuda a cudaStream_t
+  // Of the mesh axis that attribute "axis" names; for kinds that are exchanges (OpKind::exchange), an Error for others.
+  Communicator& group() const;
+  void* queue() const { return queue_; }  // of an asynchronous device: on cuda a cudaStream_t
   // Where a kernel that cannot throw because it runs later leaves a number other than 0; see Kernel::fault.
   uint64_t* fault() const { return fault_; }
 
@@ -147,16 +148,26 @@ struct OpKind {
   // without attributes.
   std::vector<std::pair<std::string, std::string>> fusions{};
   bool half = false;  // kernels take bf16 and f16 where they take f32; for others mixed precision casts around the op
+  // Kernels exchange with the other ranks of the mesh axis that attribute "axis" names (Binding::group): the kind's ops
+  // run on the exchange stream, on tensors of the device, and no pass moves them elsewhere.
+  bool exchange = false;
   std::map<std::string, Kernel, std::less<>> kernels{};  // by backend: "cpu", "reference", …
 };
 
-// Registers a kind; a second one of the same name is an Error. Returns it, so that kernels can be added.
-OpKind& register_kind(OpKind kind);
-// Adds a kernel for a backend to a kind, which may be registered later.
+// Registers a kind. Plugins call it in their constructor, as often as they are made: the first call counts, and later
+// ones of the same plugin return what is there. A kind of that name of somebody else is an Error. Give all kernels with
+// the kind: `kernels` by backend, "cpu" for the CPU, "reference" for the loops that tests compare with.
+const OpKind& register_kind(OpKind kind);
+// Adds a kernel for a backend to a kind, which may be registered later: for kernels that live in another library than
+// the kind, such as those of cuda.
 void register_kernel(std::string_view kind, std::string_view backend, Kernel kernel);
 const OpKind& find_kind(std::string_view name);  // Error with the nearest name when there is none
 std::vector<const OpKind*> all_kinds();
 Cost cost_of(const OpView& view);
+
+// An op on the stream of its kind: the exchange stream for an exchange, compute for any other.
+Op make_op(std::string_view kind, std::vector<TensorId> inputs, std::vector<TensorId> outputs,
+           Attributes attributes = {});
 
 // Throws Error unless `condition`; for shape rules. The message names the op kind and its inputs.
 void require(bool condition, const OpView& view, std::string_view expected);

@@ -31,8 +31,9 @@ class StepContext {
   virtual int64_t step() const = 0;   // 1 for the first step of the run, goes on after a resume
   virtual int64_t steps() const = 0;  // [run] steps
   virtual double scalar(std::string_view name) const = 0;
-  virtual void set_scalar(std::string_view name, double value) = 0;  // before the step; an unknown name is ignored
-  virtual void log(std::string_view name, double value) = 0;         // a field of the step's log line
+  // Before the step: the value of a scalar that the program declared (Builder::scalar). Any other name is an Error.
+  virtual void set_scalar(std::string_view name, double value) = 0;
+  virtual void log(std::string_view name, double value) = 0;  // a field of the step's log line
 };
 
 // What a plugin keeps across a restart besides tensors: named strings in the checkpoint's manifest.
@@ -57,6 +58,8 @@ struct ExternalTensor {
   std::vector<Rows> rows;
 };
 
+// Made whenever a configuration is read, so possibly several times in one process; constructors do no more than
+// register op kinds (register_kind, op_kind.h), which may be said each time.
 class Plugin {
  public:
   virtual ~Plugin() = default;

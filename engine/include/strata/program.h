@@ -115,8 +115,18 @@ struct Program {
 std::string print(const Program& program);
 std::string print(const Program& program, const Op& op);
 
-// Throws Error naming `after` (the pass or plugin that ran last) when the program is not well formed: shapes and
-// dtypes must be those the kinds infer, every tensor is written before it is read, arity and ids are right.
-void verify(const Program& program, std::string_view after);
+class Mesh;
+
+// Throws Error naming `after` (the pass or plugin that ran last) when the program is not well formed. What it checks:
+// - ids, arity and addends are right; shapes and dtypes are those the kinds infer;
+// - every tensor is written before it is read, and what lives within the step once; only persistent tensors (and their
+//   copies on other tiers) are updated in place; nothing writes data;
+// - parts lie within their whole; splits are of dimensions that exist and within the full size, and with a mesh each is
+//   the share of the mesh's rank;
+// - exchanges are on the exchange stream and name an axis, with a mesh one of several ranks; nothing else is there;
+//   streams that move bytes hold moves between the tiers of their name, the host's ops whose operands are on the host;
+//   nothing but a move touches the NVMe tier;
+// - the ops of resting forms are well formed, and restoring writes the tensor.
+void verify(const Program& program, std::string_view after, const Mesh* mesh = nullptr);
 
 }  // namespace strata

@@ -70,6 +70,11 @@ struct Gradient {
 // or one of its axes; "" when there is nothing to sum.
 std::string take_data_axes(const Mesh& mesh, std::vector<std::string>& partial);
 
+// The name under which the model declared the gradient's parameter, also where the gradient or the parameter is one
+// rank's part (ZeRO) or the parameter is a master of mixed precision. Ask while planning, and hand it to an op as an
+// attribute: the tensors that an op gets in the end may be copies with names of their own.
+std::string parameter_name(const Program& program, const Gradient& gradient);
+
 // Gradients in the order in which they become final, cut into groups of at least `bytes` (but for the last).
 std::vector<std::vector<size_t>> buckets_of(const Program& program, const std::vector<Gradient>& gradients,
                                             int64_t bytes);
@@ -105,9 +110,10 @@ class GradientStage {
   const Mesh& mesh() const { return mesh_; }
   std::vector<Gradient>& gradients() { return gradients_; }
   Builder& build() { return build_; }
-  // Emits a kind whose first input is the gradient and whose first output becomes the gradient from then on.
+  // Emits, for each of the gradients, a kind whose first input is the gradient and whose first output becomes the
+  // gradient from then on; `more` are its further inputs, such as step scalars (Builder::scalar).
   void append(std::string_view kind, std::initializer_list<std::reference_wrapper<Gradient>> gradients,
-              Attributes attributes = {});
+              Attributes attributes = {}, const std::vector<TensorId>& more = {});
   // Multiplies a gradient by a scalar tensor, lazily; on top of a scale that is pending.
   void scale(Gradient& gradient, TensorId factor);
   // Multiplies the pending scale in, for ops that need the final values.

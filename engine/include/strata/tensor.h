@@ -79,6 +79,8 @@ struct Tensor {
   // place. Parts of parts are not used.
   TensorId part_of{};
   int64_t part_offset = 0;
+  // Made by the residency planner: another copy of this tensor, on another tier or restored. Its name is another one.
+  TensorId copy_of{};
   Shape full_shape() const;  // of the whole tensor that `layout` divides
   int64_t bytes() const { return elements(shape) * size_of(dtype); }
 };
