@@ -188,7 +188,21 @@ expect 0 '' "$strata" generate config.toml --tokens 20 --prompt 'line'
 expect 0 '' "$strata" export config.toml exported
 expect 0 '' "$strata" import exported imported
 expect 0 '' "$strata" train config.toml --set run.directory=tuned --set run.initialize=imported --set model.context=1024
-expect 2 'it is a checkpoint of another model' "$strata" train config.toml --set run.directory=other --set run.initialize=imported --set model.hidden=64
+expect 2 'is a checkpoint of another model' "$strata" train config.toml --set run.directory=other --set run.initialize=imported --set model.hidden=64
+# Shapes do not show these: the table that the checkpoint was written under does.
+expect 2 'written with model.layers = 2, but the configuration has model.layers = 1' "$strata" train config.toml --set run.directory=other --set run.initialize=imported --set model.layers=1
+expect 2 'model.heads = 2, model.kv_heads = 2, but' "$strata" train config.toml --resume --set run.steps=9 --set model.heads=4
+expect 2 'model.heads = 2, model.kv_heads = 2, but' "$strata" generate config.toml --tokens 2 --set model.heads=4
+expect 2 'model.norm_epsilon' "$strata" export config.toml other --set model.norm_epsilon=0.1
+[[ ! -e other ]] || [[ -z $(find other -type f) ]] || fail "a checkpoint of another model left: $(find other)"
+expect 0 '' "$strata" train config.toml --set run.directory=other --set run.initialize=imported --set model.dropout=0.3 --set run.steps=1
+# Sizes of a foreign configuration that are none.
+cp -r exported odd
+for change in '"n_head": 2/"n_head": 0' '"n_head": 2/"n_head": -2' '"n_layer": 2/"n_layer": 2147483648' '"vocab_size": 256/"vocab_size": 9223372036854775807'; do
+  sed "s/$change/" exported/config.json >odd/config.json
+  cmp -s exported/config.json odd/config.json && fail "config.json has no ${change%/*}"
+  expect 2 'expected 1 to' "$strata" import odd strange
+done
 
 # Damaged checkpoints.
 cp -r run damaged

@@ -7,6 +7,7 @@ namespace strata {
 namespace {
 
 constexpr double kLargest = 1 << 24;  // of a size of the batch: beyond is a slip, and products of two still fit 64 bits
+constexpr double kShortest = 0.001, kLongest = 1e9;  // of a wait, in seconds: thirty years
 
 }  // namespace
 
@@ -21,7 +22,7 @@ void declare(Options& options, RunSection& run) {
       "save_behind", run.save_behind,
       "copy the state to host memory and write checkpoints while training goes on; what rests on NVMe is written "
       "before");
-  options.add("keep", run.keep, "checkpoints kept, the newest ones").positive();
+  options.add("keep", run.keep, "checkpoints kept, the newest ones").range(1, 1e9);
   options.add("validate_every", run.validate_every, "steps between validations; 0: only at the end")
       .non_negative()
       .unit("steps");
@@ -104,11 +105,15 @@ void declare(Options& options, NetworkSection& network) {
       .add("direct", network.direct,
            "most ranks of a group over libfabric that all exchange with all at once; larger groups go step by step, by "
            "recursive doubling and halving and in rings")
-      .positive();
-  options.add("timeout", network.timeout, "longest wait for another rank in an operation").positive().unit("seconds");
-  options.add("join_timeout", network.join_timeout, "until all ranks must have come").positive().unit("seconds");
+      .range(1, 65536);
+  options.add("timeout", network.timeout, "longest wait for another rank in an operation")
+      .range(kShortest, kLongest)
+      .unit("seconds");
+  options.add("join_timeout", network.join_timeout, "until all ranks must have come")
+      .range(kShortest, kLongest)
+      .unit("seconds");
   options.add("silence", network.silence, "without a sign of life for so long a rank counts as gone")
-      .positive()
+      .range(kShortest, kLongest)
       .unit("seconds");
 }
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "engine/planning/unroll.h"
+#include "engine/program/op_limit.h"
 #include "engine/program/autodiff.h"
 #include "strata/convert.h"
 
@@ -52,16 +53,25 @@ void narrow(Program& program, std::vector<Gradient>& list, DType dtype) {
   Builder build(program);
   build.stage = Stage::backward;
   build.role = Role::gradient;
+  std::vector<int> block(program.tensors.size(), -1);  // of the op that makes a tensor
+  for (const Op& op : program.ops)
+    for (TensorId id : op.outputs) block[size_t(id.value)] = op.block;
   for (Gradient& gradient : list) {
-    for (const Op& op : program.ops)
-      if (std::find(op.outputs.begin(), op.outputs.end(), gradient.tensor) != op.outputs.end())
-        build.block_index = op.block;
+    build.block_index = block[size_t(gradient.tensor.value)];
     const Layout layout = program[gradient.tensor].layout;
     gradient.tensor =
         build.emit("cast", {gradient.tensor}, {{"dtype", std::string(name_of(dtype))}}, program[gradient.tensor].name);
     program[gradient.tensor].layout = layout;
   }
   hoist(program, program.ops.size() - list.size());
+}
+
+// Before anything is made for each microbatch.
+void require_room_for_microbatches(const Program& single, int64_t microbatches) {
+  require_room_for_ops(double(single.ops.size()) * double(microbatches),
+                       "a step of " + std::to_string(microbatches) + " microbatches of " +
+                           std::to_string(single.ops.size()) + " ops each",
+                       "raise data.micro_batch, or lower data.global_batch or the number of layers.");
 }
 
 void require_summed(const std::vector<Gradient>& list) {
@@ -98,7 +108,10 @@ BuiltProgram build_program(std::span<const NamedPlugin> plugins, const BatchShap
   ProgramStage forward{.program = single, .batch = batch, .goal = goal, .mesh = mesh};
   rewrite(plugins, "forward", single, mesh, [&](Plugin& plugin) { plugin.forward(forward); });
 
+  require_room_for_microbatches(single, batch.microbatches);
   const std::vector<TensorId> parameters = single.with_role(Role::parameter);
+  std::vector<size_t> number(single.tensors.size());  // of a parameter in that list
+  for (size_t i = 0; i < parameters.size(); ++i) number[size_t(parameters[i].value)] = i;
   std::vector<TensorId> gradients(parameters.size());
   ScheduleStage schedule{.microbatches = int(batch.microbatches), .order = {}};
   for (int m = 0; m < schedule.microbatches; ++m) {
@@ -125,13 +138,12 @@ BuiltProgram build_program(std::span<const NamedPlugin> plugins, const BatchShap
     rewrite(plugins, "backward", single, mesh, [&](Plugin& plugin) { plugin.backward(backward); });
     hoist(single, std::min(first, single.ops.size()));
     std::fill(gradients.begin(), gradients.end(), TensorId{});
-    for (const Gradient& gradient : list)
-      gradients[size_t(std::find(parameters.begin(), parameters.end(), gradient.parameter) - parameters.begin())] =
-          gradient.tensor;
+    for (const Gradient& gradient : list) gradients[number[size_t(gradient.parameter.value)]] = gradient.tensor;
     for (const NamedPlugin& named : plugins)
       guarded(named, "schedule", [&](Plugin& plugin) { plugin.schedule(schedule); });
   }
 
+  require_room_for_microbatches(single, batch.microbatches);
   built.program = unroll(single, parameters, gradients, schedule, batch.reproducible);
   Program& step = built.program;
   verify(step, "unrolling", &mesh);
@@ -141,7 +153,7 @@ BuiltProgram build_program(std::span<const NamedPlugin> plugins, const BatchShap
 
   if (goal == Goal::train) {
     for (Gradient& gradient : list) {
-      const size_t i = size_t(std::find(parameters.begin(), parameters.end(), gradient.parameter) - parameters.begin());
+      const size_t i = number[size_t(gradient.parameter.value)];
       gradient.tensor = gradients[i];
       gradient.parameter = step.find(single[parameters[i]].name);
     }
@@ -156,7 +168,7 @@ BuiltProgram build_program(std::span<const NamedPlugin> plugins, const BatchShap
     require_summed(list);
     Builder update(step);
     update.stage = Stage::update;
-    UpdateStage update_stage(update, list, mesh);
+    UpdateStage update_stage(update, list, mesh, batch.reproducible);
     rewrite(plugins, "update", step, mesh, [&](Plugin& plugin) {
       update.role = Role::workspace;
       plugin.update(update_stage);

@@ -172,9 +172,26 @@ int64_t place_by_size(std::vector<Buffer>& buffers) {
   return top;
 }
 
+// Sums of bytes are taken in 64 bits from here on; a workspace is below 2^62 by the bound on elements.
+void require_countable(const Program& program) {
+  constexpr double kMost = double(int64_t{1} << 61);
+  double bytes = 0;
+  const Tensor* largest = nullptr;
+  for (const Tensor& tensor : program.tensors) {
+    if (tensor.part_of) continue;
+    bytes += double(tensor.bytes()) + double(kStorageAlignment);
+    if (!largest || tensor.bytes() > largest->bytes()) largest = &tensor;
+  }
+  if (bytes > kMost)
+    throw Error("the tensors of a step take " + bytes_text(int64_t(std::min(bytes, 9e18))) +
+                " together, more than the " + bytes_text(int64_t(kMost)) + " that can be planned; the largest is " +
+                largest->name + " " + text(largest->shape) + ".");
+}
+
 // Liveness of everything, and the peak of each tier.
 MemoryPlan lay_out(const Program& program, const std::string& backend, int threads, int64_t alignment) {
   if (alignment == 0) alignment = alignment_of(program);
+  require_countable(program);
   MemoryPlan plan;
   plan.persistent_offset.assign(program.tensors.size(), -1);
   for (size_t i = 0; i < program.tensors.size(); ++i)

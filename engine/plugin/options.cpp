@@ -180,6 +180,10 @@ Option& Option::per_rank() {
   per_rank_ = true;
   return *this;
 }
+Option& Option::may_change() {
+  changeable_ = true;
+  return *this;
+}
 
 std::string Option::value_text() const { return std::visit(Describe{}, target_); }
 

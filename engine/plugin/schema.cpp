@@ -100,6 +100,7 @@ std::string options_text(const Options& options) {
     if (!option.unit_name().empty()) notes += ", in " + option.unit_name();
     notes += option.is_required() ? ", required" : ", default " + option.default_text();
     if (option.is_per_rank()) notes += ", ranks may differ";
+    if (option.is_changeable()) notes += ", may differ from a checkpoint's";
     text += fmt::format("  {:<{}}  {}\n  {:<{}}  ({})\n", option.name(), width, option.help(), "", width, notes);
   }
   return text;

@@ -18,10 +18,11 @@ class Walk {
       if (std::any_of(op.inputs.begin(), op.inputs.end(), [&](TensorId id) { return id && needs_[id.value]; }))
         for (TensorId id : op.outputs) needs_[id.value] = true;
     gradient_.resize(program.tensors.size());
+    holders_.resize(program.tensors.size());
     is_loss_.assign(program.tensors.size(), false);
     for (const Root& root : roots) {
       if (root.gradient)
-        gradient_[root.tensor.value] = root.gradient;
+        give(gradient_[root.tensor.value], root.gradient);
       else
         is_loss_[root.tensor.value] = true;
     }
@@ -75,12 +76,21 @@ class Walk {
 
   bool visit(Op op);
   void contribute(TensorId to, TensorId contribution, size_t first_op_of_rule);
+  // Entries of gradient_ are counted, so that nobody has to look through them all.
+  void give(TensorId& entry, TensorId gradient) {
+    if (entry) --holders_[size_t(entry.value)];
+    holders_.resize(program_.tensors.size());
+    ++holders_[size_t(gradient.value)];
+    entry = gradient;
+  }
+  bool is_held(TensorId id) const { return size_t(id.value) < holders_.size() && holders_[size_t(id.value)] > 0; }
 
   Program& program_;
   Builder build_;
   size_t forward_ops_, first_backward_ = 0;
   std::vector<char> needs_, is_loss_;
   std::vector<TensorId> gradient_;  // by forward tensor
+  std::vector<int> holders_;        // by tensor: entries of gradient_ that are it
 };
 
 class Walk::Rule final : public Differentiation {
@@ -125,12 +135,11 @@ bool Walk::visit(Op op) {
 
 void Walk::contribute(TensorId to, TensorId contribution, size_t first) {
   // A tensor made for a parameter alone is its gradient, or a part of it; one passed on from above is not.
-  if (program_[to].role == Role::parameter && contribution.value >= int32_t(gradient_.size()) &&
-      std::find(gradient_.begin(), gradient_.end(), contribution) == gradient_.end())
+  if (program_[to].role == Role::parameter && contribution.value >= int32_t(gradient_.size()) && !is_held(contribution))
     program_[contribution].role = Role::gradient;
   TensorId& sum = gradient_[to.value];
   if (!sum) {
-    sum = contribution;
+    give(sum, contribution);
     return;
   }
   // Let the op that makes the contribution add the sum so far itself, when nothing else reads the bare contribution.
@@ -138,8 +147,7 @@ void Walk::contribute(TensorId to, TensorId contribution, size_t first) {
   const auto reads = [&](const Op& op) {
     return std::find(op.inputs.begin(), op.inputs.end(), contribution) != op.inputs.end();
   };
-  const auto held = std::find(gradient_.begin(), gradient_.end(), contribution) != gradient_.end();
-  if (!held && std::none_of(ops.begin() + first, ops.end(), reads)) {
+  if (!is_held(contribution) && std::none_of(ops.begin() + first, ops.end(), reads)) {
     for (size_t i = first; i < ops.size(); ++i) {
       const auto at = std::find(ops[i].outputs.begin(), ops[i].outputs.end(), contribution);
       if (at == ops[i].outputs.end()) continue;
@@ -148,11 +156,11 @@ void Walk::contribute(TensorId to, TensorId contribution, size_t first) {
       const int before = __builtin_popcount(ops[i].accumulate & ((1u << output) - 1));
       ops[i].inputs.insert(ops[i].inputs.end() - ops[i].addends() + before, sum);
       ops[i].accumulate |= 1u << output;
-      sum = contribution;
+      give(sum, contribution);
       return;
     }
   }
-  sum = build_.emit("add", {sum, contribution});
+  give(sum, build_.emit("add", {sum, contribution}));
 }
 
 }  // namespace

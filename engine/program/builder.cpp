@@ -1,6 +1,8 @@
 // Builder: emits ops with inferred outputs (builder.h).
 #include "strata/builder.h"
 
+#include "engine/program/op_limit.h"
+
 namespace strata {
 
 TensorId Builder::parameter(std::string_view name, const Shape& shape, Initializer initializer) {
@@ -41,6 +43,8 @@ TensorId Builder::emit(std::string_view kind, std::vector<TensorId> inputs, Attr
 
 std::vector<TensorId> Builder::emit_all(std::string_view kind, std::vector<TensorId> inputs, Attributes attributes,
                                         std::vector<TensorId> outputs, std::string_view result) {
+  require_room_for_ops(double(program_->ops.size()) + 1, "the program of a step",
+                       "it needs fewer layers or microbatches.");
   Op op = make_op(kind, std::move(inputs), {}, std::move(attributes));
   if (!op.kind->exchange) op.stream = stream;
   op.stage = stage;

@@ -47,6 +47,9 @@ void Attributes::set(std::string_view name, Attribute value) {
 
 TensorId Program::add(Tensor tensor) {
   const int32_t id = int32_t(tensors.size());
+  if (!countable(tensor.shape))
+    throw Error("tensor " + tensor.name + " " + text(tensor.shape) + " has more than the " +
+                std::to_string(kMostElements) + " elements that a tensor may have; lower the sizes it is made of.");
   if (tensor.name.empty()) tensor.name = "t" + std::to_string(id);
   if (!names_.emplace(tensor.name, id).second) {
     tensor.name += "#" + std::to_string(id);

@@ -62,9 +62,19 @@ std::string_view name_of(Stage stage) {
   return names[int(stage)];
 }
 
+bool countable(const Shape& shape) {
+  int64_t product = 1;
+  for (int64_t size : shape)
+    if (size < 0 || __builtin_mul_overflow(product, size, &product) || product > kMostElements) return false;
+  return true;
+}
+
 int64_t elements(const Shape& shape) {
   int64_t product = 1;
-  for (int64_t size : shape) product *= size;
+  for (int64_t size : shape)
+    if (size < 0 || __builtin_mul_overflow(product, size, &product) || product > kMostElements)
+      throw Error("a tensor of shape " + text(shape) + " has more than the " + std::to_string(kMostElements) +
+                  " elements that a tensor may have.");
   return product;
 }
 

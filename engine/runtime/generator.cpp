@@ -6,6 +6,7 @@
 #include <numeric>
 
 #include "engine/checkpoint/store.h"
+#include "engine/runtime/same_model.h"
 #include "engine/runtime/saver.h"
 #include "strata/convert.h"
 #include "strata/random.h"
@@ -42,6 +43,7 @@ Generator::Generator(const Session& session, const std::string& checkpoint)
       executor_(planned_.program(), planned_.memory, storage_, session.device.backend, threads_),
       window_(session.data.sequence_length) {
   Checkpoint source(checkpoint);
+  require_same_model(session.config, source.info().config, checkpoint, session.run.plugin_path);
   for (const Tensor& tensor : storage_.persistent_tensors())
     if (tensor.role == Role::parameter) storage_.fill(tensor, [&](void* out) { read_into(source, tensor, out); });
   storage_.release_scratch();

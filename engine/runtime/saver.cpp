@@ -61,8 +61,10 @@ Saver::~Saver() {
   if (writing_.valid()) writing_.wait();
 }
 
-CheckpointInfo Saver::load(const std::string& path, bool everything) {
+CheckpointInfo Saver::load(const std::string& path, bool everything,
+                           const std::function<void(const CheckpointInfo&)>& check) {
   const Checkpoint checkpoint(path);
+  if (check) check(checkpoint.info());
   std::set<std::string> masters;
   for (const Tensor& tensor : storage_.persistent_tensors()) masters.insert(tensor.rounded_from);
   for (const Tensor& tensor : storage_.persistent_tensors())

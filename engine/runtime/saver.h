@@ -1,6 +1,7 @@
 // The state of a run and its checkpoints: persistent tensors of any layout, loaded from what any other layout wrote and
 // saved at once or behind training.
 #pragma once
+#include <functional>
 #include <future>
 #include <memory>
 #include <optional>
@@ -23,7 +24,9 @@ class Saver {
 
   // Fills parameters, and the optimizer's state when `everything`, from a checkpoint of any number of ranks under any
   // strategies. Throws Error when it holds another model.
-  CheckpointInfo load(const std::string& path, bool everything);
+  // `check` sees what the checkpoint says of itself before anything is read from it, and throws when it does not fit.
+  CheckpointInfo load(const std::string& path, bool everything,
+                      const std::function<void(const CheckpointInfo&)>& check = {});
   // Between steps, all ranks. Returns what went wrong, on all ranks; empty: nothing. A save before that is still being
   // written is awaited first, and its problem returned.
   std::string save(const CheckpointInfo& info);

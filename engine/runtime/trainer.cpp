@@ -22,6 +22,7 @@
 #include "engine/runtime/log.h"
 #include "engine/runtime/ranks.h"
 #include "engine/runtime/run_directory.h"
+#include "engine/runtime/same_model.h"
 #include "engine/runtime/saver.h"
 #include "engine/runtime/usage.h"
 
@@ -225,7 +226,9 @@ class Loop final : public StepContext {
   }
 
   void load(const std::string& path, bool everything) {
-    const CheckpointInfo info = saver_->load(path, everything);
+    const CheckpointInfo info = saver_->load(path, everything, [&](const CheckpointInfo& of) {
+      require_same_model(session_.config, of.config, path, session_.run.plugin_path);
+    });
     if (!everything) return;
     step_ = info.step;
     samples_ = info.samples;

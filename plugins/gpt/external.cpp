@@ -39,12 +39,11 @@ class Settings {
   }
   bool present(const char* key) const { return json_.find(key) && !json_.find(key)->is_null(); }
   // A number of things: from 1 on. `otherwise` 0: it must be there.
-  int64_t size(const char* key, int64_t otherwise = 0) const {
+  int64_t size(const char* key, int64_t otherwise = 0, int64_t most = int64_t{1} << 31) const {
     if (otherwise == 0 && !present(key)) throw Error("config.json lacks \"" + std::string(key) + "\".");
     const int64_t value = integer(key, otherwise);
-    constexpr int64_t kMost = int64_t{1} << 31;  // four times as much still fits
-    if (value < 1 || value > kMost)
-      throw Error(name(key) + " is " + std::to_string(value) + "; expected 1 to " + std::to_string(kMost) + ".");
+    if (value < 1 || value > most)
+      throw Error(name(key) + " is " + std::to_string(value) + "; expected 1 to " + std::to_string(most) + ".");
     return value;
   }
   double positive(const char* key, double otherwise) const {
@@ -72,7 +71,7 @@ constexpr struct {
 
 GptConfig from_gpt2(const Settings& s) {
   GptConfig c;
-  c.layers = s.size("n_layer");
+  c.layers = s.size("n_layer", 0, kMostLayers);
   c.hidden = s.size("n_embd");
   c.heads = s.size("n_head");
   c.ffn = s.present("n_inner") ? s.size("n_inner") : 4 * c.hidden;
@@ -112,7 +111,7 @@ double rotary_base(const Settings& s) {
 
 GptConfig from_llama(const Settings& s, bool qwen) {
   GptConfig c;
-  c.layers = s.size("num_hidden_layers");
+  c.layers = s.size("num_hidden_layers", 0, kMostLayers);
   c.hidden = s.size("hidden_size");
   c.heads = s.size("num_attention_heads");
   c.kv_heads = s.size("num_key_value_heads", qwen ? 32 : c.heads);  // as in their configuration classes

@@ -18,15 +18,19 @@ using strata::TensorId;
 class Gpt final : public strata::Plugin {
  public:
   void options(strata::Options& o) override {
-    o.add("layers", config_.layers, "transformer blocks").positive();
-    o.add("hidden", config_.hidden, "width of the residual stream").positive();
-    o.add("heads", config_.heads, "query heads").positive();
+    constexpr double most = double(kMostOfASize);
+    o.add("layers", config_.layers, "transformer blocks").range(1, double(kMostLayers));
+    o.add("hidden", config_.hidden, "width of the residual stream").range(1, most);
+    o.add("heads", config_.heads, "query heads").range(1, most);
     o.add("kv_heads", config_.kv_heads, "key and value heads (grouped-query attention); 0: as many as heads")
-        .non_negative();
-    o.add("head_size", config_.head_size, "width of one head; 0: hidden / heads").non_negative();
-    o.add("ffn", config_.ffn, "inner width of the feed-forward layer; 0: 4 x hidden").non_negative();
-    o.add("vocabulary", config_.vocabulary, "number of token ids").positive();
-    o.add("context", config_.context, "longest sequence; the rows of learned positions").positive().unit("tokens");
+        .range(0, most);
+    o.add("head_size", config_.head_size, "width of one head; 0: hidden / heads").range(0, most);
+    o.add("ffn", config_.ffn, "inner width of the feed-forward layer; 0: 4 x hidden").range(0, most);
+    o.add("vocabulary", config_.vocabulary, "number of token ids").range(1, most);
+    o.add("context", config_.context, "longest sequence; the rows of learned positions")
+        .range(1, most)
+        .unit("tokens")
+        .may_change();  // learned positions are a tensor, whose shape is compared anyway
     o.add("positions", config_.positions, "how positions enter").choices({"learned", "rotary"});
     o.add("rotary_base", config_.rotary_base, "base of the rotary angles (arXiv 2104.09864)").positive();
     o.add("norm", config_.norm, "normalization before each branch").choices({"layer_norm", "rms_norm"});
@@ -39,7 +43,8 @@ class Gpt final : public strata::Plugin {
     o.add("tied", config_.tied, "output layer shares the embedding");
     o.add("dropout", config_.dropout,
           "probability of dropping an element of the embedding and of both branches' outputs")
-        .range(0, 0.99);
+        .range(0, 0.99)
+        .may_change();
   }
 
   strata::Capabilities capabilities() const override { return {.provides = {"model"}}; }
@@ -97,6 +102,10 @@ class Gpt final : public strata::Plugin {
     if (c.heads % c.kv_heads != 0)
       throw Error("model.heads = " + std::to_string(c.heads) +
                   " is not divisible by model.kv_heads = " + std::to_string(c.kv_heads) + ".");
+    if (!strata::countable({c.heads + 2 * c.kv_heads, c.head_size}))
+      throw Error("model.heads = " + std::to_string(c.heads) + ", model.kv_heads = " + std::to_string(c.kv_heads) +
+                  " and model.head_size = " + std::to_string(c.head_size) + " make more than the " +
+                  std::to_string(strata::kMostElements) + " elements that a tensor may have.");
     if (c.positions == "rotary" && c.head_size % 2 != 0)
       throw Error("rotary positions need an even head size, but it is " + std::to_string(c.head_size) + ".");
     return c;

@@ -3,6 +3,11 @@
 #include <cstdint>
 #include <string>
 
+#include "strata/tensor.h"
+
+// More is a slip: of blocks, and of what the other sizes count.
+inline constexpr int64_t kMostLayers = 65536, kMostOfASize = strata::kMostElements;
+
 struct GptConfig {
   int64_t layers = 4, hidden = 256, heads = 4;
   int64_t kv_heads = 0;   // 0: heads

@@ -58,10 +58,13 @@ class Reversible final : public strata::Plugin {
   Reversible() { register_once(); }
 
   void options(strata::Options& o) override {
-    o.add("invert", invert_, "get activations back by inversion; false trains the same network and keeps them");
+    o.add("invert", invert_, "get activations back by inversion; false trains the same network and keeps them")
+        .may_change();
   }
 
-  strata::Capabilities capabilities() const override { return {.provides = {"lowers activations"}}; }
+  strata::Capabilities capabilities() const override {
+    return {.provides = {"lowers activations", "changes the model"}};
+  }
 
   void model(strata::ModelStage& stage) override {
     halves_.clear();

@@ -15,6 +15,7 @@
 #include "engine/config/sections.h"
 #include "engine/planning/build.h"
 #include "engine/plugin/loader.h"
+#include "engine/runtime/same_model.h"
 #include "memory/input_file.h"
 #include "strata/json.h"
 #include "tools/strata/commands.h"
@@ -171,6 +172,7 @@ int export_command_main(const ExportArguments& arguments) {
   const std::string path = arguments.checkpoint.empty() ? find_checkpoint(run.directory, "run.directory")
                                                         : find_checkpoint(arguments.checkpoint, "--checkpoint");
   const Checkpoint checkpoint(path);
+  require_same_model(config, checkpoint.info().config, path, run.plugin_path);
   const auto shapes = parameters_of(*model, "model");
   const auto ours = model->export_config();
   if (!ours) throw Error(arguments.config + ": its model plugin cannot export.");

@@ -33,6 +33,7 @@ class Option {
   Option& unit(std::string name);                   // "tokens", "bytes", "seconds"; shown in help
   Option& required();                               // no default
   Option& per_rank();                               // of a host, as a path is: ranks of one run may differ in it
+  Option& may_change();  // of a model: a checkpoint may be loaded under another value; else that is an error
 
   const std::string& name() const { return name_; }
   const std::string& help() const { return help_; }
@@ -40,6 +41,7 @@ class Option {
   const std::vector<std::string>& choice_names() const { return choices_; }
   bool is_required() const { return required_; }
   bool is_per_rank() const { return per_rank_; }
+  bool is_changeable() const { return changeable_; }
   std::string type_name() const;  // "integer", "number", "string", "boolean", "bytes", "list of strings"
   const std::string& default_text() const { return default_; }  // as it stood at declaration, in TOML syntax
   std::string value_text() const;                               // as it stands now, likewise
@@ -51,7 +53,7 @@ class Option {
   Target target_;
   std::vector<std::string> choices_;
   double low_ = -std::numeric_limits<double>::infinity(), high_ = std::numeric_limits<double>::infinity();
-  bool exclusive_low_ = false, required_ = false, per_rank_ = false;
+  bool exclusive_low_ = false, required_ = false, per_rank_ = false, changeable_ = false;
 };
 
 class Options {

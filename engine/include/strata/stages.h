@@ -132,9 +132,10 @@ class GradientStage {
 // stage `update`: the ops that update one parameter from its gradient and states.
 class UpdateStage {
  public:
-  UpdateStage(Builder& builder, const std::vector<Gradient>& gradients, const Mesh& mesh)
-      : build_(builder), gradients_(gradients), mesh_(mesh) {}
+  UpdateStage(Builder& builder, const std::vector<Gradient>& gradients, const Mesh& mesh, bool reproducible = false)
+      : build_(builder), gradients_(gradients), mesh_(mesh), reproducible_(reproducible) {}
   const Mesh& mesh() const { return mesh_; }
+  bool reproducible() const { return reproducible_; }  // sums must not depend on the layout
   const std::vector<Gradient>& gradients() const { return gradients_; }
   Builder& build() { return build_; }
   // A state of the gradient's parameter, named "<parameter>.<name>", zero at the start. `follows` says for each of its
@@ -161,6 +162,7 @@ class UpdateStage {
   Builder& build_;
   const std::vector<Gradient>& gradients_;
   const Mesh& mesh_;
+  bool reproducible_;
 };
 
 // Scalars every program has, written by the step loop before each step.

@@ -14,7 +14,11 @@ std::string_view name_of(DType);
 
 // Row-major, the last dimension is contiguous. {} is not used: a scalar has shape {1}.
 using Shape = std::vector<int64_t>;
+// The product of the sizes. Every product of sizes goes through here: throws Error where one is negative or there are
+// more than kMostElements, so that bytes, and what kernels make of them a thread, stay below 2^63.
 int64_t elements(const Shape&);
+inline constexpr int64_t kMostElements = int64_t{1} << 42;
+bool countable(const Shape&);           // elements() would not throw
 std::string text(const Shape&);         // "(4, 256, 768)"
 std::string bytes_text(int64_t bytes);  // "1.50 GiB"
 

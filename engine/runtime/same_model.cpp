@@ -1,0 +1,99 @@
+// Compares the tables that make a model; see same_model.h.
+#include "engine/runtime/same_model.h"
+
+#include <algorithm>
+#include <map>
+
+#include "engine/plugin/loader.h"
+#include "strata/stages.h"
+
+namespace strata {
+namespace {
+
+struct Value {
+  std::string text;
+  bool changeable = false;
+};
+using Identity = std::map<std::string, Value>;  // by key: "model.layers"
+
+void add_options(const Options& options, const std::string& table, Identity& identity) {
+  for (const Option& option : options.all())
+    identity[table + "." + option.name()] = {option.value_text(), option.is_changeable()};
+}
+
+// The model's options after its stage `model`, in which plugins work out what depends on other options.
+void add_model(const ConfigTable& table, const std::vector<std::string>& folders, Identity& identity) {
+  const ConfigTable::Value* name = table.value("plugin");
+  if (!name || !std::holds_alternative<std::string>(*name)) return;
+  identity["model.plugin"] = {"\"" + std::get<std::string>(*name) + "\""};
+  const LoadedPlugin plugin = load_plugin(std::get<std::string>(*name), folders);
+  Options options;
+  declare_options(plugin, options);
+  options.read(table, {"plugin"});
+  ModelStage stage({}, Goal::logits);
+  plugin->model(stage);
+  add_options(options, "model", identity);
+}
+
+bool changes_the_model(const LoadedPlugin& plugin) {
+  const auto provides = plugin->capabilities().provides;
+  return std::find(provides.begin(), provides.end(), "changes the model") != provides.end();
+}
+
+void add_plugin(const ConfigTable::Entry& entry, const ConfigTable& table, const std::vector<std::string>& folders,
+                Identity& identity) {
+  const ConfigTable::Value* enabled = table.value("enabled");
+  if (enabled && std::holds_alternative<bool>(*enabled) && !std::get<bool>(*enabled)) return;
+  const std::vector<std::string> known = plugin_names(folders);
+  if (std::find(known.begin(), known.end(), entry.key) == known.end()) return;  // a strategy of some other machine
+  const LoadedPlugin plugin = load_plugin(entry.key, folders);
+  if (!changes_the_model(plugin)) return;
+  Options options;
+  declare_options(plugin, options);
+  options.read(table, {"enabled"});
+  identity["plugins." + entry.key] = {"enabled"};
+  add_options(options, "plugins." + entry.key, identity);
+}
+
+Identity identity_of(const Config& config, const std::vector<std::string>& folders) {
+  Identity identity;
+  if (const ConfigTable* model = config.root().table("model")) add_model(*model, folders, identity);
+  if (const ConfigTable* plugins = config.root().table("plugins"))
+    for (const auto& entry : plugins->entries()) add_plugin(entry, *plugins->table(entry.key), folders, identity);
+  return identity;
+}
+
+std::string shown(const Identity& identity, const std::string& key) {
+  const auto found = identity.find(key);
+  return found == identity.end() ? key + " not set" : key + " = " + found->second.text;
+}
+
+}  // namespace
+
+void require_same_model(const Config& config, const std::string& written_under, const std::string& checkpoint,
+                        const std::vector<std::string>& plugin_folders) {
+  const Config then = Config::parse(written_under, checkpoint + "/manifest.json, the configuration in it", {});
+  if (!then.root().table("model")) return;
+  const Identity theirs = identity_of(then, plugin_folders), ours = identity_of(config, plugin_folders);
+  Identity all = ours;
+  all.insert(theirs.begin(), theirs.end());
+  std::string differs, here, free;
+  for (const auto& [key, value] : all) {
+    if (value.changeable) {
+      free += (free.empty() ? "" : ", ") + key;
+      continue;
+    }
+    const auto in = [&](const Identity& identity) {
+      const auto found = identity.find(key);
+      return found == identity.end() ? std::string() : found->second.text;
+    };
+    if (in(ours) == in(theirs)) continue;
+    differs += (differs.empty() ? "" : ", ") + shown(theirs, key);
+    here += (here.empty() ? "" : ", ") + shown(ours, key);
+  }
+  if (differs.empty()) return;
+  throw Error(checkpoint + ": is a checkpoint of another model: it was written with " + differs +
+              ", but the configuration has " + here + "." + (free.empty() ? "" : " What may differ: " + free + "."));
+}
+
+}  // namespace strata
