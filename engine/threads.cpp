@@ -85,7 +85,7 @@ std::thread start_thread(const std::string& purpose, std::function<void()> body)
   }
 }
 
-Threads::Threads(int count) : state_(std::make_unique<State>()), count_(count < 1 ? 1 : count) {
+Threads::Threads(int count, Cut cut) : state_(std::make_unique<State>()), count_(count < 1 ? 1 : count), cut_(cut) {
   omp_set_num_threads(1);  // libraries called from a kernel run on the kernel's own thread
   try {
     state_->workers.reserve(size_t(count_));

@@ -99,6 +99,7 @@ TEST(Cuda, OtherOptimizersAgreeWithTheCpu) {
     expect_agreement(toml(kLlama, "[plugins.clip]\nmax_norm = 0.5\n", optimizer), 1e-4);
     expect_agreement(toml(kLlama, "[plugins.mixed_precision]\ngradients = \"bf16\"\n", optimizer), 2e-2);
   }
+  expect_agreement("[run]\nreproducible = true\n" + toml(kLlama, "", "[plugins.adafactor]\nbeta1 = 0.9\n"), 1e-4);
 }
 
 TEST(Cuda, EncodedActivationsAgreeWithTheCpu) {

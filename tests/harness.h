@@ -61,7 +61,7 @@ class Runner final : public StepContext {
  public:
   Runner(const std::string& toml, std::vector<NamedPlugin> more = {}, Goal goal = Goal::train, Rates rates = {},
          World* world = nullptr, const std::string& backend = "", Device* device = nullptr)
-      : session_(write_file(folder_ / "config.toml", toml), {}, world), threads_(session_.threads()) {
+      : session_(write_file(folder_ / "config.toml", toml), {}, world), threads_(session_.threads(), session_.cut()) {
     if (!backend.empty()) session_.device.backend = backend;
     plugins = session_.plugins;
     plugins.insert(plugins.end(), more.begin(), more.end());

@@ -32,8 +32,8 @@ void declare(Options& options, RunSection& run) {
               "checkpoint, run or imported folder whose parameters to start from; empty: random");
   options.add(
       "reproducible", run.reproducible,
-      "sum gradients in a balanced tree over all microbatches of a step, so that any number of ranks gives the same "
-      "bits");
+      "sum gradients in a balanced tree over all microbatches of a step, so that any number of ranks and threads gives "
+      "the same bits");
   options.add("plugin_path", run.plugin_path, "more folders to look for plugins in").per_rank();
 }
 

@@ -1,4 +1,4 @@
-// Matrix products through dnnl_sgemm; see gemm.h.
+// Matrix products through dnnl_sgemm; see gemm.h. Where a product is cut for a team is decided by Cut alone.
 // Measured on two Zen 5 cores (FMA peak 503 GFLOP/s) at GPT-2 124M's shapes: dnnl_sgemm on a slice a thread gives 450
 // to 490 GFLOP/s in every form; oneDNN 2.6's matmul primitive 283 to 499, as its brgemm path is slow for dy·w.
 #include "engine/ops/gemm.h"
@@ -26,24 +26,44 @@ void gemm(Transpose a, Transpose b, int64_t m, int64_t n, int64_t k, const float
                 ExitCode::failed);
 }
 
+namespace {
+
+constexpr int64_t kBlock = 16;                           // columns of one vector; a piece's border never cuts one
+constexpr int64_t kPieces = 16, kMostBlocks = 512 / 16;  // by size: pieces of at most 512, and enough for a team
+
+}  // namespace
+
+Cut::Cut(const Threads& threads, int64_t size) : size_(size) {
+  const int64_t blocks = (size + kBlock - 1) / kBlock;
+  if (threads.cut() == Threads::Cut::by_threads) {
+    pieces_ = std::min<int64_t>(blocks, threads.count());
+    return;
+  }
+  blocks_a_piece_ = std::clamp<int64_t>(blocks / kPieces, 1, kMostBlocks);
+  pieces_ = (blocks + blocks_a_piece_ - 1) / blocks_a_piece_;
+}
+
+int64_t Cut::begin(int64_t piece) const {
+  const int64_t blocks = (size_ + kBlock - 1) / kBlock;
+  const int64_t before = blocks_a_piece_ > 0 ? piece * blocks_a_piece_ : blocks * piece / pieces_;
+  return std::min(size_, before * kBlock);
+}
+
 void gemm(Threads& threads, Transpose a, Transpose b, int64_t m, int64_t n, int64_t k, const float* A, int64_t lda,
           const float* B, int64_t ldb, float beta, float* C, int64_t ldc) {
-  constexpr int64_t kBlock = 16;  // columns of one vector; a slice's border never cuts one
-  if (n >= m)
-    threads.split(n, kBlock, [&](int64_t i, int64_t e) {
-      gemm(a, b, m, e - i, k, A, lda, B + (b == Transpose::yes ? i * ldb : i), ldb, beta, C + i, ldc);
-    });
-  else
-    threads.split(m, kBlock, [&](int64_t i, int64_t e) {
-      gemm(a, b, e - i, n, k, A + (a == Transpose::yes ? i : i * lda), lda, B, ldb, beta, C + i * ldc, ldc);
-    });
+  const Cut cut(threads, std::max(m, n));
+  cut.each(threads, [&](int, int64_t piece) {
+    const int64_t i = cut.begin(piece), count = cut.end(piece) - i;
+    if (n >= m)
+      gemm(a, b, m, count, k, A, lda, B + (b == Transpose::yes ? i * ldb : i), ldb, beta, C + i, ldc);
+    else
+      gemm(a, b, count, n, k, A + (a == Transpose::yes ? i : i * lda), lda, B, ldb, beta, C + i * ldc, ldc);
+  });
 }
 
 namespace {
 
 constexpr int64_t kPanel = 512;  // rows, columns and depth of a panel: three of them are 3 MiB in f32
-constexpr int64_t kBlock = 16;
-
 int64_t panel_bytes(int threads) { return threads * (3 * kPanel + 1) * kPanel * 4; }
 
 bool has_bf16() {
@@ -77,17 +97,15 @@ struct HalfGemm::Native {
   bool by_columns;
   std::vector<std::unique_ptr<Slice>> slices;
 
-  Native(int threads, const HalfShape& s) : by_columns(s.n >= s.m) {
+  Native(const Cut& cut, const HalfShape& s) : by_columns(s.n >= s.m) {
     using dnnl::memory;
     const auto type = memory::data_type::bf16;
     const auto result = s.result == DType::f32 ? memory::data_type::f32 : type;
     const auto strides = [](Transpose t, int64_t ld) {
       return t == Transpose::yes ? memory::dims{1, ld} : memory::dims{ld, 1};
     };
-    const int64_t size = by_columns ? s.n : s.m, blocks = (size + kBlock - 1) / kBlock;
-    for (int t = 0; t < threads; ++t) {
-      const int64_t first = blocks * t / threads * kBlock, end = std::min(size, blocks * (t + 1) / threads * kBlock);
-      if (end <= first) continue;
+    for (int64_t piece = 0; piece < cut.pieces(); ++piece) {
+      const int64_t first = cut.begin(piece), end = cut.end(piece);
       const int64_t m = by_columns ? s.m : end - first, n = by_columns ? end - first : s.n;
       auto slice = std::make_unique<Slice>();
       slice->first = first;
@@ -101,9 +119,8 @@ struct HalfGemm::Native {
         attributes.set_post_ops(sum);
       }
 #if DNNL_VERSION_MAJOR >= 3
-      const dnnl::matmul::primitive_desc what =
-          s.bias ? dnnl::matmul::primitive_desc(engine, a, b, bias, c, attributes)
-                 : dnnl::matmul::primitive_desc(engine, a, b, c, attributes);
+      const dnnl::matmul::primitive_desc what = s.bias ? dnnl::matmul::primitive_desc(engine, a, b, bias, c, attributes)
+                                                       : dnnl::matmul::primitive_desc(engine, a, b, c, attributes);
       slice->primitive = dnnl::matmul(what);
 #else
       const dnnl::matmul::desc what = s.bias ? dnnl::matmul::desc(a, b, bias, c) : dnnl::matmul::desc(a, b, c);
@@ -122,9 +139,8 @@ struct HalfGemm::Native {
     }
   }
 
-  void run(const HalfShape& s, int t, const void* A, const void* B, const void* bias, void* C) const {
-    if (t >= int(slices.size())) return;
-    Slice& slice = *slices[size_t(t)];
+  void run(const HalfShape& s, int64_t piece, const void* A, const void* B, const void* bias, void* C) const {
+    Slice& slice = *slices[size_t(piece)];
     const int64_t i = slice.first;
     const int64_t a = by_columns ? 0 : s.a == Transpose::yes ? i : i * s.lda;
     const int64_t b = !by_columns ? 0 : s.b == Transpose::yes ? i * s.ldb : i;
@@ -137,9 +153,10 @@ struct HalfGemm::Native {
   }
 };
 
-HalfGemm::HalfGemm(Threads& threads, const HalfShape& shape, How how) : threads_(threads), shape_(shape) {
+HalfGemm::HalfGemm(Threads& threads, const HalfShape& shape, How how)
+    : threads_(threads), shape_(shape), cut_(threads, std::max(shape.m, shape.n)) {
   if (how == How::native || (how == How::best && shape.type == DType::bf16 && has_bf16()))
-    native_ = std::make_unique<Native>(threads.count(), shape);
+    native_ = std::make_unique<Native>(cut_, shape);
 }
 HalfGemm::~HalfGemm() = default;
 
@@ -149,19 +166,17 @@ int64_t HalfGemm::workspace(DType type, int threads) {
 
 void HalfGemm::run(const void* A, const void* B, const void* bias, void* C, void* workspace) const {
   if (!native_) return panels(A, B, bias, C, workspace);
-  threads_.parallel([&](int t) { native_->run(shape_, t, A, B, bias, C); });
+  cut_.each(threads_, [&](int, int64_t piece) { native_->run(shape_, piece, A, B, bias, C); });
 }
 
-// Each thread owns a slice of C, tile by tile; a tile is summed in f32 over the depth and rounded once.
+// A piece of C at a time, tile by tile; a tile is summed in f32 over the depth and rounded once.
 void HalfGemm::panels(const void* A, const void* B, const void* bias, void* C, void* workspace) const {
   const HalfShape& s = shape_;
   const bool by_columns = s.n >= s.m;
-  const int64_t size = by_columns ? s.n : s.m, blocks = (size + kBlock - 1) / kBlock;
-  threads_.parallel([&](int t) {
+  cut_.each(threads_, [&](int t, int64_t piece) {
     float* a = static_cast<float*>(workspace) + t * (3 * kPanel + 1) * kPanel;
     float *b = a + kPanel * kPanel, *c = b + kPanel * kPanel, *add = c + kPanel * kPanel;
-    const int64_t begin = blocks * t / threads_.count() * kBlock,
-                  end = std::min(size, blocks * (t + 1) / threads_.count() * kBlock);
+    const int64_t begin = cut_.begin(piece), end = cut_.end(piece);
     const int64_t rows_end = by_columns ? s.m : end, columns_end = by_columns ? end : s.n;
     for (int64_t j = by_columns ? begin : 0; j < columns_end; j += kPanel)
       for (int64_t i = by_columns ? 0 : begin; i < rows_end; i += kPanel) {

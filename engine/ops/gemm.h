@@ -16,7 +16,33 @@ enum class Transpose : bool { no, yes };
 void gemm(Transpose a, Transpose b, int64_t m, int64_t n, int64_t k, const float* A, int64_t lda, const float* B,
           int64_t ldb, float beta, float* C, int64_t ldc);
 
-// The same with the larger dimension of C split over the team.
+// Where the larger dimension of a product is cut for a team: at multiples of 16, columns of one vector, and by its
+// Threads::cut() into a piece a thread or into pieces of a size that the dimension alone decides. A product of another
+// size may be summed in another order, so only the latter gives the same bits for any number of threads.
+class Cut {
+ public:
+  Cut(const Threads& threads, int64_t size);
+  int64_t pieces() const { return pieces_; }
+  int64_t begin(int64_t piece) const;
+  int64_t end(int64_t piece) const { return begin(piece + 1); }
+
+  // Calls body(thread, piece) for every piece.
+  template <class Body>
+  void each(Threads& threads, Body&& body) const {
+    if (pieces_ <= 1) {
+      if (pieces_ == 1) body(0, int64_t{0});
+      return;
+    }
+    threads.parallel([&](int thread) {
+      for (int64_t piece = thread; piece < pieces_; piece += threads.count()) body(thread, piece);
+    });
+  }
+
+ private:
+  int64_t size_, pieces_, blocks_a_piece_ = 0;  // blocks_a_piece_: 0 where they are shared out evenly
+};
+
+// The same with the larger dimension of C cut for the team.
 void gemm(Threads& threads, Transpose a, Transpose b, int64_t m, int64_t n, int64_t k, const float* A, int64_t lda,
           const float* B, int64_t ldb, float beta, float* C, int64_t ldc);
 
@@ -46,6 +72,7 @@ class HalfGemm {
   void panels(const void* A, const void* B, const void* bias, void* C, void* workspace) const;
   Threads& threads_;
   HalfShape shape_;
+  Cut cut_;
   std::unique_ptr<Native> native_;
 };
 

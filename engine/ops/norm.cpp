@@ -51,7 +51,7 @@ STRATA_SIMD void rms_norm(const float* x, const float* w, float* y, float* stati
   }
 }
 
-// dx (set, or added to) and this thread's column sums dw, db (added to). b: LayerNorm, else RMSNorm.
+// dx (set, or added to) and this part's column sums dw, db (added to). b: LayerNorm, else RMSNorm.
 STRATA_SIMD void norm_gradient(const float* dy, const float* x, const float* w, const float* statistics, float* dx,
                                float* dw, float* db, int64_t rows, int64_t columns, bool layer, bool accumulate) {
   for (int64_t r = 0; r < rows; ++r, x += columns, dy += columns, dx += columns) {
@@ -74,10 +74,13 @@ STRATA_SIMD void norm_gradient(const float* dy, const float* x, const float* w, 
   }
 }
 
-STRATA_SIMD void add_rows(const float* parts, int64_t stride, int count, float* out, int64_t n, bool accumulate) {
+// Rows are cut into parts by their number alone: the columns' sums are the same for any number of threads.
+int64_t parts_of(int64_t rows) { return std::clamp<int64_t>(rows / 32, 1, 64); }
+
+STRATA_SIMD void add_rows(const float* parts, int64_t stride, int64_t count, float* out, int64_t n, bool accumulate) {
   simd::map(n, [&](int64_t i, int64_t c) STRATA_INLINE_LAMBDA {
     F sum = accumulate ? get(out + i, c) : F{};
-    for (int t = 0; t < count; ++t) sum += get(parts + t * stride + i, c);
+    for (int64_t p = 0; p < count; ++p) sum += get(parts + p * stride + i, c);
     put(out + i, sum, c);
   });
 }
@@ -161,12 +164,12 @@ void forward(const Binding& b, bool layer) {
 void backward(const Binding& b, bool layer) {
   const DType type = b.input(0).dtype;
   const int64_t columns = b.columns(0), width = padded(columns), stride = 2 * width, per_row = layer ? 2 : 1;
-  const int count = b.threads().count();
+  const int64_t count = parts_of(b.rows(0));
   float *sums = b.workspace<float>(), *w = sums + count * stride;
   if (is_half(type)) to_f32(type, b.in<void>(2), w, columns);
-  b.threads().parallel([&](int t) {
-    const int64_t first = b.rows(0) * t / count, end = b.rows(0) * (t + 1) / count;
-    float* mine = sums + t * stride;
+  const auto part = [&](int t, int64_t p) {
+    const int64_t first = b.rows(0) * p / count, end = b.rows(0) * (p + 1) / count;
+    float* mine = sums + p * stride;
     std::fill_n(mine, stride, 0.0f);
     if (!is_half(type))
       return norm_gradient(b.in<float>(0) + first * columns, b.in<float>(1) + first * columns, b.in<float>(2),
@@ -181,9 +184,14 @@ void backward(const Binding& b, bool layer) {
                     b.accumulates(0));
       from_f32(type, dx, at(b.out<void>(0), type, r * columns), columns);
     }
+  };
+  b.threads().parallel([&](int t) {
+    for (int64_t p = count * t / b.threads().count(), e = count * (t + 1) / b.threads().count(); p < e; ++p) part(t, p);
   });
-  add_rows(sums, stride, count, b.out<float>(1), columns, b.accumulates(1));
-  if (layer) add_rows(sums + stride / 2, stride, count, b.out<float>(2), columns, b.accumulates(2));
+  b.threads().split(columns, 64, [&](int64_t i, int64_t e) {
+    add_rows(sums + i, stride, count, b.out<float>(1) + i, e - i, b.accumulates(1));
+    if (layer) add_rows(sums + stride / 2 + i, stride, count, b.out<float>(2) + i, e - i, b.accumulates(2));
+  });
 }
 
 void register_norm(const std::string& name, bool layer) {
@@ -231,7 +239,7 @@ void register_norm(const std::string& name, bool layer) {
                  .half = true,
                  .kernels = {{"cpu", cpu_kernel([layer](const Binding& b) { backward(b, layer); },
                                                 [](const OpView& v, int threads) {
-                                                  return threads * 2 * padded(v.columns(0)) * 4 +
+                                                  return parts_of(v.rows(0)) * 2 * padded(v.columns(0)) * 4 +
                                                          half_rows(v, threads, 1, 3);
                                                 })},
                              {"reference", reference_kernel([layer](const Binding& b, auto zero) {

@@ -80,7 +80,7 @@ Executor::Executor(const Program& program, const MemoryPlan& plan, Storage& stor
       streams_(std::make_unique<Streams>()) {
   const auto on_host = [](const Op& op) { return op.stream == Stream::host; };
   if (std::any_of(program.ops.begin(), program.ops.end(), on_host))
-    streams_->host = std::make_unique<Threads>(host_threads);
+    streams_->host = std::make_unique<Threads>(host_threads, compute.cut());
   for (size_t t = 0; t < program.tensors.size(); ++t) {
     if (program.tensors[t].persistent) {
       pointers_[t] = storage.persistent(program.tensors[t].name);

@@ -24,7 +24,7 @@ class Loop final : public StepContext {
       : session_(session),
         program_(planned.program()),
         rates_(planned.rates),
-        threads_(session.threads()),
+        threads_(session.threads(), session.cut()),
         device_(open_device(session.device.backend, int(session.device.index))),
         storage_(program_, planned.memory, {}, {}, device_.get()),
         executor_(program_, planned.memory, storage_, session.device.backend, threads_,

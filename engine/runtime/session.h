@@ -13,6 +13,7 @@
 #include "engine/plugin/loader.h"
 #include "engine/runtime/machine_rates.h"
 #include "memory/nvme_store.h"
+#include "strata/threads.h"
 
 namespace strata {
 
@@ -36,6 +37,8 @@ class Session {
   std::vector<NamedPlugin> plugins;  // in the order their stages run
   Plugin& model() const { return *model_; }
   int threads() const;  // device.threads, or the number of processors
+  // How a team of these threads cuts products: by size where bits must not depend on their number.
+  Threads::Cut cut() const { return run.reproducible ? Threads::Cut::by_size : Threads::Cut::by_threads; }
 
   BatchShape batch(Goal goal) const;
   // Builds and plans under the memory budgets, as rank 0 of the mesh (localize.h); a program for logits is for one

@@ -55,7 +55,7 @@ class Loop final : public StepContext {
         stop_(options.stop),
         alone_(single_world()),
         world_(session.world ? *session.world : *alone_),
-        threads_(session.threads()),
+        threads_(session.threads(), session.cut()),
         training_(session.plan(Goal::train)) {
     std::vector<const MemoryPlan*> also;
     if (!session.data.validation.empty()) {

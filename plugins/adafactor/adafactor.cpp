@@ -16,7 +16,7 @@ using strata::OpView;
 using strata::Shape;
 using strata::TensorId;
 using strata::TensorSpec;
-using strata::adafactor::Matrix;
+using strata::adafactor::Matrices;
 using strata::adafactor::Settings;
 
 // Inputs of the op kind. Outputs: parameter, then m where there is one, then the second moment, all in place.
@@ -28,7 +28,9 @@ Shape row_shape(Shape shape) {
   shape.pop_back();
   return shape;
 }
-Shape column_shape(Shape shape) {
+// Of the matrices that a tensor is: its own last two dimensions, or those fused in it.
+Shape column_shape(Shape shape, const std::vector<int64_t>& fused) {
+  if (!fused.empty()) return {int64_t(fused.size()), shape.back()};
   shape.erase(shape.end() - 2);
   return shape;
 }
@@ -42,6 +44,7 @@ std::vector<TensorSpec> shape(const OpView& view) {
   std::vector<TensorSpec> outputs;
   if (right) {
     const TensorSpec p{view.input(kParameter).shape, view.input(kParameter).dtype};
+    const std::vector<int64_t> fused = strata::adafactor::fused_of(view.attributes());
     right = (p.dtype == DType::f32 || p.dtype == DType::f64) && is(kGradient, p.shape, p.dtype) &&
             is(kStep, {1}, DType::f64) && is(kFactor, {1}, DType::f64) &&
             (!view.has_input(kScale) || is(kScale, {1}, DType::f64)) &&
@@ -50,8 +53,9 @@ std::vector<TensorSpec> shape(const OpView& view) {
     if (view.has_input(kMoment)) outputs.push_back(p);
     if (right && factored(view)) {
       right = p.shape.size() >= 2 && view.has_input(kColumn) && is(kSecond, row_shape(p.shape), p.dtype) &&
-              is(kColumn, column_shape(p.shape), p.dtype);
-      if (right) outputs.insert(outputs.end(), {{row_shape(p.shape), p.dtype}, {column_shape(p.shape), p.dtype}});
+              is(kColumn, column_shape(p.shape, fused), p.dtype);
+      if (right)
+        outputs.insert(outputs.end(), {{row_shape(p.shape), p.dtype}, {column_shape(p.shape, fused), p.dtype}});
     } else if (right) {
       right = is(kSecond, p.shape, p.dtype);
       outputs.push_back(p);
@@ -63,10 +67,11 @@ std::vector<TensorSpec> shape(const OpView& view) {
   return outputs;
 }
 
-Matrix matrix(const OpView& view) {
+Matrices matrices(const OpView& view) {
   const Shape& shape = view.input(kParameter).shape;
-  const int64_t rows = shape[shape.size() - 2], columns = shape.back();
-  return {strata::elements(shape) / (rows * columns), rows, columns};
+  const std::vector<int64_t> fused = strata::adafactor::fused_of(view.attributes());
+  return factored(view) ? strata::adafactor::matrices_of(shape, fused)
+                        : strata::adafactor::vectors_of(strata::elements(shape), fused);
 }
 
 Settings settings(const Binding& b) {
@@ -101,26 +106,24 @@ struct Arrays {
 
 strata::Launch bind_cpu(const Binding& b) {
   require(b.input(kParameter).dtype == DType::f32, b, "f32 tensors on the cpu backend");
-  return [b, a = Arrays<float>(b)] {
+  return [b, a = Arrays<float>(b), shape = matrices(b)] {
     const Settings s = settings(b);
     if (std::isnan(s.gradient_scale)) return;
     if (factored(b))
-      update_matrix(b.threads(), a.parameter, a.gradient, a.second, a.column, a.m, matrix(b), s, b.workspace());
+      update_matrix(b.threads(), a.parameter, a.gradient, a.second, a.column, a.m, shape, s, b.workspace());
     else
-      update_vector(b.threads(), a.parameter, a.gradient, a.second, a.m, strata::elements(b.input(kParameter).shape), s,
-                    b.workspace());
+      update_vector(b.threads(), a.parameter, a.gradient, a.second, a.m, shape, s, b.workspace());
   };
 }
 
 template <class T>
 strata::Launch bind_reference(const Binding& b) {
-  return [b, a = Arrays<T>(b)] {
+  return [b, a = Arrays<T>(b), shape = matrices(b)] {
     if (std::isnan(settings(b).gradient_scale)) return;
     if (factored(b))
-      strata::adafactor::reference_matrix(a.parameter, a.gradient, a.second, a.column, a.m, matrix(b), settings(b));
+      strata::adafactor::reference_matrix(a.parameter, a.gradient, a.second, a.column, a.m, shape, settings(b));
     else
-      strata::adafactor::reference_vector(a.parameter, a.gradient, a.second, a.m, strata::elements(b.input(0).shape),
-                                          settings(b));
+      strata::adafactor::reference_vector(a.parameter, a.gradient, a.second, a.m, shape, settings(b));
   };
 }
 
@@ -141,7 +144,7 @@ void register_once() {
   };
   kind.kernels["cpu"] = {bind_cpu, [](const OpView& view, int) {
                            return factored(view)
-                                      ? strata::adafactor::matrix_workspace(matrix(view))
+                                      ? strata::adafactor::matrix_workspace(matrices(view))
                                       : strata::adafactor::vector_workspace(strata::elements(view.input(0).shape));
                          }};
   kind.kernels["reference"] = {[](const Binding& b) {
@@ -177,7 +180,9 @@ class Adafactor final : public strata::Plugin {
     const TensorId step = build.scalar(strata::kStepScalar), factor = build.scalar(strata::kLearningRateFactor);
     for (const strata::Gradient& stored : stage.gradients()) {
       const strata::Gradient gradient = stage.in_f32(stored);
-      const Shape shape = build[gradient.parameter].shape;  // a copy: adding states moves the list
+      const Shape shape = build[gradient.parameter].shape;  // copies: adding states moves the list
+      const std::vector<int64_t> fused = build[gradient.parameter].fused;
+      const bool split = !build[gradient.parameter].layout.empty();
       std::vector<TensorId> inputs{gradient.parameter, gradient.tensor, step, factor, gradient.scale, {}};
       std::vector<TensorId> outputs{gradient.parameter};
       const auto state = [&](std::string_view name, const Shape& state_shape, std::vector<int> follows = {}) {
@@ -192,8 +197,9 @@ class Adafactor final : public strata::Plugin {
         columns = rows;
         rows.pop_back();
         columns.erase(columns.end() - 2);
+        if (!fused.empty()) columns.insert(columns.begin(), strata::UpdateStage::kNone);  // a row for each matrix
         inputs.push_back(state("adafactor.row", row_shape(shape), rows));
-        inputs.push_back(state("adafactor.column", column_shape(shape), columns));
+        inputs.push_back(state("adafactor.column", column_shape(shape, fused), columns));
       } else {
         inputs.push_back(state("adafactor.v", shape));
       }
@@ -205,7 +211,11 @@ class Adafactor final : public strata::Plugin {
                                     {"epsilon2", settings_.epsilon2},
                                     {"beta1", settings_.beta1},
                                     {"weight_decay", shape.size() >= 2 ? settings_.weight_decay : 0.0}};
-      if (build[gradient.parameter].layout.empty())
+      if (!fused.empty()) attributes.set("fused", strata::adafactor::text_of(fused));
+      // In reproducible runs one rank takes the sums that several would, which do not depend on who has which rows.
+      const bool exact = stage.reproducible() && shape.size() == 2;
+      if (exact) attributes.set("exact", int64_t{1});
+      if (!split && !exact)
         build.emit_all("adafactor", inputs, attributes, outputs);
       else
         strata::adafactor::update_part(stage, gradient, inputs, std::move(attributes));

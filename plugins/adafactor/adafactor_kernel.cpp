@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "strata/error.h"
 #include "strata/simd.h"
 
 namespace strata::adafactor {
@@ -126,28 +127,30 @@ class Pieces {
   int64_t used_ = 0;
 };
 
-// The rows of each matrix in at most kMostChunks chunks.
+// The rows of a matrix in at most kMostChunks chunks.
 struct Chunks {
-  int64_t rows, per_matrix, chunk_rows;
-  explicit Chunks(const Matrix& shape)
-      : rows(shape.rows),
-        per_matrix(std::min(kMostChunks, shape.rows)),
-        chunk_rows((shape.rows + per_matrix - 1) / per_matrix) {}
+  int64_t rows, count, chunk_rows;
+  explicit Chunks(const Member& matrix)
+      : rows(matrix.rows), count(std::min(kMostChunks, matrix.rows)), chunk_rows((matrix.rows + count - 1) / count) {}
   int64_t begin(int64_t chunk) const { return std::min(rows, chunk * chunk_rows); }
 };
 
+// Chunk c of matrix k is number k·chunks + c.
 struct MatrixScratch {
   float *column_sums, *row_factor, *column_factor;
   double *parameter_squares, *update_squares;
-  int64_t bytes;
-  MatrixScratch(const Matrix& shape, void* base) {
+  Decision* decisions;
+  int64_t chunks, bytes;
+  MatrixScratch(const Matrices& shape, void* base) {
     Pieces pieces(base);
-    const int64_t chunks = Chunks(shape).per_matrix;
+    chunks = 0;
+    for (const Member& matrix : shape.members) chunks = std::max(chunks, Chunks(matrix).count);
     column_sums = pieces.take<float>(chunks * shape.columns);
-    row_factor = pieces.take<float>(shape.batch * shape.rows);
-    column_factor = pieces.take<float>(shape.batch * shape.columns);
-    parameter_squares = pieces.take<double>(shape.batch * chunks);
-    update_squares = pieces.take<double>(shape.batch * chunks);
+    row_factor = pieces.take<float>(shape.rows);
+    column_factor = pieces.take<float>(shape.count() * shape.columns);
+    parameter_squares = pieces.take<double>(shape.count() * chunks);
+    update_squares = pieces.take<double>(shape.count() * chunks);
+    decisions = pieces.take<Decision>(shape.count());
     bytes = pieces.used();
   }
 };
@@ -167,60 +170,99 @@ double step_size(const Settings& s, double parameter_rms) {
   return rate * s.factor * (s.scale_parameter ? std::max(s.epsilon2, parameter_rms) : 1.0);
 }
 
-int64_t matrix_workspace(const Matrix& shape) { return MatrixScratch(shape, nullptr).bytes; }
+Matrices matrices_of(const Shape& shape, const std::vector<int64_t>& fused) {
+  const int64_t columns = shape.back(), all = strata::elements(shape) / columns, rows = shape[shape.size() - 2];
+  Matrices result{.members = {}, .rows = all, .columns = columns, .apart = !fused.empty()};
+  if (fused.empty()) {
+    for (int64_t first = 0; first < all; first += rows)
+      result.members.push_back({.first = first, .run = rows, .period = rows, .rows = rows});
+    return result;
+  }
+  int64_t period = 0;
+  for (int64_t run : fused) period += run;
+  if (shape.size() > 2 || all % period != 0)
+    throw Error("a parameter " + text(shape) + " cannot hold matrices of their own in turns of " +
+                std::to_string(period) + " rows; Tensor::fused must divide the rows of a matrix or a vector.");
+  int64_t first = 0;
+  for (int64_t run : fused) {
+    result.members.push_back({.first = first, .run = run, .period = period, .rows = all / period * run});
+    first += run;
+  }
+  return result;
+}
+
+Matrices vectors_of(int64_t count, const std::vector<int64_t>& fused) { return matrices_of({count, 1}, fused); }
+
+int64_t matrix_workspace(const Matrices& shape) { return MatrixScratch(shape, nullptr).bytes; }
 
 void update_matrix(Threads& threads, float* parameter, const float* gradient, float* row, float* column, float* m,
-                   const Matrix& shape, const Settings& s, void* workspace) {
+                   const Matrices& shape, const Settings& s, void* workspace) {
   const MatrixScratch scratch(shape, workspace);
-  const Chunks chunks(shape);
-  const int64_t rows = shape.rows, columns = shape.columns, count = shape.batch * chunks.per_matrix;
+  const int64_t columns = shape.columns, chunks = scratch.chunks;
   const double b = beta2(s);
   const float scale = float(s.gradient_scale);
+  std::fill_n(scratch.parameter_squares, shape.count() * chunks, 0.0);
+  std::fill_n(scratch.update_squares, shape.count() * chunks, 0.0);
 
   // First pass, matrix by matrix: second moments of rows and columns, squares of the parameter.
-  for (int64_t k = 0; k < shape.batch; ++k) {
-    float *matrix_row = row + k * rows, *matrix_column = column + k * columns;
-    threads.each(chunks.per_matrix, [&](int64_t chunk) {
+  for (int64_t k = 0; k < shape.count(); ++k) {
+    const Member& matrix = shape.members[size_t(k)];
+    const Chunks cut(matrix);
+    float* matrix_column = column + k * columns;
+    threads.each(cut.count, [&](int64_t chunk) {
       float* sums = scratch.column_sums + chunk * columns;
       std::fill_n(sums, columns, 0.0f);
       double squares = 0;
-      for (int64_t i = chunks.begin(chunk); i < chunks.begin(chunk + 1); ++i) {
-        const int64_t at = (k * rows + i) * columns;
-        const float row_sum = square_row(gradient + at, scale, float(s.epsilon1), sums, columns);
-        matrix_row[i] = float(b * matrix_row[i] + (1 - b) * row_sum / double(columns));
-        squares += sum_of_squares(parameter + at, columns);
+      for (int64_t l = cut.begin(chunk); l < cut.begin(chunk + 1); ++l) {
+        const int64_t i = matrix.row(l);
+        const float row_sum = square_row(gradient + i * columns, scale, float(s.epsilon1), sums, columns);
+        row[i] = float(b * row[i] + (1 - b) * row_sum / double(columns));
+        squares += sum_of_squares(parameter + i * columns, columns);
       }
-      scratch.parameter_squares[k * chunks.per_matrix + chunk] = squares;
+      scratch.parameter_squares[k * chunks + chunk] = squares;
     });
     threads.split(columns, 64, [&](int64_t begin, int64_t end) {
       for (int64_t j = begin; j < end; ++j) {
         double column_sum = 0;
-        for (int64_t c = 0; c < chunks.per_matrix; ++c) column_sum += scratch.column_sums[c * columns + j];
-        matrix_column[j] = float(b * matrix_column[j] + (1 - b) * column_sum / double(rows));
+        for (int64_t c = 0; c < cut.count; ++c) column_sum += scratch.column_sums[c * columns + j];
+        matrix_column[j] = float(b * matrix_column[j] + (1 - b) * column_sum / double(matrix.rows));
       }
     });
     double mean = 0;
-    for (int64_t i = 0; i < rows; ++i) mean += matrix_row[i];
-    inverse_roots(matrix_row, float(double(rows) / mean), scratch.row_factor + k * rows, rows);
+    for (int64_t l = 0; l < matrix.rows; ++l) mean += row[matrix.row(l)];
+    for (int64_t l = 0; l < matrix.rows; l += matrix.run) {
+      const int64_t i = matrix.row(l);
+      inverse_roots(row + i, float(double(matrix.rows) / mean), scratch.row_factor + i,
+                    std::min(matrix.run, matrix.rows - l));
+    }
     inverse_roots(matrix_column, 1.0f, scratch.column_factor + k * columns, columns);
   }
 
   // Second pass: the raw update's squares. Third: apply it.
   const auto each_row = [&](auto&& body) {
-    threads.each(count, [&](int64_t chunk) {
-      const int64_t k = chunk / chunks.per_matrix, first = chunk % chunks.per_matrix;
-      for (int64_t i = chunks.begin(first); i < chunks.begin(first + 1); ++i) body(chunk, k * rows + i, k);
+    threads.each(shape.count() * chunks, [&](int64_t chunk) {
+      const int64_t k = chunk / chunks;
+      const Chunks cut(shape.members[size_t(k)]);
+      if (chunk % chunks >= cut.count) return;
+      for (int64_t l = cut.begin(chunk % chunks); l < cut.begin(chunk % chunks + 1); ++l)
+        body(chunk, shape.members[size_t(k)].row(l), k);
     });
   };
-  std::fill_n(scratch.update_squares, count, 0.0);
   each_row([&](int64_t chunk, int64_t i, int64_t k) {
     const double factor = double(scratch.row_factor[i]) * scale;
     scratch.update_squares[chunk] +=
         factor * factor * sum_of_scaled_squares(gradient + i * columns, scratch.column_factor + k * columns, columns);
   });
-  const Decision decision =
-      decide(s, sum(scratch.parameter_squares, count), sum(scratch.update_squares, count), shape.elements());
+  for (int64_t k = 0; k < shape.count(); ++k) {
+    const int64_t first = shape.apart ? k * chunks : 0, count = shape.apart ? chunks : shape.count() * chunks;
+    scratch.decisions[k] =
+        k > 0 && !shape.apart
+            ? scratch.decisions[0]
+            : decide(s, sum(scratch.parameter_squares + first, count), sum(scratch.update_squares + first, count),
+                     shape.apart ? shape.members[size_t(k)].rows * columns : shape.elements());
+  }
   each_row([&](int64_t, int64_t i, int64_t k) {
+    const Decision& decision = scratch.decisions[k];
     apply(parameter + i * columns, gradient + i * columns, scratch.column_factor + k * columns,
           decision.scale * scratch.row_factor[i] * scale, m ? m + i * columns : nullptr, decision.application, columns);
   });
@@ -235,8 +277,37 @@ int64_t vector_workspace(int64_t count) {
   return pieces.used();
 }
 
-void update_vector(Threads& threads, float* parameter, const float* gradient, float* v, float* m, int64_t count,
+namespace {
+
+// Vectors that lie in one, run by run: few numbers, so one thread does them.
+void update_fused(float* parameter, const float* gradient, float* v, float* m, const Matrices& shape, const Settings& s,
+                  float* factor) {
+  const float scale = float(s.gradient_scale), b = float(beta2(s)), rest = float(1 - beta2(s));
+  for (const Member& vector : shape.members) {
+    double parameter_squares = 0, update_squares = 0;
+    const auto each_run = [&](auto&& body) {
+      for (int64_t l = 0; l < vector.rows; l += vector.run) body(vector.row(l), std::min(vector.run, vector.rows - l));
+    };
+    each_run([&](int64_t at, int64_t n) {
+      decay_squares(gradient + at, scale, float(s.epsilon1), b, rest, v + at, n);
+      inverse_roots(v + at, 1.0f, factor + at, n);
+      parameter_squares += sum_of_squares(parameter + at, n);
+      update_squares += double(scale) * scale * sum_of_scaled_squares(gradient + at, factor + at, n);
+    });
+    const Decision decision = decide(s, parameter_squares, update_squares, vector.rows);
+    each_run([&](int64_t at, int64_t n) {
+      apply(parameter + at, gradient + at, factor + at, decision.scale * scale, m ? m + at : nullptr,
+            decision.application, n);
+    });
+  }
+}
+
+}  // namespace
+
+void update_vector(Threads& threads, float* parameter, const float* gradient, float* v, float* m, const Matrices& shape,
                    const Settings& s, void* workspace) {
+  if (shape.apart) return update_fused(parameter, gradient, v, m, shape, s, static_cast<float*>(workspace));
+  const int64_t count = shape.rows;
   Pieces pieces(workspace);
   const int64_t chunks = (count + kVectorChunk - 1) / kVectorChunk;
   float* factor = pieces.take<float>(count);

@@ -2,7 +2,9 @@
 // Not the plugin, and no allocation of states.
 #pragma once
 #include <cstdint>
+#include <vector>
 
+#include "strata/tensor.h"
 #include "strata/threads.h"
 
 namespace strata::adafactor {
@@ -25,24 +27,38 @@ double beta2(const Settings& s);
 // Step size from RMS(parameter) before the update.
 double step_size(const Settings& s, double parameter_rms);
 
-// `batch` matrices of `rows` x `columns`, one after the other.
-struct Matrix {
-  int64_t batch = 1, rows = 1, columns = 1;
-  int64_t elements() const { return batch * rows * columns; }
+// One of the matrices (or vectors: rows of one element) that a tensor's rows are: runs of `run` rows, `period` rows
+// from one's begin to the next's.
+struct Member {
+  int64_t first = 0, run = 1, period = 1, rows = 1;
+  int64_t row(int64_t i) const { return first + i / run * period + i % run; }  // of the tensor, of its own row i
 };
 
+// Which matrices those are: a tensor of more than two dimensions is several, one after the other, and one step size is
+// decided for all; what is `fused` (Tensor::fused) lies row by row in between, and each decides for itself.
+struct Matrices {
+  std::vector<Member> members;
+  int64_t rows = 1, columns = 1;  // of all
+  bool apart = false;
+  int64_t elements() const { return rows * columns; }
+  int64_t count() const { return int64_t(members.size()); }
+};
+Matrices matrices_of(const Shape& shape, const std::vector<int64_t>& fused);
+// Those of a vector: rows of one element.
+Matrices vectors_of(int64_t count, const std::vector<int64_t>& fused);
+
 // Scratch bytes that an update needs, 64-byte aligned.
-int64_t matrix_workspace(const Matrix& shape);
+int64_t matrix_workspace(const Matrices& shape);
 int64_t vector_workspace(int64_t count);
 
-// parameter, gradient, m: (batch, rows, columns), m may be null; row: (batch, rows) and column: (batch, columns), the
-// factored second moment. All but the gradient are updated. The result does not depend on the number of threads.
+// parameter, gradient, m: (rows, columns), m may be null; row: (rows) and column: (matrices, columns), the factored
+// second moment. All but the gradient are updated. The result does not depend on the number of threads.
 // Reads the gradient three times and the parameter twice: the update's RMS must be known before it is applied.
 void update_matrix(Threads& threads, float* parameter, const float* gradient, float* row, float* column, float* m,
-                   const Matrix& shape, const Settings& settings, void* workspace);
+                   const Matrices& shape, const Settings& settings, void* workspace);
 
-// parameter, gradient, v (second moment), m (may be null): `count` elements each.
-void update_vector(Threads& threads, float* parameter, const float* gradient, float* v, float* m, int64_t count,
+// parameter, gradient, v (second moment), m (may be null): as many elements each as `shape` has rows.
+void update_vector(Threads& threads, float* parameter, const float* gradient, float* v, float* m, const Matrices& shape,
                    const Settings& settings, void* workspace);
 
 }  // namespace strata::adafactor

@@ -1,11 +1,15 @@
 // The three ops and what is summed between them; see adafactor_part.h. What the statistics of the whole matrix need is
-// summed in double: squares by column, of the parameter, the rows' second moments, and of the raw update.
+// summed in double, or exactly: squares by column, of the parameter, the rows' second moments, and of the raw update.
 #include "plugins/adafactor/adafactor_part.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
+#include <sstream>
 
 #include "plugins/adafactor/adafactor_kernel.h"
+#include "strata/exact_sum.h"
+#include "strata/layout.h"
 #include "strata/simd.h"
 
 namespace strata::adafactor {
@@ -30,87 +34,191 @@ Settings settings(const Binding& b, int step) {
   return settings(b.attributes(), *b.in<double>(step), *b.in<double>(step + 1), b.in<double>(step + 2));
 }
 
-TensorSpec sums(int64_t count) { return {{count}, DType::f64}; }
+// The rows that are here, of the matrices that the whole tensor is, and where in the sums what is of each.
+struct Part {
+  Matrices whole;
+  int64_t first, rows, columns, digits;  // first: of the whole's rows; digits: doubles a sum
+  // `like`: a tensor (rows, columns) with the part's layout.
+  Part(const OpView& v, const Tensor& like)
+      : whole(matrices_of(like.full_shape(), fused_of(v.attributes()))),
+        first(box_of(like).offset[0]),
+        rows(elements(like.shape) / like.shape.back()),
+        columns(like.shape.back()),
+        digits(v.attributes().integer("exact", 0) ? kExactSum : 1) {
+    period_ = whole.members.back().first + whole.members.back().run;
+    if (!whole.apart) whole.members = {{.first = 0, .run = whole.rows, .period = whole.rows, .rows = whole.rows}};
+  }
+  int64_t matrices() const { return whole.count(); }
+  int64_t matrix_of(int64_t row) const {  // of the part
+    const int64_t at = whole.apart ? (first + row) % period_ : 0;
+    int64_t k = matrices() - 1;
+    while (whole.members[size_t(k)].first > at) --k;
+    return k;
+  }
+  double rows_of(int64_t k) const { return double(whole.members[size_t(k)].rows); }
+  // The sums: squares by column of each matrix, then the rows' moments of each, then the parameter's squares of each.
+  int64_t sums() const { return matrices() * (columns + 2); }
+  int64_t column(int64_t k) const { return k * columns; }
+  int64_t moments(int64_t k) const { return matrices() * columns + k; }
+  int64_t squares(int64_t k) const { return matrices() * (columns + 1) + k; }
+  double value(const double* sums, int64_t i) const { return digits == 1 ? sums[i] : value_of_sum(sums + i * digits); }
 
-// parameter, gradient, row; step, factor, [scale] -> row in place; sums over this part: columns, then Σ row, Σ p².
+ private:
+  int64_t period_ = 1;
+};
+
+// add_exactly for the usual case, a positive number far from the ends of the digits' range, by its bits.
+void add_number(double* sum, double value) {
+  if (!(value > 0x1p-200 && value < 0x1p200)) return add_exactly(sum, value);
+  const auto power = [](int exponent) { return std::bit_cast<double>(uint64_t(1023 + exponent) << 52); };
+  const int exponent = int(std::bit_cast<uint64_t>(value) >> 52) - 1023;
+  for (int k = (exponent + 320) / 32; value != 0; --k) {
+    const double part = double(int64_t(value * power(320 - 32 * k))) * power(32 * k - 320);
+    sum[k] += part;
+    value -= part;
+  }
+}
+
+// Sums that are taken number by number, plainly or exactly.
+struct Sums {
+  double* out;
+  int64_t digits;
+  void clear(int64_t first, int64_t count) const { std::fill_n(out + first * digits, count * digits, 0.0); }
+  void add(int64_t i, double value) const {
+    if (digits == 1)
+      out[i] += value;
+    else
+      add_number(out + i * digits, value);
+  }
+  // After at most 2^20 numbers each.
+  void carry_all(int64_t first, int64_t count) const {
+    for (int64_t i = first; digits > 1 && i < first + count; ++i) carry(out + i * digits);
+  }
+};
+constexpr int64_t kNumbers = int64_t{1} << 20;
+
+// parameter, gradient, row; step, factor, [scale] -> row in place; sums over this part. Workspace: a double a row.
 template <class T>
 Launch bind_statistics(const Binding& b) {
-  return [b] {
+  return [b, part = Part(b, b.input(1))] {
     const Settings s = settings<T>(b, 3);
     const T *parameter = b.in<T>(0), *gradient = b.in<T>(1);
     T* row = b.out<T>(0);
-    double* out = b.out<double>(1);
-    const int64_t rows = b.rows(1), columns = b.columns(1);
+    const Sums sums{b.out<double>(1), part.digits};
+    double* squares = b.workspace<double>();
+    const int64_t columns = part.columns;
     const double decay = beta2(s);
-    std::fill_n(out, columns + 2, 0.0);
+    sums.clear(0, part.sums());
     if (std::isnan(s.gradient_scale)) return;
-    double row_total = 0, squares = 0;
-    for (int64_t i = 0; i < rows; ++i) {
-      const T *g = gradient + i * columns, *p = parameter + i * columns;
-      double row_sum = 0, row_squares = 0;
-      for (int64_t j = 0; j < columns; ++j) {
-        const T scaled = g[j] * T(s.gradient_scale);
-        const double square = double(scaled * scaled + T(s.epsilon1));
-        row_sum += square;
-        out[j] += square;
-        row_squares += double(p[j]) * double(p[j]);
+    const auto square = [&](int64_t i, int64_t j) {
+      const T scaled = gradient[i * columns + j] * T(s.gradient_scale);
+      return double(scaled * scaled + T(s.epsilon1));
+    };
+    b.threads().split(part.rows, 4, [&](int64_t i, int64_t end) {
+      for (; i < end; ++i) {
+        double row_sum = 0, row_squares = 0;
+        for (int64_t j = 0; j < columns; ++j) {
+          const double p = double(parameter[i * columns + j]);
+          row_sum += square(i, j);
+          row_squares += p * p;
+        }
+        row[i] = T(decay * double(row[i]) + (1 - decay) * row_sum / double(columns));
+        squares[i] = row_squares;
       }
-      row[i] = T(decay * double(row[i]) + (1 - decay) * row_sum / double(columns));
-      row_total += double(row[i]);
-      squares += row_squares;
+    });
+    // A thread has some columns of all rows, so that their order is the same for any number of threads.
+    constexpr int64_t kWidth = 32;
+    b.threads().split(columns, kWidth, [&](int64_t first, int64_t last) {
+      for (int64_t j = first; j < last; j += kWidth) {
+        const int64_t end = std::min(j + kWidth, last);
+        for (int64_t i = 0; i < part.rows; ++i) {
+          const int64_t at = part.column(part.matrix_of(i));
+          for (int64_t c = j; c < end; ++c) sums.add(at + c, square(i, c));
+          if ((i + 1) % kNumbers == 0 || i + 1 == part.rows)
+            for (int64_t k = 0; k < part.matrices(); ++k) sums.carry_all(part.column(k) + j, end - j);
+        }
+      }
+    });
+    for (int64_t i = 0; i < part.rows; ++i) {
+      const int64_t k = part.matrix_of(i);
+      sums.add(part.moments(k), double(row[i]));
+      sums.add(part.squares(k), squares[i]);
+      if ((i + 1) % kNumbers == 0 || i + 1 == part.rows) sums.carry_all(part.moments(0), 2 * part.matrices());
     }
-    out[columns] = row_total;
-    out[columns + 1] = squares;
   };
 }
 
-// gradient, row, column, sums; step, factor, [scale] -> column in place; Σ u² of this part.
+// gradient, row, column, sums; step, factor, [scale] -> column in place; Σ u² of this part, for each matrix.
+// Workspace: a double a row.
 template <class T>
 Launch bind_update_squares(const Binding& b) {
-  return [b] {
+  return [b, part = Part(b, b.input(0))] {
     const Settings s = settings<T>(b, 4);
     const T *gradient = b.in<T>(0), *row = b.in<T>(1);
     T* column = b.out<T>(0);
-    const double *sum = b.in<double>(3), decay = beta2(s), all_rows = double(b.input(0).full_shape()[0]);
-    const int64_t rows = b.rows(0), columns = b.columns(0);
-    *b.out<double>(1) = 0;
+    const double *sum = b.in<double>(3), decay = beta2(s);
+    const Sums out{b.out<double>(1), part.digits};
+    double* squares = b.workspace<double>();
+    const int64_t columns = part.columns;
+    out.clear(0, part.matrices());
     if (std::isnan(s.gradient_scale)) return;
-    for (int64_t j = 0; j < columns; ++j) column[j] = T(decay * double(column[j]) + (1 - decay) * sum[j] / all_rows);
-    const double mean = sum[columns] / all_rows;
-    double squares = 0;
-    for (int64_t i = 0; i < rows; ++i) {
-      double of_row = 0;
-      for (int64_t j = 0; j < columns; ++j) {
-        const double g = double(gradient[i * columns + j]) * s.gradient_scale;
-        of_row += g * g / double(column[j]);
+    for (int64_t k = 0; k < part.matrices(); ++k)
+      b.threads().split(columns, 64, [&](int64_t j, int64_t end) {
+        for (int64_t at = part.column(k); j < end; ++j)
+          column[at + j] = T(decay * double(column[at + j]) + (1 - decay) * part.value(sum, at + j) / part.rows_of(k));
+      });
+    b.threads().split(part.rows, 4, [&](int64_t i, int64_t end) {
+      for (; i < end; ++i) {
+        const int64_t k = part.matrix_of(i);
+        const T* c = column + part.column(k);
+        double of_row = 0;
+        for (int64_t j = 0; j < columns; ++j) {
+          const double g = double(gradient[i * columns + j]) * s.gradient_scale;
+          of_row += g * g / double(c[j]);
+        }
+        squares[i] = of_row * (part.value(sum, part.moments(k)) / part.rows_of(k)) / double(row[i]);
       }
-      squares += of_row * mean / double(row[i]);
+    });
+    for (int64_t i = 0; i < part.rows; ++i) {
+      out.add(part.matrix_of(i), squares[i]);
+      if ((i + 1) % kNumbers == 0 || i + 1 == part.rows) out.carry_all(0, part.matrices());
     }
-    *b.out<double>(1) = squares;
   };
 }
+
+// What the sums decide for one matrix: step size over clipping, what the parameter keeps, the mean of the rows'
+// moments.
+struct Decision {
+  double scale, keep, mean;
+  Decision(const Part& part, const Settings& s, const double* sums, const double* updates, int64_t k) {
+    const double count = part.rows_of(k) * double(part.columns);
+    const double rate = step_size(s, std::sqrt(part.value(sums, part.squares(k)) / count));
+    const double clip = std::max(1.0, std::sqrt(part.value(updates, k) / count) / s.clip_threshold);
+    scale = rate / clip;
+    keep = 1 - s.weight_decay * rate;
+    mean = part.value(sums, part.moments(k)) / part.rows_of(k);
+  }
+};
 
 // parameter, gradient, row, column, [m], sums, squares; step, factor, [scale] -> parameter, [m] in place.
 template <class T>
 Launch bind_apply(const Binding& b) {
-  return [b] {
+  return [b, part = Part(b, b.input(1))] {
     const Settings s = settings<T>(b, 7);
     T *parameter = b.out<T>(0), *m = b.has_input(4) ? b.out<T>(1) : nullptr;
     const T *gradient = b.in<T>(1), *row = b.in<T>(2), *column = b.in<T>(3);
-    const double* sum = b.in<double>(5);
     if (std::isnan(s.gradient_scale)) return;
-    const int64_t rows = b.rows(1), columns = b.columns(1);
-    const double all_rows = double(b.input(1).full_shape()[0]), count = all_rows * double(columns);
-    const double rate = step_size(s, std::sqrt(sum[columns + 1] / count));
-    const double clip = std::max(1.0, std::sqrt(*b.in<double>(6) / count) / s.clip_threshold);
-    const double mean = sum[columns] / all_rows;
-    const T keep = T(1 - s.weight_decay * rate), beta1 = T(s.beta1), rest = T(1 - s.beta1);
-    b.threads().split(rows, 16, [&](int64_t i, int64_t end) {
+    const int64_t columns = part.columns;
+    const T beta1 = T(s.beta1), rest = T(1 - s.beta1);
+    b.threads().split(part.rows, 16, [&](int64_t i, int64_t end) {
       for (; i < end; ++i) {
-        const T scale = T(rate / clip * s.gradient_scale / std::sqrt(double(row[i]) / mean));
+        const int64_t k = part.matrix_of(i);
+        const Decision decision(part, s, b.in<double>(5), b.in<double>(6), k);
+        const T scale = T(decision.scale * s.gradient_scale / std::sqrt(double(row[i]) / decision.mean)),
+                keep = T(decision.keep);
         for (int64_t j = 0; j < columns; ++j) {
           const int64_t at = i * columns + j;
-          T u = scale * gradient[at] / std::sqrt(column[j]);
+          T u = scale * gradient[at] / std::sqrt(column[part.column(k) + j]);
           if (m) u = m[at] = beta1 * m[at] + rest * u;
           parameter[at] = keep * parameter[at] - u;
         }
@@ -120,31 +228,48 @@ Launch bind_apply(const Binding& b) {
 }
 
 void add(std::string name, std::string summary, std::function<std::vector<TensorSpec>(const OpView&)> shape,
-         Launch (*f32)(const Binding&), Launch (*f64)(const Binding&)) {
+         Launch (*f32)(const Binding&), Launch (*f64)(const Binding&),
+         std::function<int64_t(const OpView&, int)> workspace = {}) {
   OpKind kind{.name = std::move(name), .summary = std::move(summary), .shape = std::move(shape)};
-  kind.kernels["cpu"] = {f32, {}};
+  kind.kernels["cpu"] = {f32, workspace};
   kind.kernels["reference"] = {[f32, f64](const Binding& b) { return (b.input(0).dtype == DType::f64 ? f64 : f32)(b); },
-                               {}};
+                               workspace};
   register_kind(std::move(kind));
 }
 
 TensorSpec like(const Tensor& tensor) { return {tensor.shape, tensor.dtype}; }
+TensorSpec sums(int64_t count, const Part& part) { return {{count * part.digits}, DType::f64}; }
 
 }  // namespace
+
+std::string text_of(const std::vector<int64_t>& fused) {
+  std::string text;
+  for (int64_t rows : fused) text += (text.empty() ? "" : " ") + std::to_string(rows);
+  return text;
+}
+std::vector<int64_t> fused_of(const Attributes& attributes) {
+  std::vector<int64_t> fused;
+  if (!attributes.has("fused")) return fused;
+  std::istringstream text(attributes.string("fused"));
+  for (int64_t rows; text >> rows;) fused.push_back(rows);
+  return fused;
+}
 
 void register_part_kinds() {
   add(
       "adafactor_statistics", "parameter, gradient, row, step, factor, [scale] -> row, sums of this part",
       [](const OpView& v) -> std::vector<TensorSpec> {
-        return {like(v.input(2)), sums(v.columns(1) + 2)};
+        const Part part(v, v.input(1));
+        return {like(v.input(2)), sums(part.sums(), part)};
       },
-      bind_statistics<float>, bind_statistics<double>);
+      bind_statistics<float>, bind_statistics<double>, [](const OpView& v, int) { return v.rows(1) * 8; });
   add(
       "adafactor_update_squares", "gradient, row, column, sums, step, factor, [scale] -> column, squares of this part",
       [](const OpView& v) -> std::vector<TensorSpec> {
-        return {like(v.input(2)), sums(1)};
+        const Part part(v, v.input(0));
+        return {like(v.input(2)), sums(part.matrices(), part)};
       },
-      bind_update_squares<float>, bind_update_squares<double>);
+      bind_update_squares<float>, bind_update_squares<double>, [](const OpView& v, int) { return v.rows(0) * 8; });
   add(
       "adafactor_apply",
       "parameter, gradient, row, column, [m], sums, squares, step, factor, [scale] -> parameter, [m]",

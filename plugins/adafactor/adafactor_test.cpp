@@ -12,9 +12,15 @@
 namespace strata::adafactor {
 namespace {
 
+struct Matrix {
+  int64_t batch, rows, columns;  // a vector: rows = 0
+  int64_t elements() const { return batch * rows * columns; }
+  Matrices matrices() const { return rows == 0 ? vectors_of(columns, {}) : matrices_of({batch, rows, columns}, {}); }
+};
+
 struct Case {
   const char* name;
-  Matrix shape;  // a vector: rows = 0
+  Matrix shape;
   Settings settings;
   bool first_moment;
   const std::vector<double>* expected;
@@ -48,16 +54,17 @@ std::vector<T> run(const Case& c, bool fast, Threads& threads) {
     settings.step = step;
     if constexpr (std::is_same_v<T, float>) {
       if (fast && vector)
-        update_vector(threads, p.data(), g.data(), second.data(), moment, int64_t(count), settings, workspace.data());
+        update_vector(threads, p.data(), g.data(), second.data(), moment, c.shape.matrices(), settings,
+                      workspace.data());
       else if (fast)
-        update_matrix(threads, p.data(), g.data(), second.data(), column.data(), moment, c.shape, settings,
+        update_matrix(threads, p.data(), g.data(), second.data(), column.data(), moment, c.shape.matrices(), settings,
                       workspace.data());
       if (fast) continue;
     }
     if (vector)
-      reference_vector(p.data(), g.data(), second.data(), moment, int64_t(count), settings);
+      reference_vector(p.data(), g.data(), second.data(), moment, c.shape.matrices(), settings);
     else
-      reference_matrix(p.data(), g.data(), second.data(), column.data(), moment, c.shape, settings);
+      reference_matrix(p.data(), g.data(), second.data(), column.data(), moment, c.shape.matrices(), settings);
   }
   return p;
 }
@@ -116,10 +123,11 @@ TEST(Adafactor, MatrixKernelAgreesWithReferenceInDouble) {
       auto p = wide(r.p), g = wide(r.g), m = wide(r.m), row = wide(r.second), column = wide(r.column);
       const Settings s{.step = 7, .factor = 0.5, .beta1 = 0.9, .weight_decay = 0.01, .gradient_scale = 0.4};
       Threads threads(2);
-      std::vector<double> workspace(size_t(matrix_workspace(shape) / 8));
-      reference_matrix(p.data(), g.data(), row.data(), column.data(), first_moment ? m.data() : nullptr, shape, s);
+      std::vector<double> workspace(size_t(matrix_workspace(shape.matrices()) / 8));
+      reference_matrix(p.data(), g.data(), row.data(), column.data(), first_moment ? m.data() : nullptr,
+                       shape.matrices(), s);
       update_matrix(threads, r.p.data(), r.g.data(), r.second.data(), r.column.data(),
-                    first_moment ? r.m.data() : nullptr, shape, s, workspace.data());
+                    first_moment ? r.m.data() : nullptr, shape.matrices(), s, workspace.data());
       for (int64_t i = 0; i < shape.batch * shape.rows; ++i) ASSERT_NEAR(r.second[i], row[i], kRelative * row[i]);
       for (int64_t i = 0; i < shape.batch * shape.columns; ++i)
         ASSERT_NEAR(r.column[i], column[i], kRelative * column[i]);
@@ -139,8 +147,9 @@ TEST(Adafactor, VectorKernelAgreesWithReferenceInDouble) {
     const Settings s{.step = 3, .gradient_scale = 2};
     Threads threads(3);
     std::vector<double> workspace(size_t(vector_workspace(count) / 8));
-    reference_vector(p.data(), g.data(), v.data(), static_cast<double*>(nullptr), count, s);
-    update_vector(threads, r.p.data(), r.g.data(), r.second.data(), nullptr, count, s, workspace.data());
+    reference_vector(p.data(), g.data(), v.data(), static_cast<double*>(nullptr), vectors_of(count, {}), s);
+    update_vector(threads, r.p.data(), r.g.data(), r.second.data(), nullptr, vectors_of(count, {}), s,
+                  workspace.data());
     for (int64_t i = 0; i < count; ++i) {
       ASSERT_NEAR(r.second[i], v[i], 1e-6 * v[i]);
       ASSERT_NEAR(r.p[i], p[i], 1.2e-7 * std::abs(p[i]) + kRelative * 0.02);
@@ -148,13 +157,64 @@ TEST(Adafactor, VectorKernelAgreesWithReferenceInDouble) {
   }
 }
 
+// What is fused is, bit for bit, what each matrix would be alone.
+template <class T>
+std::vector<T> taken(const std::vector<T>& values, const Member& member, int64_t columns) {
+  std::vector<T> own;
+  for (int64_t i = 0; i < member.rows; ++i)
+    for (int64_t j = 0; j < columns; ++j) own.push_back(values[size_t(member.row(i) * columns + j)]);
+  return own;
+}
+
+TEST(Adafactor, FusedMatricesAreMatricesOfTheirOwn) {
+  const int64_t columns = 33;
+  const std::vector<int64_t> fused = {6, 3, 3};
+  const Matrices shape = matrices_of({60, columns}, fused);
+  const Settings s{.step = 5, .beta1 = 0.9, .weight_decay = 0.01};
+  Threads threads(2);
+  std::vector<double> workspace(size_t(matrix_workspace(shape) / 8));
+  Random all = random_arrays(60 * columns, 3);
+  const Random before = all;
+  update_matrix(threads, all.p.data(), all.g.data(), all.second.data(), all.column.data(), all.m.data(), shape, s,
+                workspace.data());
+  for (int64_t k = 0; k < shape.count(); ++k) {
+    const Member& member = shape.members[size_t(k)];
+    EXPECT_EQ(member.rows, 5 * fused[size_t(k)]);
+    const Matrices alone = matrices_of({member.rows, columns}, {});
+    auto p = taken(before.p, member, columns), g = taken(before.g, member, columns),
+         m = taken(before.m, member, columns), row = taken(before.second, member, 1);
+    std::vector<float> column(before.column.begin() + k * columns, before.column.begin() + (k + 1) * columns);
+    update_matrix(threads, p.data(), g.data(), row.data(), column.data(), m.data(), alone, s, workspace.data());
+    EXPECT_EQ(taken(all.p, member, columns), p) << k;
+    EXPECT_EQ(taken(all.m, member, columns), m) << k;
+    EXPECT_EQ(taken(all.second, member, 1), row) << k;
+  }
+}
+
+TEST(Adafactor, FusedVectorsAreVectorsOfTheirOwn) {
+  const Matrices shape = vectors_of(40, {4, 2, 2});
+  const Settings s{.step = 5};
+  Threads threads(2);
+  std::vector<double> workspace(size_t(vector_workspace(40) / 8));
+  Random all = random_arrays(40, 4);
+  const Random before = all;
+  update_vector(threads, all.p.data(), all.g.data(), all.second.data(), nullptr, shape, s, workspace.data());
+  for (const Member& member : shape.members) {
+    auto p = taken(before.p, member, 1), g = taken(before.g, member, 1), v = taken(before.second, member, 1);
+    reference_vector(p.data(), g.data(), v.data(), static_cast<float*>(nullptr), vectors_of(member.rows, {}), s);
+    const auto now = taken(all.p, member, 1);
+    for (size_t i = 0; i < p.size(); ++i) EXPECT_NEAR(now[i], p[i], 1e-6 * std::abs(p[i]) + 1e-7);
+  }
+}
+
 TEST(Adafactor, SameBitsForAnyNumberOfThreads) {
   const Matrix shape{1, 203, 130};
   Random one = random_arrays(shape.elements(), 1), three = one;
-  std::vector<double> workspace(size_t(matrix_workspace(shape) / 8));
+  std::vector<double> workspace(size_t(matrix_workspace(shape.matrices()) / 8));
   const auto run = [&](int threads, Random& r) {
     Threads team(threads);
-    update_matrix(team, r.p.data(), r.g.data(), r.second.data(), r.column.data(), nullptr, shape, {}, workspace.data());
+    update_matrix(team, r.p.data(), r.g.data(), r.second.data(), r.column.data(), nullptr, shape.matrices(), {},
+                  workspace.data());
   };
   run(1, one);
   run(3, three);
@@ -170,9 +230,9 @@ TEST(Adafactor, AZeroGradientChangesNothing) {
   r.second.assign(12, 0);
   r.column.assign(12, 0);
   const auto before = r.p;
-  std::vector<double> workspace(size_t(matrix_workspace(shape) / 8));
+  std::vector<double> workspace(size_t(matrix_workspace(shape.matrices()) / 8));
   Threads threads(1);
-  update_matrix(threads, r.p.data(), r.g.data(), r.second.data(), r.column.data(), nullptr, shape, {},
+  update_matrix(threads, r.p.data(), r.g.data(), r.second.data(), r.column.data(), nullptr, shape.matrices(), {},
                 workspace.data());
   EXPECT_EQ(r.p, before);
 }

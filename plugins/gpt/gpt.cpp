@@ -126,10 +126,13 @@ class Gpt final : public strata::Plugin {
   }
 
   TensorId linear(Builder& b, TensorId x, std::string_view name, int64_t out, bool bias,
-                  double deviation = kStandardDeviation) {
+                  double deviation = kStandardDeviation, const std::vector<int64_t>& fused = {}) {
     const auto scope = b.scope(name);
-    const TensorId weight = b.parameter("weight", {out, b[x].shape.back()}, normal(deviation));
-    return b.emit("linear", {x, weight, bias ? b.parameter("bias", {out}, {}) : TensorId{}}, {}, "out");
+    const TensorId weight = b.parameter("weight", {out, b[x].shape.back()}, normal(deviation)),
+                   offset = bias ? b.parameter("bias", {out}, {}) : TensorId{};
+    for (TensorId id : {weight, offset})
+      if (id) b.program()[id].fused = fused;
+    return b.emit("linear", {x, weight, offset}, {}, "out");
   }
 
   TensorId drop(Builder& b, TensorId x, std::string_view site) {
@@ -153,9 +156,17 @@ class Gpt final : public strata::Plugin {
     return drop(b, b.emit("embedding", {tokens, weight, positions}, {}, "embedding.out"), "embedding.dropout");
   }
 
+  // Llama and Qwen2 have matrices of their own for queries, keys and values; GPT-2 has one (c_attn).
+  std::vector<int64_t> fused_rows() const {
+    if (config_.positions == "learned") return {};
+    const int64_t size = config_.head_size;
+    return {config_.heads / config_.kv_heads * size, size, size};
+  }
+
   TensorId attention(Builder& b, TensorId x) {
     const int64_t width = (config_.heads + 2 * config_.kv_heads) * config_.head_size;
-    TensorId qkv = linear(b, norm(b, x, "norm1"), "qkv", width, config_.bias || config_.qkv_bias);
+    TensorId qkv = linear(b, norm(b, x, "norm1"), "qkv", width, config_.bias || config_.qkv_bias, kStandardDeviation,
+                          fused_rows());
     strata::Attributes heads{{"heads", config_.heads}, {"kv_heads", config_.kv_heads}};
     if (config_.positions == "rotary") {
       strata::Attributes rotary = heads;

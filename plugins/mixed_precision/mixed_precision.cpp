@@ -79,6 +79,7 @@ class MixedPrecision final : public strata::Plugin {
       const Tensor working = program[gradient.parameter], whole = program[program.whole(gradient.parameter)];
       const TensorId master = build.state(whole.rounded_from, working.shape, DType::f32, whole.initializer);
       program[master].layout = working.layout;
+      program[master].fused = whole.fused;
       working_[master.value] = gradient.parameter;
       gradient.parameter = master;
     }

@@ -2,6 +2,7 @@
 
 Needs: python3 -m venv ref && ref/bin/pip install torch transformers safetensors numpy
 Run:   ref/bin/python tests/reference/make.py
+       ref/bin/python tests/reference/make.py adafactor    adds adafactor_losses to what is recorded
 
 Writes, for gpt2 and qwen2, tests/reference/data/NAME/: config.json and model.safetensors as save_pretrained writes them,
 and expected.safetensors with
@@ -9,14 +10,17 @@ and expected.safetensors with
   logits           (2, 16, V) f32      loss (1) f32: mean cross-entropy
   gradient.NAME    f32: of every parameter, by its Hugging Face name
   train_tokens     (20, 2, 17) i32     losses (20) f32: of 20 AdamW steps
+  adafactor_losses (20) f32: of 20 steps of transformers' Adafactor with its defaults, on the same tokens
 Everything is computed in double and stored in single precision. AdamW: lr 1e-3 rising linearly over 5 steps, betas
 0.9 and 0.95, eps 1e-8, weight decay 0.1 on matrices only, gradients clipped to a global norm of 1.
 """
 import pathlib
+import sys
 
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from transformers.optimization import Adafactor
 
 HERE = pathlib.Path(__file__).parent / "data"
 VOCABULARY, BATCH, TIME, STEPS = 96, 2, 16, 20
@@ -74,8 +78,28 @@ def record(name, model):
     save_file({k: v.detach().contiguous() for k, v in out.items()}, folder / "expected.safetensors")
 
 
+def record_adafactor(name):
+    folder = HERE / name
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).double()
+    model.train()
+    out = load_file(folder / "expected.safetensors")
+    optimizer = Adafactor(model.parameters())
+    losses = []
+    for tokens in out["train_tokens"]:
+        optimizer.zero_grad()
+        _, loss = loss_of(model, tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    out["adafactor_losses"] = torch.tensor(losses, dtype=torch.float32)
+    save_file(out, folder / "expected.safetensors")
+
+
 if __name__ == "__main__":
     HERE.mkdir(exist_ok=True)
-    for name, model in models():
-        record(name, model)
+    if sys.argv[1:] != ["adafactor"]:
+        for name, model in models():
+            record(name, model)
+    for name in ("gpt2", "qwen2"):
+        record_adafactor(name)
     print("torch", torch.__version__, "transformers", transformers.__version__)

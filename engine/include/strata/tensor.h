@@ -85,6 +85,10 @@ struct Tensor {
   int64_t part_offset = 0;
   // Made by the residency planner: another copy of this tensor, on another tier or restored. Its name is another one.
   TensorId copy_of{};
+  // Of a parameter whose rows are several matrices (or vectors) of their own, stored as one: the first fused[0] rows
+  // belong to matrix 0, the next fused[1] to matrix 1 and so on, and again from matrix 0 until the rows end. Empty: it
+  // is one. Optimizers that look at a matrix as a whole (Adafactor) take each for itself.
+  std::vector<int64_t> fused{};
   Shape full_shape() const;  // of the whole tensor that `layout` divides
   int64_t bytes() const { return elements(shape) * size_of(dtype); }
 };

@@ -18,14 +18,18 @@ std::thread start_thread(const std::string& purpose, std::function<void()> body)
 
 class Threads {
  public:
+  // How kernels whose sums depend on where work is cut (matrix products) cut it: into a piece a thread, or into pieces
+  // of a fixed size, so that results are the same for any number of threads.
+  enum class Cut { by_threads, by_size };
   // `count` threads including the caller of parallel(). Each has oneDNN/OpenMP limited to itself. Throws Error (usage)
   // where the system does not give that many.
-  explicit Threads(int count);
+  explicit Threads(int count, Cut cut = Cut::by_threads);
   ~Threads();
   Threads(const Threads&) = delete;
   Threads& operator=(const Threads&) = delete;
 
   int count() const { return count_; }
+  Cut cut() const { return cut_; }
 
   // Calls body(thread) for thread 0..count-1, each on its own thread, and waits. An exception thrown by a body is
   // rethrown here (the first one). Not reentrant.
@@ -69,6 +73,7 @@ class Threads {
   struct State;
   std::unique_ptr<State> state_;
   int count_;
+  Cut cut_;
 };
 
 }  // namespace strata
