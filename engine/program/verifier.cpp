@@ -45,11 +45,18 @@ class Verifier {
     const Tensor& tensor = program_.tensors[size_t(index)];
     written_[size_t(index)] = tensor.persistent || (tensor.role == Role::data && !tensor.copy_of);
     if (tensor.shape.empty()) refuse(tensor, "has no dimension; a scalar has shape (1).");
-    for (int64_t size : tensor.shape)
-      if (size <= 0) refuse(tensor, "has shape " + text(tensor.shape) + ".");
+    for (size_t d = 0; d < tensor.shape.size(); ++d)
+      if (tensor.shape[d] < 0 || (tensor.shape[d] == 0 && !is_split(tensor, int(d))))  // a share may be empty
+        refuse(tensor, "has shape " + text(tensor.shape) + ".");
     if (tensor.copy_of && !known(tensor.copy_of)) refuse(tensor, "is a copy of a tensor that does not exist.");
     check_layout(tensor);
     if (tensor.part_of) check_part(tensor);
+  }
+
+  static bool is_split(const Tensor& tensor, int dimension) {
+    for (const Split& split : tensor.layout)
+      if (split.dimension == dimension) return true;
+    return false;
   }
 
   void check_layout(const Tensor& tensor) {
