@@ -51,6 +51,7 @@ await() {
   return 1
 }
 in_steps() { (($(steps_in "$1") >= $2)); }
+await_steps() { await eval "in_steps $1 $2 || ended $run" && in_steps $1 $2; }
 said() { grep -qF -- "$2" "$1"; }
 # Whether a process is strata's and has blocked the signals: from then on none is lost, and none ends it.
 takes_signals() { local status; status=$(cat /proc/$1/status 2>/dev/null) && [[ $status == *Name:*strata*SigBlk:*7$'\n'SigIgn* ]]; }
@@ -75,7 +76,7 @@ for signal in INT TERM HUP QUIT USR1 USR2 XCPU; do
   for ranks in 1 2; do
     [[ $signal == INT || $ranks == 1 && $slow == 1 ]] || continue
     start --set run.directory=$signal$ranks --set run.steps=1000000 --set mesh.data=$ranks
-    await in_steps $signal$ranks 2 || fail "$signal: no steps: $(cat error)"
+    await_steps $signal$ranks 2 || fail "$signal: no steps: $(cat error)"
     ask $signal $run
     status_of $run
     [[ $status == 0 ]] || fail "$signal to $ranks: exit $status: $(cat error)"
@@ -89,10 +90,10 @@ done
 
 # Ignored from the start, as under nohup: not taken. Then a second Ctrl-C ends at once, whatever the first one waits for.
 (trap '' HUP && exec "$strata" train config.toml --set run.directory=nohup --set run.steps=1000000 >out 2>error </dev/null) & run=$!
-await in_steps nohup 2 || fail "nohup: no steps: $(cat error)"
+await_steps nohup 2 || fail "nohup: no steps: $(cat error)"
 ask HUP $run
 seen=$(steps_in nohup)
-await in_steps nohup $((seen + 2)) || fail "nohup: ended by SIGHUP: $(cat error)"
+await_steps nohup $((seen + 2)) || fail "nohup: ended by SIGHUP: $(cat error)"
 ask TERM $run
 status_of $run
 [[ $status == 0 ]] && said out 'stopped after step' || fail "nohup: exit $status: $(cat error)"
@@ -106,7 +107,7 @@ ask INT $run
 status_of $run
 [[ $status == 130 ]] && said error 'ended at once by SIGINT' || fail "twice: exit $status: $(cat error)"
 start --set run.directory=twice2 --set run.steps=1000000 --set mesh.data=2
-await in_steps twice2 2 || fail "twice: no steps: $(cat error)"
+await_steps twice2 2 || fail "twice: no steps: $(cat error)"
 kill -STOP $(ranks $run | tail -n 1)
 ask INT $run
 await said error 'SIGINT: ' || fail "twice: nothing said of the first: $(cat error)"

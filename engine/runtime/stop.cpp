@@ -51,6 +51,15 @@ void block_stop_signals() {
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);
 }
 
+bool stop_signal_waits() {
+  const sigset_t taken = taken_stop_signals();
+  sigset_t waiting;
+  sigpending(&waiting);
+  for (int signal = 1; signal < SIGRTMIN; ++signal)
+    if (sigismember(&taken, signal) == 1 && sigismember(&waiting, signal) == 1) return true;
+  return false;
+}
+
 void unblock_stop_signals() {
   const sigset_t signals = stop_signals();
   pthread_sigmask(SIG_UNBLOCK, &signals, nullptr);

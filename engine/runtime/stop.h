@@ -18,6 +18,8 @@ sigset_t taken_stop_signals();
 // Blocks the stop signals in this thread and those that it makes later: to be called before there are any. What comes
 // meanwhile waits. Not undone when the run is over, so that a late signal does not turn a saved run into a killed one.
 void block_stop_signals();
+// Whether one has come since they were blocked and nobody has taken it.
+bool stop_signal_waits();
 // Gives them their usual meaning again, and ends the process when one has waited.
 void unblock_stop_signals();
 

@@ -25,7 +25,9 @@ TEST(Stop, EachSignalAsks) {
     EXPECT_EXIT(
         {
           block_stop_signals();
-          kill(getpid(), signal);  // waits for somebody to take it
+          if (stop_signal_waits()) std::_Exit(1);
+        kill(getpid(), signal);  // waits for somebody to take it
+        if (!stop_signal_waits()) std::_Exit(2);
           StopSignals stop(true);
           leave_when_asked(stop);
         },

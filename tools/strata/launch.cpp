@@ -207,6 +207,7 @@ class Printer {
 class Signals {
  public:
   Signals() {
+    std::signal(SIGPIPE, SIG_IGN);  // readers that are gone do not end the run
     sigset_t child;
     sigemptyset(&child);
     sigaddset(&child, SIGCHLD);

@@ -80,7 +80,7 @@ int train_rank(const TrainArguments& arguments, const StopSignals& stop, World* 
 
 int train_launched(const TrainArguments& arguments, const LaunchedRank& rank) {
   const bool ours = rank.launcher == "strata";  // it tells of signals, and that ranks were lost before they joined
-  if (ours) prctl(PR_SET_NAME, "strata");  // it ran /proc/self/exe and would be called "exe"
+  if (ours) prctl(PR_SET_NAME, "strata");       // it ran /proc/self/exe and would be called "exe"
   StopSignals stop(!ours && rank.rank == 0);
   NetworkSection network;
   const int code = quietly(rank, [&] {
@@ -113,14 +113,13 @@ int train_launched(const TrainArguments& arguments, const LaunchedRank& rank) {
 
 int train_command_main(const TrainArguments& arguments) {
   if (const std::optional<LaunchedRank> rank = launched_rank()) return train_launched(arguments, *rank);
-  std::optional<StopSignals> stop(true);
   {
     const Session alone(arguments.config, arguments.sets);
     if (alone.mesh.size() > 1 || arguments.restarts > 0) {
-      alone.plan(Goal::train);  // what is wrong with it is said once
-      const bool asked = stop->asked();
-      stop.reset();  // from here on the launcher takes the signals
-      if (asked) {
+      // What is wrong with it is said once. Signals wait: planning forks to measure, which a thread that takes them
+      // forbids.
+      alone.plan(Goal::train);
+      if (stop_signal_waits()) {
         say("stopped before the first step");
         return int(ExitCode::done);
       }
@@ -128,7 +127,8 @@ int train_command_main(const TrainArguments& arguments) {
                        [&] { return CheckpointStore(alone.run.directory, 1).latest().has_value(); });
     }
   }
-  return train_rank(arguments, *stop, nullptr);
+  const StopSignals stop(true);
+  return train_rank(arguments, stop, nullptr);
 }
 
 int plan_command_main(const PlanArguments& arguments) {
