@@ -122,7 +122,8 @@ class Runner final : public StepContext {
     const TensorId id = built.program.find(name);
     const Tensor& tensor = built.program[id];
     if (!tensor.persistent) return values(id);
-    const float* data = static_cast<const float*>(storage->view(tensor));
+    const std::vector<std::byte> bytes = storage->copy(tensor);
+    const auto* data = reinterpret_cast<const float*>(bytes.data());
     return {data, data + elements(tensor.shape)};
   }
 
