@@ -161,14 +161,12 @@ PlannedProgram Session::plan(Goal goal, const PlannedProgram* training) const {
   if (goal != Goal::train || !run.save_behind) return planned;
   const int64_t snapshot = snapshot_bytes(planned.program().tensors, mesh.first());
   // Under a budget the copy takes its share, and more state goes to NVMe, of which there is no copy.
-  const bool one_memory = !is_asynchronous(device.backend);
-  if (const int64_t budget = host.memory.count + (one_memory ? device.memory.count : 0); budget > 0) {
-    if (snapshot >= budget)
+  if (host.memory.count > 0) {
+    if (snapshot >= host.memory.count)
       throw Error(
-          fmt::format("run.save_behind copies {} of state to host memory, and {} = {}; raise it, let "
+          fmt::format("run.save_behind copies {} of state to host memory, and host.memory = {}; raise it, let "
                       "more state rest on NVMe, or save without it.",
-                      bytes_text(snapshot), host.memory.count > 0 ? "host.memory" : "device.memory",
-                      bytes_text(host.memory.count > 0 ? host.memory.count : device.memory.count)));
+                      bytes_text(snapshot), bytes_text(host.memory.count)));
     planned = plan(goal, training, snapshot);
   }
   planned.snapshot_bytes = snapshot_bytes(planned.program().tensors, mesh.first());
@@ -191,8 +189,7 @@ PlannedProgram Session::plan(Goal goal, const PlannedProgram* training, int64_t 
                                .host_stream = host.threads > 0,
                                .direct_storage = device.direct_storage,
                                .device_budget = device.memory.count,
-                               .host_budget = host.memory.count,
-                               .beside = host_bytes_beside,
+                               .host_budget = host.memory.count > 0 ? host.memory.count - host_bytes_beside : 0,
                                .rates = planned.rates,
                                .homes = training ? &homes : nullptr,
                                .advice = [this](const MemoryPlan& plan) { return advice(plan); }});
