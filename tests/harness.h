@@ -122,8 +122,7 @@ class Runner final : public StepContext {
     const TensorId id = built.program.find(name);
     const Tensor& tensor = built.program[id];
     if (!tensor.persistent) return values(id);
-    const std::vector<std::byte> bytes = storage->copy(tensor);
-    const auto* data = reinterpret_cast<const float*>(bytes.data());
+    const float* data = static_cast<const float*>(storage->view(tensor));
     return {data, data + elements(tensor.shape)};
   }
 

@@ -173,9 +173,8 @@ struct RandomProgram {
     for (size_t t = 0; t < program.tensors.size(); ++t) {
       const Tensor& tensor = program.tensors[t];
       if (!tensor.persistent && !tensor.step_output) continue;
-      const std::vector<std::byte> bytes = tensor.persistent ? storage.copy(tensor) : std::vector<std::byte>();
-      const auto* data = static_cast<const float*>(tensor.persistent ? static_cast<const void*>(bytes.data())
-                                                                     : executor.pointer({int32_t(t)}));
+      const auto* data =
+          static_cast<const float*>(tensor.persistent ? storage.view(tensor) : executor.pointer({int32_t(t)}));
       all.emplace_back(data, data + elements(tensor.shape));
     }
     return all;

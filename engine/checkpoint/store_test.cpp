@@ -133,7 +133,7 @@ TEST(OldCheckpoints, Version1IsRead) {
   EXPECT_DOUBLE_EQ(sum("block.0.qkv.weight.adamw.v", {12, 4}), 0.001750773728570053);
   // A column of what two ranks wrote by rows.
   float column[12];
-  checkpoint.read_box("block.0.qkv.weight.adamw.v", DType::f32, {12, 4}, {{0, 2}, {12, 1}}, 0, 12, column);
+  checkpoint.read_box("block.0.qkv.weight.adamw.v", DType::f32, {12, 4}, {{0, 2}, {12, 1}}, column);
   std::vector<float> whole(48);
   checkpoint.read("block.0.qkv.weight.adamw.v", DType::f32, {12, 4}, whole.data());
   for (size_t i = 0; i < 12; ++i) EXPECT_EQ(column[i], whole[4 * i + 2]);

@@ -45,10 +45,8 @@ Generator::Generator(const Session& session, const std::string& checkpoint)
   Checkpoint source(checkpoint);
   require_same_model(session.config, source.info().config, checkpoint, session.run.plugin_path);
   for (const Tensor& tensor : storage_.persistent_tensors())
-    if (tensor.role == Role::parameter)
-      storage_.fill(tensor,
-                    [&](void* out, int64_t first, int64_t count) { read_into(source, tensor, out, first, count); });
-  storage_.release_piece();
+    if (tensor.role == Role::parameter) storage_.fill(tensor, [&](void* out) { read_into(source, tensor, out); });
+  storage_.release_scratch();
 }
 
 std::vector<float> Generator::logits(const std::vector<int32_t>& tokens) {

@@ -421,8 +421,7 @@ class Loop final : public StepContext {
       fmt::print("{:<18}{:>14}\n", "saving behind", bytes_text(training_.snapshot_bytes));
     if (const int64_t stored = plan[Tier::nvme].total_bytes(); stored > 0)
       fmt::print("{:<18}{:>14}\n", "on NVMe", bytes_text(stored));
-    fmt::print("{:<18}{:>14}{:>14}\n", "process, peak", bytes_text(training_.process.total()),
-               bytes_text(peak_resident_bytes()));
+    fmt::print("{:<18}{:>14}{:>14}\n", "process, peak", "", bytes_text(peak_resident_bytes()));
   }
 
   void report_prediction(double seconds) const {
