@@ -169,9 +169,9 @@ int64_t graphs_run() {
 }
 
 void enqueue(void* stream, std::function<void()> work, std::function<bool()> ready) {
-  if (!stream) return work();
   Runtime& runtime = Runtime::get();
-  const std::lock_guard lock(runtime.mutex);
+  const std::lock_guard lock(runtime.mutex);  // there is one emulator, so what needs no stream has its turn too
+  if (!stream) return work();
   runtime.put(static_cast<cudaStream_t>(stream), {std::move(work), std::move(ready), {}});
 }
 
