@@ -86,7 +86,7 @@ micro_batch = 1
 TOML
 } >config.toml
 sed -i 's/^vocabulary = .*/vocabulary = 256/' config.toml
-expect 2 'it is a checkpoint of another model' "$strata" train config.toml
+expect 2 'is a checkpoint of another model' "$strata" train config.toml
 rm -rf run
 folder bytes 1 32 256
 cp small/tokenizer_config.json bytes/
