@@ -1,6 +1,6 @@
 # Writes strata/fingerprint.h: a hash of the public headers joined, by the compiler that builds the plugin, with what
 # else must agree before C++ objects may cross the library border.
-file(GLOB headers CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/engine/include/strata/*.h)
+file(GLOB headers CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/include/strata/*.h)
 set(text "")
 foreach(header ${headers})
   file(SHA256 ${header} hash)
