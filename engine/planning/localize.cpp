@@ -1,10 +1,7 @@
 // Shares instead of the largest share; see localize.h.
 #include "engine/planning/localize.h"
 
-#include <xxhash.h>
-
 #include <algorithm>
-#include <cstdio>
 
 #include "strata/communicator.h"
 #include "strata/error.h"
@@ -41,13 +38,6 @@ void localize(Program& program, const Mesh& mesh, int64_t microbatches) {
   for (Op& op : program.ops)
     if (op.microbatch >= 0) op.microbatch += first;
   verify(program, "localizing", &mesh);
-}
-
-std::string plan_hash(const Program& program) {
-  const std::string text = print(program);
-  char hash[24];
-  std::snprintf(hash, sizeof hash, "%016llx", static_cast<unsigned long long>(XXH3_64bits(text.data(), text.size())));
-  return hash;
 }
 
 }  // namespace strata

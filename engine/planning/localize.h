@@ -10,7 +10,4 @@ namespace strata {
 // `microbatches` are those of one rank.
 void localize(Program& program, const Mesh& mesh, int64_t microbatches);
 
-// A hash of everything that ranks must agree on, as text.
-std::string plan_hash(const Program& program);
-
 }  // namespace strata

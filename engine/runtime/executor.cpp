@@ -316,10 +316,19 @@ int64_t Executor::progress() {
   return sum;
 }
 
-// With ops one by one and with those of the runs at once.
-void Executor::check_progress() const {
+std::vector<std::vector<Wait>> Executor::waits() const {
   std::vector<std::vector<Wait>> waits;
   for (const Step& step : steps_) waits.push_back(step.waits);
+  return waits;
+}
+
+std::vector<ExchangeStep> Executor::exchanges() const {
+  return exchanges_of(program_, waits(), [this](Stream stream) { return in_queue(stream); });
+}
+
+// With ops one by one and with those of the runs at once.
+void Executor::check_progress() const {
+  const std::vector<std::vector<Wait>> waits = this->waits();
   const auto queued = [this](Stream stream) { return in_queue(stream); };
   require_progress(program_, waits, queued);
   std::vector<std::vector<int32_t>> runs;

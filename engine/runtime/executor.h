@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/planning/agreement.h"
 #include "engine/planning/dependencies.h"
 #include "engine/planning/memory_plan.h"
 #include "engine/planning/stalls.h"
@@ -72,6 +73,8 @@ class Executor {
 
   void* pointer(TensorId id) const { return pointers_.at(id.value); }
   const Program& program() const { return program_; }
+  // What this rank exchanges in a step, for the ranks to compare (planning/agreement.h).
+  std::vector<ExchangeStep> exchanges() const;
 
  private:
   struct Step;  // one bound op
@@ -90,6 +93,7 @@ class Executor {
   void wait_for_event(int event);
   void wait_for_thread(const Wait& wait);
   void wait_for_device();
+  std::vector<std::vector<Wait>> waits() const;
   void check_progress() const;
   void watch(double patience);
   int64_t progress();

@@ -1,6 +1,8 @@
 // Groups and small exchanges of the step loop; see ranks.h.
 #include "engine/runtime/ranks.h"
 
+#include <xxhash.h>
+
 #include <filesystem>
 #include <map>
 #include <numeric>
@@ -53,13 +55,28 @@ std::string rank_directory(const std::string& directory, const World& world) {
 
 namespace {
 
+std::string hash_of(const std::string& text) { return std::to_string(XXH3_64bits(text.data(), text.size())); }
+
+// What rank 0 has to say; throws it on all ranks unless it is empty.
+void throw_told(World& world, const std::string& problem, ExitCode code = ExitCode::usage) {
+  const std::string told = world.broadcast(problem);
+  if (!told.empty()) throw Error(told, code);
+}
+
+// Whether all ranks have the same text; rank 0 tells.
+bool same_everywhere(World& world, const std::string& hash) {
+  const std::string mine = hash == world.broadcast(hash) ? "" : "different";
+  std::string any;
+  for (const std::string& text : world.gather_to_zero(mine)) any += text;
+  return world.broadcast(any).empty();
+}
+
 // Everybody's problem, by rank; throws the first one on all ranks.
 void throw_first(World& world, const std::string& mine) {
   std::string first;
   for (const std::string& text : world.gather_to_zero(mine))
     if (first.empty()) first = text;
-  first = world.broadcast(first);
-  if (!first.empty()) throw Error(first);
+  throw_told(world, first);
 }
 
 // The first option that this rank has otherwise than rank 0, in words; empty when there is none.
@@ -106,21 +123,36 @@ void require_same_plan(World& world, const Program& program, const std::string& 
   throw_first(world, data == data_of_zero ? ""
                                           : "ranks read different data: rank 0 has " + data_of_zero + ", rank " + rank +
                                                 " has " + data + "; give every rank the same files.");
-  const std::string hash = plan_hash(program);
-  const bool same = hash == world.broadcast(hash);
-  // Rank 0's program travels only where one is different.
-  std::string any;
-  for (const std::string& text : world.gather_to_zero(same ? "" : "different")) any += text;
-  if (world.broadcast(any).empty()) return;
-  const std::string own = print(program), of_zero = world.broadcast(own);
+  const std::string own = print(program);
+  if (same_everywhere(world, hash_of(own))) return;
+  const std::string of_zero = world.broadcast(own);  // travels only where one is different
   std::istringstream a(of_zero), b(own);
   std::string first, other;
   while (std::getline(a, first) && std::getline(b, other) && first == other) {
   }
-  throw_first(world, same ? ""
-                          : "ranks have different plans; start all with one configuration. The first difference: rank "
-                            "0 has\n  " +
-                                first + "\nrank " + rank + " has\n  " + other);
+  throw_first(world, own == of_zero
+                         ? ""
+                         : "ranks have different plans; start all with one configuration. The first difference: rank "
+                           "0 has\n  " +
+                               first + "\nrank " + rank + " has\n  " + other);
+}
+
+void require_same_exchanges(World& world, const Mesh& mesh, const std::vector<ExchangeStep>& steps) {
+  if (world.size() == 1) return;
+  const std::string mine = text_of(steps);
+  if (same_everywhere(world, hash_of(mine))) return;
+  Mesh::Sizes sizes;
+  for (const Axis& axis : mesh.axes()) sizes.push_back({axis.name, axis.size});
+  std::vector<RankExchanges> ranks;
+  for (const std::string& text : world.gather_to_zero(mine))
+    ranks.push_back({Mesh(int(ranks.size()), sizes), exchanges_from(text)});
+  std::string problem;
+  try {
+    require_agreement(ranks);
+  } catch (const Error& error) {
+    problem = error.what();
+  }
+  throw_told(world, problem, ExitCode::failed);
 }
 
 std::vector<double> values_of_ranks(const Groups& groups, std::vector<double> values) {

@@ -5,6 +5,7 @@
 
 #include "comm/world.h"
 #include "engine/config/sections.h"
+#include "engine/planning/agreement.h"
 #include "engine/runtime/executor.h"
 #include "strata/mesh.h"
 
@@ -29,6 +30,10 @@ void require_same_start(World& world, int64_t step);
 
 // Throws Error (usage) on all ranks when their programs or data differ, with the first difference.
 void require_same_plan(World& world, const Program& program, const std::string& data);
+
+// Throws Error (failed) on all ranks when what they exchange in a step does not fit together (planning/agreement.h).
+// `steps` are those of this rank. Where all ranks have the same ones they do.
+void require_same_exchanges(World& world, const Mesh& mesh, const std::vector<ExchangeStep>& steps);
 
 // Everybody's values one after the other by rank, summed in that order: the loss of all microbatches of a step.
 double sum_over_ranks(const Groups& groups, std::vector<double> values);

@@ -67,6 +67,32 @@ TEST(RanksAgree, OnTheStep) {
             std::string::npos);
 }
 
+// Told on all ranks, with exit code 1: no configuration brings it about.
+TEST(RanksAgree, OnWhatTheyExchange) {
+  const auto said = [](const std::function<std::string(int)>& what) {
+    std::set<std::string> messages;
+    std::mutex mutex;
+    run_local(4, [&](World& world) {
+      const std::vector<ExchangeStep> steps{{what(world.rank()), "shard", Stream::exchange, {}}};
+      std::string message;
+      try {
+        require_same_exchanges(world, Mesh(world.rank(), {{"replicate", 2}, {"shard", 2}}), steps);
+      } catch (const Error& error) {
+        EXPECT_EQ(error.code(), ExitCode::failed);
+        message = error.what();
+      }
+      std::lock_guard lock(mutex);
+      messages.insert(message);
+    });
+    EXPECT_EQ(messages.size(), 1u);
+    return *messages.begin();
+  };
+  EXPECT_EQ(said([](int) { return "a"; }), "");
+  EXPECT_EQ(said([](int rank) { return rank < 2 ? "a" : "b"; }), "");  // other groups may do other things
+  EXPECT_NE(said([](int rank) { return rank == 2 ? "a" : "b"; }).find("ranks make different exchanges over the axis"),
+            std::string::npos);
+}
+
 TEST(RanksAgree, OnTheData) {
   EXPECT_EQ(outcome(3, [](World& world) { require_same_plan(world, Program(), "10 tokens"); }), "");
   EXPECT_NE(

@@ -81,6 +81,7 @@ class Loop final : public StepContext {
     sampler_.emplace(*dataset_, session.data.sequence_length, session.data.shuffle, uint64_t(session.run.seed));
     executor_.emplace(training_.program(), training_.memory, *storage_, session.device.backend, threads_,
                       std::max(1, int(session.host.threads)), &groups_, patience(session.network.timeout));
+    require_same_exchanges(world_, session.mesh, executor_->exchanges());
     if (!session.device.graphs) executor_->without_graphs();
     feed_.emplace(*executor_, session.batch(Goal::train));
     if (validation_) {
@@ -88,6 +89,7 @@ class Loop final : public StepContext {
       validation_sampler_.emplace(*validation_set_, session.data.sequence_length, false, 0);
       evaluator_.emplace(validation_->program(), validation_->memory, *storage_, session.device.backend, threads_, 1,
                          &groups_, patience(session.network.timeout));
+      require_same_exchanges(world_, session.mesh, evaluator_->exchanges());
       validation_feed_.emplace(*evaluator_, session.batch(Goal::evaluate));
     }
     if (!trace_.empty() && first_rank()) {

@@ -1,0 +1,188 @@
+// See agreement.h.
+#include "engine/planning/agreement.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <map>
+#include <tuple>
+#include <utility>
+
+#include "strata/error.h"
+#include "strata/json.h"
+#include "strata/op_kind.h"
+
+namespace strata {
+namespace {
+
+using Clock = std::array<int32_t, kStreams>;  // exchanges ended, by stream
+
+void raise(Clock& clock, const Clock& other) {
+  for (size_t s = 0; s < clock.size(); ++s) clock[s] = std::max(clock[s], other[s]);
+}
+
+// A tensor by what all members of a group know of it alike: names may differ where programs do, and the sizes of shares
+// do.
+std::string described(const Tensor& tensor) {
+  std::string text = std::string(name_of(tensor.dtype)) + strata::text(tensor.full_shape());
+  for (const Split& split : tensor.layout) text += " by " + split.axis + " in " + std::to_string(split.dimension);
+  return text;
+}
+
+std::string described(const Program& program, const Op& op) {
+  std::string text = op.kind->name;
+  for (const auto& [name, value] : op.attributes.all())
+    text += " " + name + " = " + std::visit([](const auto& v) { return fmt::format("{}", v); }, value);
+  const auto list = [&](const std::vector<TensorId>& ids) {
+    std::string all;
+    for (TensorId id : ids) all += (all.empty() ? "" : ", ") + described(program[id]);
+    return all;
+  };
+  return text + ": " + list(op.inputs) + " -> " + list(op.outputs);
+}
+
+// The steps of all ranks at once: each goes on until it comes to an exchange to which not all members have come.
+class Job {
+ public:
+  explicit Job(std::span<const RankExchanges> ranks) : ranks_(ranks), arrived_(ranks.size()) {
+    for (size_t r = 0; r < ranks.size(); ++r) {
+      ended_.push_back({});
+      streams_.emplace_back();
+      for (size_t i = 0; i < ranks[r].steps.size(); ++i)
+        streams_[r][size_t(ranks[r].steps[i].stream)].push_back(int32_t(i));
+    }
+  }
+
+  void run() {
+    std::vector<size_t> awake(ranks_.size());
+    for (size_t r = 0; r < awake.size(); ++r) awake[r] = r;
+    while (!awake.empty()) {
+      const size_t rank = awake.back();
+      awake.pop_back();
+      for (int s = 0; s < kStreams; ++s)
+        if (const ExchangeStep* step = next(rank, s); step && can_begin(rank, *step)) arrive(rank, *step, awake);
+    }
+    for (size_t r = 0; r < ranks_.size(); ++r)
+      for (int s = 0; s < kStreams; ++s)
+        if (size_t(ended_[r][size_t(s)]) < streams_[r][size_t(s)].size())
+          throw Error("the ranks' exchanges would never end: " + where() + ". This is a mistake in the plan.",
+                      ExitCode::failed);
+  }
+
+ private:
+  // What a rank stands at on a stream, and whether what is to end before has ended.
+  const ExchangeStep* next(size_t rank, int stream) const {
+    const auto& list = streams_[rank][size_t(stream)];
+    const size_t n = size_t(ended_[rank][size_t(stream)]);
+    return n < list.size() ? &ranks_[rank].steps[size_t(list[n])] : nullptr;
+  }
+  bool can_begin(size_t rank, const ExchangeStep& step) const {
+    for (size_t s = 0; s < step.after.size(); ++s)
+      if (ended_[rank][s] < step.after[s]) return false;
+    return true;
+  }
+
+  // The rank comes to an exchange; it ends with the last member.
+  void arrive(size_t rank, const ExchangeStep& step, std::vector<size_t>& awake) {
+    const size_t stream = size_t(step.stream);
+    if (std::exchange(arrived_[rank][stream], true)) return;
+    const std::vector<int>& members = ranks_[rank].mesh[step.axis].members;
+    Meeting& meeting = meetings_[{step.axis, members.front(), step.stream}];
+    if (meeting.count++ == 0) meeting.first = rank;
+    const ExchangeStep& of_first = *next(meeting.first, int(stream));
+    if (of_first.what != step.what)
+      throw Error("ranks make different exchanges over the axis " + step.axis + ": rank " +
+                      std::to_string(meeting.first) + " " + of_first.what + ", rank " + std::to_string(rank) + " " +
+                      step.what + ". This is a mistake in the plan.",
+                  ExitCode::failed);
+    if (meeting.count < members.size()) return;
+    meeting.count = 0;
+    for (int member : members) {
+      ++ended_[size_t(member)][stream];
+      arrived_[size_t(member)][stream] = false;
+      awake.push_back(size_t(member));
+    }
+  }
+
+  // Up to four ranks that did not come to their end.
+  std::string where() const {
+    std::string text;
+    int told = 0;
+    for (size_t r = 0; r < ranks_.size(); ++r) {
+      std::string stands;
+      for (int s = 0; s < kStreams; ++s)
+        if (const ExchangeStep* step = next(r, s))
+          stands += (stands.empty() ? "" : " and ") + (step->what + " over " + step->axis);
+      if (++told > 4) return text + "; …";
+      text += (text.empty() ? "" : "; ") + ("rank " + std::to_string(r)) +
+              (stands.empty() ? " is done" : " stands at " + stands);
+    }
+    return text;
+  }
+
+  std::span<const RankExchanges> ranks_;
+  std::vector<std::array<std::vector<int32_t>, kStreams>> streams_;  // by rank: its steps
+  std::vector<Clock> ended_;
+  std::vector<std::array<bool, kStreams>> arrived_;  // at the exchange that comes next on a stream
+  struct Meeting {
+    size_t count = 0, first = 0;  // members that have come; one of them
+  };
+  std::map<std::tuple<std::string, int, Stream>, Meeting> meetings_;  // by axis, first member and stream
+};
+
+}  // namespace
+
+std::vector<ExchangeStep> exchanges_of(const Program& program, const std::vector<std::vector<Wait>>& waits,
+                                       const std::function<bool(Stream)>& queued) {
+  std::vector<ExchangeStep> steps;
+  std::array<std::vector<Clock>, kStreams> ended;  // by stream and op: the exchanges that have ended with it
+  Clock filled{};                                  // before the thread that fills the queues comes to the next op
+  for (size_t i = 0; i < program.ops.size(); ++i) {
+    const Op& op = program.ops[i];
+    auto& mine = ended[size_t(op.stream)];
+    Clock clock = mine.empty() ? Clock{} : mine.back();
+    for (const Wait& wait : waits[i]) {
+      const Clock& other = ended[size_t(wait.stream)].at(size_t(wait.count) - 1);
+      raise(clock, other);
+      if (queued(op.stream) && !queued(wait.stream)) raise(filled, other);
+    }
+    if (queued(op.stream)) raise(clock, filled);
+    if (op.kind->exchange) {
+      steps.push_back({described(program, op), op.attributes.string("axis"), op.stream, clock});
+      ++clock[size_t(op.stream)];
+    }
+    mine.push_back(clock);
+  }
+  return steps;
+}
+
+void require_agreement(std::span<const RankExchanges> ranks) { Job(ranks).run(); }
+
+std::string text_of(const std::vector<ExchangeStep>& steps) {
+  Json::Array list;
+  for (const ExchangeStep& step : steps) {
+    Json::Array after;
+    for (int32_t count : step.after) after.push_back(int64_t{count});
+    list.push_back(Json::Array{step.what, step.axis, int64_t(step.stream), after});
+  }
+  return Json(list).dump();
+}
+
+std::vector<ExchangeStep> exchanges_from(const std::string& text) {
+  std::vector<ExchangeStep> steps;
+  const Json list = Json::parse(text, "exchanges of a rank");
+  for (const Json& one : list.array("exchanges")) {
+    const Json::Array& fields = one.array("exchange");
+    if (fields.size() != 4) throw Error("exchanges of a rank: not four fields.", ExitCode::failed);
+    const int64_t stream = fields[2].integer("stream");
+    const Json::Array& after = fields[3].array("after");
+    if (stream < 0 || stream >= kStreams || after.size() != size_t(kStreams))
+      throw Error("exchanges of a rank: streams of another build.", ExitCode::failed);
+    ExchangeStep step{fields[0].string("what"), fields[1].string("axis"), Stream(stream), {}};
+    for (size_t s = 0; s < after.size(); ++s) step.after[s] = int32_t(after[s].integer("count"));
+    steps.push_back(std::move(step));
+  }
+  return steps;
+}
+
+}  // namespace strata
