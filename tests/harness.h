@@ -7,11 +7,9 @@
 #include <fstream>
 #include <memory>
 
-#include "engine/planning/residency.h"
-#include "engine/planning/localize.h"
-#include "engine/runtime/executor.h"
+#include "engine/runtime/assembly.h"
 #include "engine/runtime/ranks.h"
-#include "engine/runtime/session.h"
+#include "engine/runtime/step_runner.h"
 
 namespace strata::test {
 
@@ -56,60 +54,37 @@ class KeepGradients final : public Plugin {
   std::map<std::string, TensorId> tensors;
 };
 
-// One training program with its storage.
-class Runner final : public StepContext {
+// One program with its memory, assembled as `strata train` does, on tokens that a test gives.
+class Runner final {
+  TemporaryFolder folder_;
+  Session session_;
+  std::unique_ptr<World> alone_;  // unless there is a world
+  Assembly assembly_;
+  StepRunner steps_;
+
  public:
+  // `more` plugins come after those of the configuration; `rates` instead of the machine's.
   Runner(const std::string& toml, std::vector<NamedPlugin> more = {}, Goal goal = Goal::train, Rates rates = {},
          World* world = nullptr, const std::string& backend = "", Device* device = nullptr)
-      : session_(write_file(folder_ / "config.toml", toml), {}, world), threads_(session_.threads(), session_.cut()) {
-    if (!backend.empty()) session_.device.backend = backend;
-    plugins = session_.plugins;
-    plugins.insert(plugins.end(), more.begin(), more.end());
-    built = build_program(plugins, session_.batch(goal), goal, session_.mesh.first());
-    plan = plan_residency(built.program, {.backend = session_.device.backend,
-                                          .threads = std::max(threads_.count(), int(session_.host.threads)),
-                                          .host_stream = session_.host.threads > 0,
-                                          .direct_storage = session_.device.direct_storage,
-                                          .device_budget = session_.device.memory.count,
-                                          .host_budget = session_.host.memory.count,
-                                          .rates = rates});
-    if (world) {
-      groups = make_groups(*world, session_.mesh, device, session_.network, session_.run.reproducible);
-      localize(built.program, session_.mesh, session_.batch(goal).microbatches);
-      built.program.storage_directory = rank_directory(built.program.storage_directory, *world);
-    }
-    storage =
-        std::make_unique<Storage>(built.program, plan, std::vector<const MemoryPlan*>{}, NvmeStore::Faults{}, device);
-    executor = std::make_unique<Executor>(built.program, plan, *storage, session_.device.backend, threads_,
-                                          int(session_.host.threads), &groups, patience(session_.network.timeout));
-    storage->initialize(uint64_t(session_.run.seed), threads_);
+      : session_(write_file(folder_ / "config.toml", toml), {}, world),
+        alone_(single_world()),
+        assembly_(session_, world ? *world : *alone_,
+                  plans(session_, world ? *world : *alone_, more, goal, rates, backend), device),
+        steps_(session_, assembly_) {
+    storage->initialize(uint64_t(session_.run.seed), assembly_.threads);
   }
 
   // One step on tokens and targets (global_batch, sequence_length); returns the loss.
   double run_step(const int32_t* tokens, const int32_t* targets) {
-    ++step_;
-    set_scalar(kStepScalar, double(step_));
-    set_scalar(kSeedScalar, double(session_.run.seed));
-    set_scalar(kLearningRateFactor, 1);
-    const Program& program = built.program;
-    const BatchShape batch = session_.batch(Goal::train);
-    const size_t count = size_t(batch.micro_batch * batch.sequence_length);
-    for (int64_t m = 0; program.find("tokens@" + std::to_string(m)); ++m) {
-      const size_t global = size_t(m + batch.microbatches * session_.mesh["data"].coordinate);
-      std::copy_n(tokens + global * count, count,
-                  static_cast<int32_t*>(executor->pointer(program.find("tokens@" + std::to_string(m)))));
-      if (const TensorId id = program.find("targets@" + std::to_string(m)))
-        std::copy_n(targets + global * count, count, static_cast<int32_t*>(executor->pointer(id)));
-    }
-    for (const NamedPlugin& named : plugins) named.plugin->step_start(*this);
-    if (poisoned)
-      executor->run_poisoned();
-    else
-      executor->run();
-    std::vector<double> losses;
-    for (TensorId id : program.losses) losses.push_back(*static_cast<const float*>(executor->pointer(id)));
-    const double loss = sum_over_ranks(groups, std::move(losses));
-    for (const NamedPlugin& named : plugins) named.plugin->step_end(*this);
+    double loss = 0;
+    steps_.run(
+        steps_.step() + 1, [&] { feed(tokens, targets); },
+        [&] {
+          std::vector<double> losses;
+          for (TensorId id : built.program.losses) losses.push_back(*static_cast<const float*>(executor->pointer(id)));
+          loss = sum_over_ranks(groups, std::move(losses));
+        },
+        poisoned);
     return loss;
   }
 
@@ -125,28 +100,40 @@ class Runner final : public StepContext {
     const float* data = static_cast<const float*>(storage->view(tensor));
     return {data, data + elements(tensor.shape)};
   }
-
-  int64_t step() const override { return step_; }
-  int64_t steps() const override { return session_.run.steps; }
-  double scalar(std::string_view name) const override {
-    return *static_cast<const double*>(executor->pointer(built.program.find(name)));
-  }
-  void set_scalar(std::string_view name, double value) override { storage->set_scalar(name, value); }
-  void log(std::string_view, double) override {}
+  double scalar(std::string_view name) const { return steps_.scalar(name); }
+  void set_scalar(std::string_view name, double value) { steps_.set_scalar(name, value); }
 
   bool poisoned = false;  // released memory is overwritten: slow, in the order of the program
-  std::vector<NamedPlugin> plugins;
-  BuiltProgram built;
-  MemoryPlan plan;
-  std::unique_ptr<Storage> storage;
-  Groups groups;
-  std::unique_ptr<Executor> executor;
+  const std::vector<NamedPlugin>& plugins = session_.plugins;
+  const BuiltProgram& built = assembly_.plans.main.built;
+  const MemoryPlan& plan = assembly_.plans.main.memory;
+  Storage* const storage = &assembly_.storage;
+  const Groups& groups = assembly_.groups;
+  Executor* const executor = &assembly_.executor;
 
  private:
-  TemporaryFolder folder_;
-  Session session_;
-  Threads threads_;
-  int64_t step_ = 0;
+  static RunPlans plans(Session& session, const World& world, const std::vector<NamedPlugin>& more, Goal goal,
+                        const Rates& rates, const std::string& backend) {
+    if (!backend.empty()) session.device.backend = backend;
+    session.plugins.insert(session.plugins.end(), more.begin(), more.end());
+    session.rates = rates;
+    RunPlans plans = plan_run(session, goal);
+    make_own(plans, session, world, goal);
+    return plans;
+  }
+
+  void feed(const int32_t* tokens, const int32_t* targets) {
+    const Program& program = built.program;
+    const BatchShape batch = session_.batch(Goal::train);
+    const size_t count = size_t(batch.micro_batch * batch.sequence_length);
+    for (int64_t m = 0; program.find("tokens@" + std::to_string(m)); ++m) {
+      const size_t global = size_t(m + batch.microbatches * session_.mesh["data"].coordinate);
+      std::copy_n(tokens + global * count, count,
+                  static_cast<int32_t*>(executor->pointer(program.find("tokens@" + std::to_string(m)))));
+      if (const TensorId id = program.find("targets@" + std::to_string(m)))
+        std::copy_n(targets + global * count, count, static_cast<int32_t*>(executor->pointer(id)));
+    }
+  }
 };
 
 }  // namespace strata::test

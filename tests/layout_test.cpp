@@ -8,6 +8,7 @@
 #include <set>
 
 #include "comm/world.h"
+#include "engine/planning/localize.h"
 #include "engine/runtime/saver.h"
 #include "strata/communicator.h"
 #include "tests/harness.h"

@@ -126,8 +126,8 @@ TEST(Programs, GradientsAreConsumedAsTheyArrive) {
 
 TEST(Programs, BudgetIsHardAndSaysWhatIsLargest) {
   try {
-    test::Runner runner(toml(8));
-    plan_residency(runner.built.program,
+    Program program = test::Runner(toml(8)).built.program;
+    plan_residency(program,
                    {.device_budget = 1000, .advice = [](const MemoryPlan&) { return " Try less."; }});
     FAIL();
   } catch (const Error& error) {

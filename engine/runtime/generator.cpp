@@ -36,28 +36,26 @@ int32_t draw(const float* logits, int64_t vocabulary, const SamplingOptions& opt
 }  // namespace
 
 Generator::Generator(const Session& session, const std::string& checkpoint)
-    : threads_(session.threads()),
-      planned_(session.plan(Goal::logits)),
-      device_(open_device(session.device.backend, int(session.device.index))),
-      storage_(planned_.program(), planned_.memory, {}, {}, device_.get()),
-      executor_(planned_.program(), planned_.memory, storage_, session.device.backend, threads_),
+    : world_(single_world()),
+      assembly_(session, *world_, plan_run(session, Goal::logits)),
       window_(session.data.sequence_length) {
   Checkpoint source(checkpoint);
   require_same_model(session.config, source.info().config, checkpoint, session.run.plugin_path);
-  for (const Tensor& tensor : storage_.persistent_tensors())
-    if (tensor.role == Role::parameter) storage_.fill(tensor, [&](void* out) { read_into(source, tensor, out); });
-  storage_.release_scratch();
+  for (const Tensor& tensor : assembly_.storage.persistent_tensors())
+    if (tensor.role == Role::parameter)
+      assembly_.storage.fill(tensor, [&](void* out) { read_into(source, tensor, out); });
+  assembly_.storage.release_scratch();
 }
 
 std::vector<float> Generator::logits(const std::vector<int32_t>& tokens) {
   STRATA_CHECK(int64_t(tokens.size()) <= window_);
-  auto* input = static_cast<int32_t*>(executor_.pointer(planned_.program().find("tokens@0")));
+  const TensorId logits = assembly_.plans.main.built.logits;
+  auto* input = static_cast<int32_t*>(assembly_.executor.pointer(assembly_.program().find("tokens@0")));
   std::fill(std::copy(tokens.begin(), tokens.end(), input), input + window_,
             0);  // attention is causal: what follows has no effect
-  executor_.run();
+  assembly_.executor.run();
   std::vector<float> values(tokens.size() * size_t(vocabulary()));
-  to_f32(planned_.program()[planned_.built.logits].dtype, executor_.pointer(planned_.built.logits), values.data(),
-         int64_t(values.size()));
+  to_f32(assembly_.program()[logits].dtype, assembly_.executor.pointer(logits), values.data(), int64_t(values.size()));
   return values;
 }
 

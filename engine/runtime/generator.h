@@ -3,11 +3,11 @@
 #pragma once
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
-#include "engine/runtime/executor.h"
-#include "engine/runtime/session.h"
+#include "engine/runtime/assembly.h"
 
 namespace strata {
 
@@ -26,14 +26,11 @@ class Generator {
   void generate(std::vector<int32_t> prompt, const SamplingOptions& options, const std::function<void(int32_t)>& emit);
   // Logits (tokens.size(), vocabulary) of a sequence no longer than data.sequence_length.
   std::vector<float> logits(const std::vector<int32_t>& tokens);
-  int64_t vocabulary() const { return planned_.built.vocabulary; }
+  int64_t vocabulary() const { return assembly_.plans.main.built.vocabulary; }
 
  private:
-  Threads threads_;
-  PlannedProgram planned_;
-  std::unique_ptr<Device> device_;
-  Storage storage_;
-  Executor executor_;
+  std::unique_ptr<World> world_;
+  Assembly assembly_;
   int64_t window_;
 };
 

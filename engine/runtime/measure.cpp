@@ -11,30 +11,26 @@
 #include <optional>
 
 #include "engine/data/token_file.h"
+#include "engine/runtime/assembly.h"
 #include "engine/runtime/feed.h"
+#include "engine/runtime/step_runner.h"
 #include "engine/runtime/usage.h"
 
 namespace strata {
 namespace {
 
-// Hooks of plugins see a step loop without checkpoints.
-class Loop final : public StepContext {
+// Steps without checkpoints, on this rank alone.
+class Loop {
  public:
   Loop(const Session& session, const PlannedProgram& planned)
       : session_(session),
-        program_(planned.program()),
-        rates_(planned.rates),
-        threads_(session.threads(), session.cut()),
-        device_(open_device(session.device.backend, int(session.device.index))),
-        storage_(program_, planned.memory, {}, {}, device_.get()),
-        executor_(program_, planned.memory, storage_, session.device.backend, threads_,
-                  std::max(1, int(session.host.threads))),
-        feed_(executor_, session.batch(Goal::train)),
-        vocabulary_(planned.built.vocabulary) {
-    storage_.initialize(uint64_t(session.run.seed), threads_);
-    if (!session.device.graphs) executor_.without_graphs();
+        world_(single_world()),
+        assembly_(session, *world_, own(session, *world_, planned)),
+        steps_(session, assembly_),
+        feed_(assembly_.executor, session.batch(Goal::train)) {
+    assembly_.storage.initialize(uint64_t(session.run.seed), assembly_.threads);
     try {
-      data_.emplace(session.data.train, vocabulary_);
+      data_.emplace(session.data.train, vocabulary());
       sampler_.emplace(*data_, session.data.sequence_length, session.data.shuffle, uint64_t(session.run.seed));
     } catch (const Error&) {  // no data on this machine: random tokens
       sampler_.reset();
@@ -44,60 +40,53 @@ class Loop final : public StepContext {
   Measurement run(int64_t count) {
     Measurement result;
     std::vector<double> seconds;
-    for (step_ = 1; step_ <= count; ++step_) {
+    for (int64_t step = 1; step <= count; ++step) {
       const auto began = std::chrono::steady_clock::now();
-      set_scalar(kStepScalar, double(step_));
-      set_scalar(kSeedScalar, double(session_.run.seed));
-      set_scalar(kLearningRateFactor, 1);
-      for (const NamedPlugin& named : session_.plugins) named.plugin->step_start(*this);
-      if (sampler_)
-        feed_.fill(*sampler_, (step_ - 1) * session_.data.global_batch);
-      else
-        feed_.fill_random(vocabulary_, uint64_t(step_));
-      if (device_ && step_ == count) executor_.trace();  // events around each op cost time there
-      executor_.run();
-      result.losses.push_back(feed_.loss());
-      for (const NamedPlugin& named : session_.plugins) named.plugin->step_end(*this);
-      if (count == 1 || (step_ > 1 && !(device_ && count > 2 && step_ == count)))
+      const bool traced = assembly_.device && step == count;  // events around each op cost time there
+      if (traced) assembly_.executor.trace();
+      steps_.run(
+          step, [&] { feed(step); }, [&] { result.losses.push_back(feed_.loss()); });
+      if (count == 1 || (step > 1 && !(traced && count > 2)))
         seconds.push_back(std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count());
     }
     std::sort(seconds.begin(), seconds.end());
     result.seconds = seconds[seconds.size() / 2];
     result.steps = seconds;
-    result.stalls = executor_.stalls();
-    result.spans = executor_.spans();
-    learn_rates(session_.rates_wanted(program_), program_, result.spans, rates_);
-    result.device_resident = storage_.device()
-                                 ? storage_.bytes(Tier::device)
-                                 : resident_bytes(storage_.base(Tier::device), storage_.bytes(Tier::device));
-    result.host_resident = storage_.device() ? storage_.bytes(Tier::host)
-                                             : resident_bytes(storage_.base(Tier::host), storage_.bytes(Tier::host));
+    result.stalls = assembly_.executor.stalls();
+    result.spans = assembly_.executor.spans();
+    const PlannedProgram& planned = assembly_.plans.main;
+    learn_rates(session_.rates_wanted(planned.program()), planned.program(), result.spans, planned.rates);
+    result.device_resident = resident(Tier::device);
+    result.host_resident = resident(Tier::host);
     result.process_peak = peak_resident_bytes();
     return result;
   }
 
-  int64_t step() const override { return step_; }
-  int64_t steps() const override { return session_.run.steps; }
-  double scalar(std::string_view name) const override {
-    const TensorId id = program_.find(name);
-    if (!id) throw Error("no scalar is named \"" + std::string(name) + "\" in this program.");
-    return read_scalar(program_, id, executor_.pointer(id));
-  }
-  void set_scalar(std::string_view name, double value) override { storage_.set_scalar(name, value); }
-  void log(std::string_view, double) override {}
-
  private:
+  static RunPlans own(const Session& session, const World& world, const PlannedProgram& planned) {
+    RunPlans plans{.main = planned, .validation = {}};
+    make_own(plans, session, world);
+    return plans;
+  }
+  int64_t vocabulary() const { return assembly_.plans.main.built.vocabulary; }
+  void feed(int64_t step) {
+    if (sampler_)
+      feed_.fill(*sampler_, (step - 1) * session_.data.global_batch);
+    else
+      feed_.fill_random(vocabulary(), uint64_t(step));
+  }
+  int64_t resident(Tier tier) const {
+    const Storage& storage = assembly_.storage;
+    return assembly_.device ? storage.bytes(tier) : resident_bytes(storage.base(tier), storage.bytes(tier));
+  }
+
   const Session& session_;
-  const Program& program_;
-  const Rates& rates_;
-  Threads threads_;
-  std::unique_ptr<Device> device_;
-  Storage storage_;
-  Executor executor_;
+  std::unique_ptr<World> world_;
+  Assembly assembly_;
+  StepRunner steps_;
   Feed feed_;
   std::optional<TokenDataset> data_;
   std::optional<Sampler> sampler_;
-  int64_t vocabulary_, step_ = 0;
 };
 
 // A measurement through a file between two processes of one program: plain bytes.

@@ -95,6 +95,7 @@ RatesWanted Session::rates_wanted(const Program& program) const {
 
 // Rank 0's, so that all plan the same.
 Rates Session::shared_rates(const Program& program) const {
+  if (this->rates) return *this->rates;
   const RatesWanted wanted = rates_wanted(program);
   if (!wanted.has_ranks) return machine_rates(wanted);
   Rates rates;

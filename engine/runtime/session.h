@@ -2,6 +2,7 @@
 // Builds and plans programs on demand; runs nothing.
 #pragma once
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -34,6 +35,7 @@ class Session {
   World* world = nullptr;
   Settings settings;                 // of all tables and plugins
   NvmeStore::Faults storage_faults;  // what tests break on purpose
+  std::optional<Rates> rates;        // what tests give instead of measuring the machine
   std::vector<NamedPlugin> plugins;  // in the order their stages run
   Plugin& model() const { return *model_; }
   int threads() const;  // device.threads, or the number of processors

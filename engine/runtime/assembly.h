@@ -1,0 +1,47 @@
+// What a run stands on, put together in one order: plans made this rank's own, its threads, device, memory, groups of
+// ranks and executor. `strata train`, measurements and tests all assemble runs here; what is done with one is theirs.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <optional>
+
+#include "comm/world.h"
+#include "engine/runtime/executor.h"
+#include "engine/runtime/session.h"
+#include "engine/runtime/storage.h"
+
+namespace strata {
+
+// The programs of a run, as rank 0 of the mesh plans them.
+struct RunPlans {
+  PlannedProgram main;
+  std::optional<PlannedProgram> validation;  // over the same persistent tensors
+};
+// A program for `goal`, and with one that trains another for validation where the session has data for it.
+RunPlans plan_run(const Session& session, Goal goal = Goal::train);
+// Shapes, places and folders become those of this rank.
+void make_own(RunPlans& plans, const Session& session, const World& world, Goal goal = Goal::train);
+
+class Assembly {
+  std::unique_ptr<Device> own_device_;  // first, so that it outlives what uses it
+
+ public:
+  // `plans` are this rank's own already; `session` and `world` must outlive this. `shared`: a device to use that
+  // somebody else has opened; null: the session's backend opens its own, if it has devices. Persistent tensors have no
+  // values yet. Throws Error where the device has less memory free than the session's budget, and on all ranks where
+  // what they exchange does not fit together.
+  Assembly(const Session& session, World& world, RunPlans plans, Device* shared = nullptr);
+  Assembly(const Assembly&) = delete;
+
+  const Program& program() const { return plans.main.program(); }
+
+  const RunPlans plans;
+  Threads threads;
+  Device* const device;       // null: the host itself
+  const int64_t free_before;  // bytes of the device, before anything is allocated there; 0 without one
+  Storage storage;
+  const Groups groups;  // none for a world of one
+  Executor executor;    // of the main program
+};
+
+}  // namespace strata

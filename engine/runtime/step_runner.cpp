@@ -1,0 +1,59 @@
+// Scalars, hooks, ops; see step_runner.h.
+#include "engine/runtime/step_runner.h"
+
+#include <fmt/format.h>
+
+#include "engine/runtime/feed.h"
+
+namespace strata {
+
+void StepRunner::run(int64_t step, const std::function<void()>& load, const std::function<void()>& publish,
+                     bool poisoned) {
+  step_ = step;
+  logged_.clear();
+  set_scalar(kStepScalar, double(step));
+  set_scalar(kSeedScalar, double(session_.run.seed));
+  set_scalar(kLearningRateFactor, 1);
+  each_plugin("step_start", [&](Plugin& plugin) { plugin.step_start(*this); });
+  at_stage(Stage::load, true);
+  load();
+  at_stage(Stage::load, false);
+  if (poisoned)
+    assembly_.executor.run_poisoned();
+  else
+    assembly_.executor.run([&](Stage stage, bool start) { at_stage(stage, start); });
+  at_stage(Stage::publish, true);
+  if (publish) publish();
+  at_stage(Stage::publish, false);
+  each_plugin("step_end", [&](Plugin& plugin) { plugin.step_end(*this); });
+}
+
+double StepRunner::scalar(std::string_view name) const {
+  const Program& program = assembly_.program();
+  const TensorId id = program.find(name);
+  if (!id || elements(program[id].shape) != 1)
+    throw Error("no scalar is named \"" + std::string(name) + "\" in this program.");
+  return read_scalar(program, id, assembly_.executor.pointer(id));
+}
+
+void StepRunner::at_stage(Stage stage, bool start) {
+  each_plugin(start ? "stage_start" : "stage_end", [&](Plugin& plugin) {
+    if (start)
+      plugin.stage_start(*this, stage);
+    else
+      plugin.stage_end(*this, stage);
+  });
+}
+
+void StepRunner::each_plugin(std::string_view hook, const std::function<void(Plugin&)>& call) {
+  for (const NamedPlugin& named : session_.plugins) {
+    try {
+      call(*named.plugin);
+    } catch (const std::exception& error) {
+      throw Error(fmt::format("plugin \"{}\", {}, step {}: {}", named.name, hook, step_, error.what()),
+                  ExitCode::failed);
+    }
+  }
+}
+
+}  // namespace strata

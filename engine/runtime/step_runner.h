@@ -1,0 +1,41 @@
+// One step of a program with what belongs around its ops: the step's scalars and the hooks of plugins. `strata train`,
+// measurements and tests run their steps here; data, checkpoints and logs are theirs.
+#pragma once
+#include <cstdint>
+#include <functional>
+#include <string_view>
+
+#include "engine/runtime/assembly.h"
+#include "engine/runtime/log.h"
+
+namespace strata {
+
+class StepRunner final : public StepContext {
+ public:
+  // Both must outlive it.
+  StepRunner(const Session& session, Assembly& assembly) : session_(session), assembly_(assembly) {}
+
+  // Runs step `step` (1 is the first of a run): `load` gives the program its data, `publish` takes what the step made.
+  // Throws what an op threw, NonFinite among it, and what a plugin's hook threw with its name. `poisoned`: see
+  // Executor::run_poisoned.
+  void run(int64_t step, const std::function<void()>& load, const std::function<void()>& publish = {},
+           bool poisoned = false);
+  const StepLog::Fields& logged() const { return logged_; }  // by plugins in the last step
+
+  int64_t step() const override { return step_; }
+  int64_t steps() const override { return session_.run.steps; }
+  double scalar(std::string_view name) const override;
+  void set_scalar(std::string_view name, double value) override { assembly_.storage.set_scalar(name, value); }
+  void log(std::string_view name, double value) override { logged_.emplace_back(name, value); }
+
+ private:
+  void at_stage(Stage stage, bool start);
+  void each_plugin(std::string_view hook, const std::function<void(Plugin&)>& call);
+
+  const Session& session_;
+  Assembly& assembly_;
+  StepLog::Fields logged_;
+  int64_t step_ = 0;
+};
+
+}  // namespace strata

@@ -1,0 +1,148 @@
+// See training_report.h.
+#include "engine/runtime/training_report.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+
+#include "engine/runtime/usage.h"
+
+namespace strata {
+namespace {
+
+double median_of(std::vector<double> values) {
+  if (values.empty()) return NAN;
+  std::sort(values.begin(), values.end());
+  return values[values.size() / 2];
+}
+
+}  // namespace
+
+TrainingReport::TrainingReport(const Assembly& assembly, int ranks)
+    : assembly_(assembly),
+      planned_(assembly.plans.main),
+      ranks_(ranks),
+      compute_dtype_(strata::compute_dtype(planned_.program())),
+      may_stall_(strata::may_stall(planned_.program())),
+      peak_(ranks * (assembly.device ? assembly.device->peak_flops(compute_dtype_)
+                                     : peak_of(compute_dtype_, planned_.rates))) {}
+
+double TrainingReport::tokens_per_second(double seconds) const {
+  return double(planned_.built.tokens_per_step) / seconds;
+}
+double TrainingReport::peak_share(double seconds) const {
+  return peak_ > 0 ? planned_.built.model_flops / seconds / peak_ : 0;
+}
+double TrainingReport::median_tokens_per_second() const { return tokens_per_second(median_of(durations_)); }
+
+StepLog::Fields TrainingReport::add_step(double seconds, bool last_step) {
+  durations_.push_back(seconds);
+  if (peak_ > 0) peak_ = std::max(peak_, planned_.built.model_flops / seconds);  // more than was known to be possible
+  StepLog::Fields fields{
+      {"tokens_per_second", tokens_per_second(seconds)}, {"seconds", seconds}, {"peak_share", peak_share(seconds)}};
+  const Stalls& stalls = assembly_.executor.stalls();
+  if (may_stall_ && times(last_step)) {
+    fields.push_back({"waiting_for_nvme", stalls.storage()});
+    fields.push_back({"waiting_for_copies", stalls.copies()});
+    fields.push_back({"restoring", stalls.restoring});
+    stalls_.push_back(stalls);
+  }
+  if (ranks_ > 1 && (times(last_step) || !exchanges_in_queue(assembly_.groups))) {
+    fields.push_back({"waiting_for_ranks", stalls.ranks()});
+    fields.push_back({"exchanging", stalls.exchanging});
+    exchanges_.push_back(stalls.exchanging);
+    waits_.push_back(stalls.ranks());
+  }
+  return fields;
+}
+
+void TrainingReport::print(double validation_loss) const {
+  print_speed();
+  if (!std::isnan(validation_loss)) fmt::print("validation loss {:.4f} nats a token\n", validation_loss);
+  print_exchanges();
+  print_prediction();
+  print_memory();
+}
+
+void TrainingReport::print_speed() const {
+  const double median = median_of(durations_);
+  if (std::isnan(median)) return;
+  const std::string peak = assembly_.device ? fmt::format("the dense peak of {} on {}", name_of(compute_dtype_),
+                                                          assembly_.device->describe())
+                                            : fmt::format("the {} peak measured on {} threads", name_of(compute_dtype_),
+                                                          assembly_.threads.count() * ranks_);
+  fmt::print("median {:.0f} tokens/s{}\n", tokens_per_second(median),
+             peak_ == 0 ? "" : fmt::format(", {:.1f}% of {}", peak_share(median) * 100, peak));
+}
+
+void TrainingReport::print_exchanges() const {
+  const double exchanging = median_of(exchanges_), waiting = median_of(waits_);
+  if (!(exchanging > 0)) return;
+  fmt::print("exchanges of rank 0: {:.3f} s a step, {:.3f} s of compute waited for them: {:.0f}% hidden\n", exchanging,
+             waiting, 100 * std::max(0.0, 1 - waiting / exchanging));
+}
+
+double TrainingReport::median_of_stalls(const std::function<double(const Stalls&)>& figure) const {
+  std::vector<double> all;
+  for (const Stalls& stalls : stalls_) all.push_back(figure(stalls));
+  return median_of(all);
+}
+
+void TrainingReport::print_prediction() const {
+  const Prediction& predicted = *planned_.prediction;
+  const auto row = [](const char* name, double planned, double measured) {
+    fmt::print("{:<18}{:>14.3f}{:>14.3f}\n", name, planned, measured);
+  };
+  fmt::print("{:<18}{:>14}{:>14}\n", "a step, seconds", "predicted", "measured");
+  row("in all", predicted.seconds, median_of(durations_));
+  if (!stalls_.empty()) {
+    const auto stall = [&](const char* name, const std::function<double(const Stalls&)>& figure) {
+      row(name, figure(predicted.stalls), median_of_stalls(figure));
+    };
+    stall("waiting for NVMe", &Stalls::storage);
+    stall("waiting for copies", &Stalls::copies);
+    if (predicted.stalls.host() > 0) stall("waiting for host", &Stalls::host);
+    if (ranks_ > 1) stall("waiting for ranks", &Stalls::ranks);
+    stall("running again", [](const Stalls& stalls) { return stalls.restoring; });
+  }
+  if (const std::string assumed = assumed_text(planned_.rates); !assumed.empty()) fmt::print("{}\n", assumed);
+}
+
+void TrainingReport::print_memory() const {
+  if (assembly_.device) {  // what is beyond the plan is the libraries' own
+    fmt::print("device memory: planned {}, taken {}\n", bytes_text(planned_.arena_bytes[int(Tier::device)]),
+               bytes_text(assembly_.free_before - assembly_.device->free_bytes()));
+  } else {  // a device's arenas are allocated whole
+    for (Tier tier : {Tier::device, Tier::host})
+      if (planned_.memory[tier].total_bytes() > 0) print_tier(tier);
+  }
+  if (planned_.snapshot_bytes > 0) fmt::print("{:<18}{:>14}\n", "saving behind", bytes_text(planned_.snapshot_bytes));
+  if (const int64_t stored = planned_.memory[Tier::nvme].total_bytes(); stored > 0)
+    fmt::print("{:<18}{:>14}\n", "on NVMe", bytes_text(stored));
+  fmt::print("{:<18}{:>14}{:>14}\n", "process, peak", "", bytes_text(peak_resident_bytes()));
+}
+
+void TrainingReport::print_tier(Tier tier) const {
+  const Storage& storage = assembly_.storage;
+  const auto row = [](std::string_view name, const std::string& planned, const std::string& measured) {
+    fmt::print("{:<18}{:>14}{:>14}\n", name, planned, measured);
+  };
+  Ledger resident{};
+  for (const Tensor& tensor : storage.persistent_tensors())
+    if (tensor.home == tier)
+      resident[int(tensor.role)] +=
+          resident_bytes(static_cast<std::byte*>(storage.persistent(tensor.name)), tensor.bytes());
+  row(std::string(name_of(tier)) + " memory", "planned", "measured");
+  const auto& plan = planned_.memory[tier];
+  for (int r = 0; r < kRoles; ++r)
+    if (plan.at_peak[r] > 0)
+      row(name_of(Role(r)), bytes_text(plan.at_peak[r]), resident[r] > 0 ? bytes_text(resident[r]) : "");
+  const int64_t arena = planned_.arena_bytes[int(tier)];
+  row("all transient", bytes_text(arena - plan.persistent_bytes),
+      bytes_text(resident_bytes(storage.transient(tier), storage.bytes(tier) - storage.persistent_bytes(tier))));
+  row("arena", bytes_text(arena), bytes_text(resident_bytes(storage.base(tier), storage.bytes(tier))));
+}
+
+}  // namespace strata

@@ -1,0 +1,48 @@
+// What a training run measures of itself: figures of each step for its log line, and the summary at the end, with what
+// was planned and predicted beside what was measured.
+#pragma once
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "engine/runtime/assembly.h"
+#include "engine/runtime/log.h"
+
+namespace strata {
+
+class TrainingReport {
+ public:
+  // `assembly` must outlive it; `ranks` of the run.
+  TrainingReport(const Assembly& assembly, int ranks);
+  // Whether a step is to be looked into: a device's ops are timed in the last step alone, it costs events around each.
+  bool times(bool last_step) const { return !assembly_.device || last_step; }
+
+  // Takes down a step and returns its fields of the log, seconds and what follows.
+  StepLog::Fields add_step(double seconds, bool last_step);
+  double tokens_per_second(double seconds) const;  // of a step
+  double peak_share(double seconds) const;         // its model FLOPs of what is possible; 0: not known
+  DType compute_dtype() const { return compute_dtype_; }
+
+  double median_tokens_per_second() const;  // NaN without a step
+  // To stdout. `validation_loss`: NaN where there is none.
+  void print(double validation_loss) const;
+
+ private:
+  void print_speed() const;
+  void print_exchanges() const;
+  void print_prediction() const;
+  void print_memory() const;
+  void print_tier(Tier tier) const;
+  double median_of_stalls(const std::function<double(const Stalls&)>& figure) const;
+
+  const Assembly& assembly_;
+  const PlannedProgram& planned_;
+  const int ranks_;
+  const DType compute_dtype_;
+  const bool may_stall_;
+  double peak_;                                        // FLOP/s
+  std::vector<double> durations_, exchanges_, waits_;  // seconds, by step
+  std::vector<Stalls> stalls_;
+};
+
+}  // namespace strata
