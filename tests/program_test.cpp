@@ -7,7 +7,6 @@
 #include <random>
 
 #include "engine/planning/dependencies.h"
-#include "engine/planning/unroll.h"
 #include "engine/runtime/usage.h"
 #include "tests/harness.h"
 
@@ -174,7 +173,7 @@ class AllForwardFirst final : public Plugin {
  public:
   void schedule(ScheduleStage& stage) override {
     std::stable_sort(stage.order.begin(), stage.order.end(),
-                     [](const Pass& a, const Pass& b) { return a.stage < b.stage; });
+                     [](const Pass& a, const Pass& b) { return a.part < b.part; });
   }
 };
 

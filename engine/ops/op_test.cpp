@@ -68,7 +68,7 @@ Built build(const Case& c, DType type) {
   }
   Root root{b.outputs[0], {}};
   if (!c.loss) b.cotangents.push_back(root.gradient = builder.data("cotangent", b.program[b.outputs[0]].shape, type));
-  b.gradients = differentiate(b.program, {root}, wanted);
+  b.gradients = differentiate(b.program, {root}, wanted).wanted;
   for (TensorId id : b.outputs) b.program[id].step_output = true;
   for (TensorId id : b.gradients) b.program[id].step_output = true;
   verify(b.program, "test");
@@ -237,7 +237,7 @@ TEST(Ops, GeluGradientEndsTheProduct) {
                      dout = builder.data("dout", {33, 17}, type);
       const TensorId y = builder.emit("gelu", {x}), out = builder.emit("linear", {y, w});
       const std::vector<TensorId> wanted = apart ? std::vector{x, y} : std::vector{x};
-      const TensorId dx = differentiate(program, {{out, dout}}, wanted)[0];
+      const TensorId dx = differentiate(program, {{out, dout}}, wanted).wanted[0];
       const auto has = [&](const char* kind) {
         return std::any_of(program.ops.begin(), program.ops.end(), [&](const Op& op) { return op.kind->name == kind; });
       };

@@ -3,9 +3,11 @@
 
 #include <algorithm>
 
+#include "engine/planning/hoist.h"
 #include "engine/planning/unroll.h"
-#include "engine/program/op_limit.h"
 #include "engine/program/autodiff.h"
+#include "engine/program/drop_unused.h"
+#include "engine/program/op_limit.h"
 #include "strata/convert.h"
 
 namespace strata {
@@ -74,6 +76,24 @@ void require_room_for_microbatches(const Program& single, int64_t microbatches) 
                        "raise data.micro_batch, or lower data.global_batch or the number of layers.");
 }
 
+// The order of the passes as plugins want it. An order that cannot be is the plugin's error.
+std::pair<ScheduleStage, PassTable> scheduled(std::span<const NamedPlugin> plugins, Program& single,
+                                              const std::vector<TensorId>& activation_gradients, int microbatches,
+                                              Goal goal) {
+  ScheduleStage schedule{.microbatches = microbatches, .blocks = blocks_of(single)};
+  schedule.order = default_order(microbatches, 1, goal == Goal::train);
+  PassTable passes(single, activation_gradients, schedule.chunks);
+  if (goal == Goal::train)
+    for (const NamedPlugin& named : plugins)
+      guarded(named, "schedule", [&](Plugin& plugin) {
+        plugin.schedule(schedule);
+        schedule.microbatches = microbatches;
+        passes = PassTable(single, activation_gradients, schedule.chunks);
+        passes.check(schedule);
+      });
+  return {std::move(schedule), std::move(passes)};
+}
+
 void require_summed(const std::vector<Gradient>& list) {
   for (const Gradient& gradient : list)
     if (!gradient.partial.empty())
@@ -104,26 +124,33 @@ BuiltProgram build_program(std::span<const NamedPlugin> plugins, const BatchShap
   else
     single.losses = {result};
   verify(single, "model", &mesh);
+  const size_t declared = single.tensors.size();
 
   ProgramStage forward{.program = single, .batch = batch, .goal = goal, .mesh = mesh};
   rewrite(plugins, "forward", single, mesh, [&](Plugin& plugin) { plugin.forward(forward); });
+
+  std::vector<TensorId> started = forward.wanted;
+  for (const Root& root : forward.roots) started.insert(started.end(), {root.tensor, root.gradient});
+  drop_unused(single, started, declared);
+  verify(single, "dropping what is unused", &mesh);
 
   require_room_for_microbatches(single, batch.microbatches);
   const std::vector<TensorId> parameters = single.with_role(Role::parameter);
   std::vector<size_t> number(single.tensors.size());  // of a parameter in that list
   for (size_t i = 0; i < parameters.size(); ++i) number[size_t(parameters[i].value)] = i;
   std::vector<TensorId> gradients(parameters.size());
-  ScheduleStage schedule{.microbatches = int(batch.microbatches), .order = {}};
-  for (int m = 0; m < schedule.microbatches; ++m) {
-    schedule.order.push_back({Stage::forward, m});
-    if (goal == Goal::train) schedule.order.push_back({Stage::backward, m});
-  }
-
   std::vector<Gradient> list;
+  std::vector<TensorId> activation_gradients;
   if (goal == Goal::train) {
     std::vector<Root> roots;
     for (TensorId loss : single.losses) roots.push_back({loss, forward.loss_gradient});
-    gradients = differentiate(single, roots, parameters);
+    roots.insert(roots.end(), forward.roots.begin(), forward.roots.end());
+    std::vector<TensorId> wanted = parameters;
+    wanted.insert(wanted.end(), forward.wanted.begin(), forward.wanted.end());
+    Differentiated made = differentiate(single, roots, wanted);
+    const auto of_others = made.wanted.begin() + int64_t(parameters.size());
+    gradients.assign(made.wanted.begin(), of_others);
+    activation_gradients = std::move(made.activations);
     verify(single, "differentiation", &mesh);
     for (size_t i = 0; i < parameters.size(); ++i)
       if (gradients[i]) {
@@ -134,17 +161,22 @@ BuiltProgram build_program(std::span<const NamedPlugin> plugins, const BatchShap
       }
     if (is_half(forward.gradient_dtype)) narrow(single, list, forward.gradient_dtype);
     const size_t first = single.ops.size();
-    ProgramStage backward{.program = single, .batch = batch, .goal = goal, .mesh = mesh, .gradients = &list};
+    ProgramStage backward{.program = single,
+                          .batch = batch,
+                          .goal = goal,
+                          .mesh = mesh,
+                          .gradients = &list,
+                          .wanted = forward.wanted,
+                          .wanted_gradients = {of_others, made.wanted.end()}};
     rewrite(plugins, "backward", single, mesh, [&](Plugin& plugin) { plugin.backward(backward); });
     hoist(single, std::min(first, single.ops.size()));
     std::fill(gradients.begin(), gradients.end(), TensorId{});
     for (const Gradient& gradient : list) gradients[number[size_t(gradient.parameter.value)]] = gradient.tensor;
-    for (const NamedPlugin& named : plugins)
-      guarded(named, "schedule", [&](Plugin& plugin) { plugin.schedule(schedule); });
   }
 
   require_room_for_microbatches(single, batch.microbatches);
-  built.program = unroll(single, parameters, gradients, schedule, batch.reproducible);
+  const auto [schedule, passes] = scheduled(plugins, single, activation_gradients, int(batch.microbatches), goal);
+  built.program = unroll(single, passes, parameters, gradients, schedule, batch.reproducible);
   Program& step = built.program;
   verify(step, "unrolling", &mesh);
   built.model_flops = flops(step) * double(batch.ranks);

@@ -47,6 +47,19 @@ TensorId ModelStage::call(std::string_view name, Builder& build, TensorId input)
   return module(build, input);
 }
 
+TensorId ProgramStage::gradient_of(TensorId tensor) const {
+  if (gradients)
+    for (const Gradient& gradient : *gradients)
+      if (gradient.parameter == tensor) return gradient.tensor;
+  for (size_t i = 0; i < wanted.size() && i < wanted_gradients.size(); ++i)
+    if (wanted[i] == tensor) return wanted_gradients[i];
+  if (gradients && program[tensor].role == Role::parameter) return {};
+  throw Error("the gradient of " + program[tensor].name +
+                  " is asked for, which has none here; put the tensor into ProgramStage::wanted in stage forward, and "
+                  "ask in stage backward.",
+              ExitCode::failed);
+}
+
 void GradientStage::append(std::string_view kind, std::initializer_list<std::reference_wrapper<Gradient>> gradients,
                            Attributes attributes, const std::vector<TensorId>& more) {
   for (Gradient& gradient : gradients) {

@@ -20,13 +20,14 @@ class Walk {
     gradient_.resize(program.tensors.size());
     holders_.resize(program.tensors.size());
     is_loss_.assign(program.tensors.size(), false);
-    for (const Root& root : roots) {
-      if (root.gradient)
-        give(gradient_[root.tensor.value], root.gradient);
-      else
-        is_loss_[root.tensor.value] = true;
-    }
     build_.stage = Stage::backward;
+    for (const Root& root : roots) {
+      TensorId& known = gradient_[size_t(root.tensor.value)];
+      if (!root.gradient)
+        is_loss_[size_t(root.tensor.value)] = true;
+      else
+        give(known, known ? build_.emit("add", {known, root.gradient}) : root.gradient);
+    }
   }
 
   void run() {
@@ -70,6 +71,12 @@ class Walk {
   }
 
   TensorId gradient(TensorId id) const { return gradient_.at(id.value); }
+  std::vector<TensorId> gradients_of_activations() const {
+    std::vector<TensorId> list;
+    for (size_t t = 0; t < gradient_.size(); ++t)
+      if (gradient_[t] && program_.tensors[t].role != Role::parameter) list.push_back(gradient_[t]);
+    return list;
+  }
 
  private:
   class Rule;
@@ -165,13 +172,13 @@ void Walk::contribute(TensorId to, TensorId contribution, size_t first) {
 
 }  // namespace
 
-std::vector<TensorId> differentiate(Program& program, const std::vector<Root>& roots,
-                                    const std::vector<TensorId>& wanted) {
+Differentiated differentiate(Program& program, const std::vector<Root>& roots, const std::vector<TensorId>& wanted) {
   Walk walk(program, roots, wanted);
   walk.run();
-  std::vector<TensorId> result;
-  for (TensorId id : wanted) result.push_back(walk.gradient(id));
-  walk.fuse(result);
+  Differentiated result;
+  for (TensorId id : wanted) result.wanted.push_back(walk.gradient(id));
+  result.activations = walk.gradients_of_activations();
+  walk.fuse(result.wanted);
   return result;
 }
 

@@ -3,20 +3,17 @@
 #pragma once
 #include <vector>
 
-#include "strata/program.h"
+#include "strata/stages.h"
 
 namespace strata {
 
-// Where the walk starts: a tensor and its gradient. Without a gradient the tensor is a loss (gradient 1).
-struct Root {
-  TensorId tensor;
-  TensorId gradient;
+struct Differentiated {
+  std::vector<TensorId> wanted;       // the gradient of each wanted tensor, invalid where no root depends on it
+  std::vector<TensorId> activations;  // gradients of tensors that are no parameters: what flows from op to op
 };
 
-// Appends the backward ops (stage backward, block and microbatch of the op they differentiate) and returns the
-// gradient of each wanted tensor, invalid where no root depends on it. Throws Error when a kind on the way has no
-// gradient rule.
-std::vector<TensorId> differentiate(Program& program, const std::vector<Root>& roots,
-                                    const std::vector<TensorId>& wanted);
+// Appends the backward ops (stage backward, block and microbatch of the op they differentiate). Throws Error when a
+// kind on the way has no gradient rule.
+Differentiated differentiate(Program& program, const std::vector<Root>& roots, const std::vector<TensorId>& wanted);
 
 }  // namespace strata

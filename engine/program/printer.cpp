@@ -48,6 +48,7 @@ std::string print(const Program& program, const Op& op) {
   if (op.tier != Tier::device) line += ", on the " + std::string(name_of(op.tier));
   if (op.purpose != Purpose::work) line += ", " + std::string(name_of(op.purpose));
   if (op.microbatch >= 0) line += ", microbatch " + std::to_string(op.microbatch);
+  if (op.chunk > 0) line += ", chunk " + std::to_string(op.chunk);
   if (op.block >= 0) line += ", block " + std::to_string(op.block);
   return line;
 }

@@ -80,6 +80,14 @@ void Program::rename(TensorId id, const std::string& name) {
   names_.emplace(name, id.value);
 }
 
+void Program::drop(TensorId id) {
+  Tensor& tensor = (*this)[id];
+  names_.erase(tensor.name);
+  tensor.name = "unused " + tensor.name;
+  tensor.persistent = false;
+  tensor.role = Role::activation;
+}
+
 std::vector<TensorId> Program::with_role(Role role) const {
   std::vector<TensorId> result;
   for (int32_t i = 0; i < int32_t(tensors.size()); ++i)

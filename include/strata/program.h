@@ -60,6 +60,7 @@ struct Op {
   Stage stage = Stage::forward;
   int block = -1;       // transformer block, or -1 outside of blocks
   int microbatch = -1;  // -1 for ops that run once a step
+  int16_t chunk = -1;   // of blocks (ScheduleStage::chunks); set by the engine once the schedule is known
   // Bit i: output i is added to an addend. The addends are the last inputs, in the order of the bits.
   uint32_t accumulate = 0;
   int addends() const { return __builtin_popcount(accumulate); }
@@ -100,6 +101,7 @@ struct Program {
   TensorId add_part(TensorId whole, std::string name, Shape shape, int64_t offset);
   TensorId find(std::string_view name) const;         // invalid when there is none
   void rename(TensorId id, const std::string& name);  // to a name that no tensor has
+  void drop(TensorId id);  // a tensor that nothing uses: loses its name and takes no memory; other ids stay
   // The tensor whose memory this one lies in: itself, unless it is a part.
   TensorId whole(TensorId id) const {
     return id && tensors[size_t(id.value)].part_of ? tensors[size_t(id.value)].part_of : id;

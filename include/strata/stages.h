@@ -79,7 +79,15 @@ std::string parameter_name(const Program& program, const Gradient& gradient);
 std::vector<std::vector<size_t>> buckets_of(const Program& program, const std::vector<Gradient>& gradients,
                                             int64_t bytes);
 
-// stage `forward`: the forward program of one microbatch, before differentiation.
+// Where differentiation starts: a tensor and the gradient that it is given: data, or what an op of stage backward writes.
+// Without a gradient the tensor is a loss (gradient 1).
+struct Root {
+  TensorId tensor;
+  TensorId gradient;
+};
+
+// stage `forward`: the forward program of one microbatch, before differentiation. Afterwards the engine drops ops that
+// nothing uses, and what the model declared for them; so a plugin cuts a model by erasing ops.
 // stage `backward`: the same with its backward pass; ops tell which by Op::stage.
 // stage `placement`: the whole step. All three may rewrite the program freely; the verifier runs after each plugin.
 struct ProgramStage {
@@ -90,16 +98,35 @@ struct ProgramStage {
   std::vector<Gradient>* gradients = nullptr;  // backward: of one microbatch; a plugin may reduce them there
   TensorId loss_gradient{};                    // forward: the f64 {1} gradient of each loss; invalid means 1
   DType gradient_dtype = DType::f32;           // forward: of parameters' gradients; in a 16-bit type they are summed so
+  std::vector<Root> roots{};                   // forward: where differentiation starts beside Program::losses
+  std::vector<TensorId> wanted{};              // forward: tensors whose gradients are wanted beside parameters'
+  std::vector<TensorId> wanted_gradients{};    // backward: of each of `wanted`, invalid where nothing depends on it
+  // backward: the gradient of a parameter or of a wanted tensor in one microbatch; invalid where no loss and no root
+  // depends on it. Throws Error for any other tensor.
+  TensorId gradient_of(TensorId tensor) const;
 };
 
-// stage `schedule`: in which order the passes of microbatches run; the engine unrolls.
+// A pass runs one part of a chunk for one microbatch. The backward pass runs whole, or in two halves: the gradients of
+// activations, on which other passes wait, and those of parameters, which can be made later.
 struct Pass {
-  Stage stage = Stage::forward;  // forward or backward
+  enum class Part : uint8_t { forward, backward, input_gradient, weight_gradient };
+  Part part = Part::forward;
+  int chunk = 0;
   int microbatch = 0;
 };
+std::string text(const Pass& pass);  // "weight gradient of chunk 1, microbatch 3"
+
+// stage `schedule`: in which order the passes run; the engine unrolls. Any order will do in which each runs once and
+// after those that it needs; gradients are summed over microbatches in the order of the passes that make them.
 struct ScheduleStage {
   int microbatches = 1;
-  std::vector<Pass> order;  // by default forward 0, backward 0, forward 1, backward 1, …
+  int blocks = 0;  // that the model has
+  // The first block of each chunk, ascending. What comes before the first block belongs to the first chunk, what comes
+  // after the last block to the last.
+  std::vector<int> chunks{0};
+  std::vector<Pass> order{};  // by default all of microbatch 0, forward and backward, then microbatch 1, …
+  // Sets `chunks` and the default order of their passes.
+  void cut(std::vector<int> first_blocks);
 };
 
 // stage `gradients`: reduce, compress, unscale, clip. Ops emitted here run as soon as their inputs are final.
