@@ -83,11 +83,13 @@ class ProcessWorld final : public World {
     return meeting_.collect(next_key(), everybody_, mine, Answer::all, network_.timeout_seconds);
   }
   std::vector<std::string> gather_to_zero(const std::string& mine) override {
-    return meeting_.collect(next_key(), everybody_, mine, rank_ == 0 ? Answer::all : Answer::none, 0);
+    return meeting_.collect(next_key(), everybody_, mine, rank_ == 0 ? Answer::all : Answer::none,
+                            work_seconds());
   }
   std::string broadcast(const std::string& text) override {
     const bool own = rank_ == 0;
-    const auto texts = meeting_.collect(next_key(), everybody_, own ? text : "", own ? Answer::none : Answer::first, 0);
+    const auto texts = meeting_.collect(next_key(), everybody_, own ? text : "", own ? Answer::none : Answer::first,
+                                        work_seconds());
     return own ? text : texts[0];
   }
 
@@ -128,6 +130,8 @@ class ProcessWorld final : public World {
   }
 
  private:
+  // What comes before these texts is work of one rank alone, which operations of all are not kept waiting by.
+  double work_seconds() const { return std::max(network_.timeout_seconds, network_.work_seconds); }
   std::string next_key() { return "number " + std::to_string(gathers_++) + " of all ranks"; }
 
   std::shared_ptr<SharedBlock> make(const std::string& key, const std::vector<int>& members, int64_t bytes) {

@@ -13,6 +13,7 @@ struct NetworkOptions {
   std::string address;            // of this host for the others; empty: what the way to rank 0 uses
   int direct = 31;                // most ranks of a group over libfabric that all exchange with all at once
   double timeout_seconds = 600;   // the longest wait for another rank in an operation
+  double work_seconds = 600;      // … at least, where ranks wait for one that measures or writes a checkpoint
 };
 
 // Joins the others (see Rendezvous for errors). `local_size` is the number of ranks on this host, 0 when unknown.

@@ -317,6 +317,21 @@ TEST(ProcessFaults, WhoDoesNotComeIsNamed) {
   }
 }
 
+// A rank that lives and does not come: its connection is well, so that only a limit of time ends the wait.
+TEST(ProcessFaults, WhoGivesNoTextIsNamed) {
+  for (const int late : {0, 1}) {
+    const auto children = run_processes(2, {.timeout_seconds = 1, .work_seconds = 1}, [&](World& world) {
+      for (; world.rank() == late; usleep(10'000)) world.check();
+      if (late == 1) world.gather_to_zero("here");
+      world.broadcast("");
+    });
+    const Child& waited = children[size_t(1 - late)];
+    EXPECT_EQ(waited.code, 1);
+    EXPECT_NE(waited.text.find("rank " + std::to_string(late) + " did not come within 1 s"), std::string::npos)
+        << waited.text;
+  }
+}
+
 TEST(ProcessFaults, StrangersAreTurnedAway) {
   const auto text_of = [](const std::function<void(RendezvousOptions&)>& change) {
     const auto children = run_processes(

@@ -49,6 +49,7 @@ class CudaDevice final : public Device {
       must(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cannot make a CUDA stream");
   }
   ~CudaDevice() override {
+    cudaSetDevice(index_);
     cudaDeviceSynchronize();
     for (cudaGraphExec_t graph : graphs_) cudaGraphExecDestroy(graph);
     for (cudaEvent_t event : events_) cudaEventDestroy(event);
@@ -140,7 +141,10 @@ class CudaDevice final : public Device {
     must(state, "a kernel failed");
     return true;
   }
-  void synchronize() override { must(cudaDeviceSynchronize(), "a kernel failed"); }
+  void synchronize() override {
+    use();
+    must(cudaDeviceSynchronize(), "a kernel failed");
+  }
   bool idle() override {
     for (cudaStream_t stream : streams_) {
       const cudaError_t state = cudaStreamQuery(stream);

@@ -1,6 +1,8 @@
 // Runs kernels on the host, for tests on machines without a GPU: each block's threads are fibers that take turns at
 // barriers and shuffles. Checks what kernels compute, not how fast, and not what a GPU's memory model allows beyond it.
 #pragma once
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -8,6 +10,7 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <new>
 #include <vector>
 
 #include "cuda/emulated/machine.h"
@@ -104,19 +107,28 @@ class Emulator {
     int64_t generation = 0;
   };
   struct Fiber {
-    std::unique_ptr<std::byte[]> stack{new std::byte[kStack]};
+    std::byte* stack;    // below it a page that cannot be touched: a kernel that needs more ends there, not in the heap
     void* at = nullptr;  // where it stopped
     bool done = false;
+    Fiber() {
+      void* const memory = mmap(nullptr, kPage + kStack, PROT_READ | PROT_WRITE,
+                                MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_STACK, -1, 0);
+      if (memory == MAP_FAILED) throw std::bad_alloc();
+      stack = static_cast<std::byte*>(memory) + kPage;
+      if (mprotect(memory, kPage, PROT_NONE) != 0) throw std::bad_alloc();
+    }
+    ~Fiber() { munmap(stack - kPage, kPage + kStack); }
+    Fiber(const Fiber&) = delete;
     // The first switch "returns" into entry, with the stack as a call leaves it.
     void start(void (*entry)()) {
       done = false;
-      auto* top = reinterpret_cast<void**>((reinterpret_cast<uintptr_t>(stack.get()) + kStack) / 16 * 16);
+      auto* top = reinterpret_cast<void**>((reinterpret_cast<uintptr_t>(stack) + kStack) / 16 * 16);
       *(top - 1) = nullptr;
       *(top - 2) = reinterpret_cast<void*>(entry);
       at = top - 8;
     }
   };
-  static constexpr size_t kStack = 64 << 10;
+  static constexpr size_t kPage = 4096, kStack = 256 << 10;
 
   void wait(Barrier& barrier, const int& live) {
     const int64_t generation = barrier.generation;

@@ -11,6 +11,7 @@
 
 #include "cuda/library.h"
 #include "strata/error.h"
+#include "strata/threads.h"
 
 namespace strata::cuda {
 namespace {
@@ -90,7 +91,7 @@ class NcclGroup final : public Communicator {
       ncclResult_t result = ncclSuccess;
     };
     const auto start = std::make_shared<Start>();
-    std::thread thread([start, id, device, size = size(), rank = rank_] {
+    std::thread thread = start_thread("NCCL", [start, id, device, size = size(), rank = rank_] {
       cudaSetDevice(device);
       start->result = nccl().init(&start->comm, size, id, rank);
       start->done = true;

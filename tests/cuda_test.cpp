@@ -1,5 +1,8 @@
 // Whole programs on the CUDA backend beside the CPU's: losses of training steps, reruns and recomputation bit for bit.
+#include <atomic>
+#include <chrono>
 #include <random>
+#include <thread>
 
 #include "engine/runtime/device_rates.h"
 #include "tests/backends.h"
@@ -7,7 +10,6 @@
 #if defined(STRATA_EMULATED_CUDA)
 #include <filesystem>
 #include <fstream>
-#include <thread>
 
 #include "cuda/choices.h"
 #include "cuda/emulated/machine.h"
@@ -206,6 +208,62 @@ TEST(Cuda, StreamsInAnyOrder) {
         EXPECT_EQ(some.weights, states == "device" ? plain.weights : first.weights);
       }
     }
+}
+
+// A step fails while the thread that fills the queues puts an op in, and later another thread comes to wait for one that
+// is put in no more: the step ends, not the watchdog it.
+TEST(Cuda, AFailedStepWaitsForNobody) {
+  STRATA_NEEDS_GPU();
+  static std::atomic<bool> begun, failing, put;
+  begun = failing = put = false;
+  const auto kind = [](const std::string& name, const std::string& backend, const std::function<void()>& work) {
+    register_kind({.name = name,
+                   .summary = "",
+                   .shape = [](const OpView& v) -> std::vector<TensorSpec> { return {{v.input(0).shape, DType::f32}}; },
+                   .kernels = {{backend, {[work](const Binding&) -> Launch { return work; }}}}});
+  };
+  const auto a_while = [] { std::this_thread::sleep_for(std::chrono::milliseconds(100)); };
+  kind("test_fails", "cpu", [] {
+    while (!begun) std::this_thread::yield();
+    failing = true;
+    throw Error("it failed.", ExitCode::failed);
+  });
+  kind("test_is_put_late", "cuda", [=] {
+    while (!failing) std::this_thread::yield();
+    a_while();
+    put = true;
+  });
+  kind("test_is_never_put", "cuda", [] {});
+  kind("test_ends_late", "cpu", [=] {
+    begun = true;
+    while (!put) std::this_thread::yield();
+    a_while();
+  });
+  kind("test_waits", "cpu", [] {});
+  Program program;
+  Builder build(program);
+  const TensorId x = build.data("x", {16}, DType::f32);
+  build.stream = Stream::host;
+  const TensorId failed = build.emit("test_fails", {x});
+  build.stream = Stream::write;
+  const TensorId late = build.emit("test_ends_late", {x});
+  build.stream = Stream::compute;
+  const TensorId last = build.emit("test_is_never_put", {build.emit("test_is_put_late", {x})});
+  build.stream = Stream::write;
+  build.emit("test_waits", {last, late, failed});  // nothing shares memory, and so waits for another
+  const MemoryPlan plan = plan_memory(program, "cuda", 1);
+  Storage storage(program, plan, {}, NvmeStore::Faults{}, test::gpu());
+  Threads threads(1);
+  constexpr double kPatience = 60;
+  Executor executor(program, plan, storage, "cuda", threads, 1, nullptr, kPatience);
+  const auto began = std::chrono::steady_clock::now();
+  try {
+    executor.run();
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_STREQ(error.what(), "op 0 (test_fails): it failed.");
+  }
+  EXPECT_LT(std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count(), kPatience);
 }
 
 TEST(Cuda, SpansAndStallsAreTheDevices) {

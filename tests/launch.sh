@@ -138,6 +138,13 @@ $(launched 1 2) "$strata" train config.toml --set run.directory=paths --set 'dat
 expect 0 '' $(launched 0 2) "$strata" train config.toml --set run.directory=paths
 wait $! || fail "other folders on rank 1: $(cat error1)"
 losses alone/log.jsonl | cmp - <(losses paths/log.jsonl) || fail "other folders on rank 1 change the losses"
+# Other numbers of processors a rank (another one shares its host): all compute with as many threads as the smallest has.
+if (($(nproc) > 1)); then
+  $(launched 1 2) env LOCAL_WORLD_SIZE="$(nproc)" "$strata" train config.toml --set run.directory=uneven --set device.threads=0 >out1 2>error1 &
+  expect 0 "ranks have 1 to $(nproc) processors; all compute with 1 thread, " $(launched 0 2) env LOCAL_WORLD_SIZE=1 "$strata" train config.toml --set run.directory=uneven --set device.threads=0
+  wait $! || fail "a rank with fewer processors: $(cat error1)"
+  losses alone/log.jsonl | cmp - <(losses uneven/log.jsonl) || fail "other numbers of processors change the losses"
+fi
 # Ranks know each other by a secret: the environment's, a file's, or the one in the user's cache, which is made.
 with_secrets() {  # CODE TEXT SETTING0 SETTING1: two ranks, each under a setting of the environment
   env $4 $(launched 1 2) "$strata" train config.toml --set run.directory=secret --set plugins.zero.stage=1 --set network.join_timeout=${join:-20} >out1 2>error1 &

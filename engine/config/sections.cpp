@@ -106,7 +106,7 @@ void declare(Options& options, NetworkSection& network) {
            "most ranks of a group over libfabric that all exchange with all at once; larger groups go step by step, by "
            "recursive doubling and halving and in rings")
       .range(1, 65536);
-  options.add("timeout", network.timeout, "longest wait for another rank in an operation")
+  options.add("timeout", network.timeout, "longest wait for another rank in an operation; at least ten minutes for one that measures, plans or saves")
       .range(kShortest, kLongest)
       .unit("seconds");
   options.add("join_timeout", network.join_timeout, "until all ranks must have come")

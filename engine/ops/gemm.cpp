@@ -4,9 +4,11 @@
 #include "engine/ops/gemm.h"
 
 #include <dnnl.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <dnnl.hpp>
+#include <new>
 #include <string>
 #include <unordered_map>
 
@@ -15,9 +17,24 @@
 #include "strata/error.h"
 
 namespace strata {
+namespace {
+
+// oneDNN makes its kernels in a process's first product and takes it for granted that there is memory for them: without
+// it the process would end by SIGSEGV.
+void require_room_for_kernels() {
+  constexpr size_t kRoom = size_t{32} << 20;
+  static const bool room = [] {
+    void* const memory = mmap(nullptr, kRoom, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    return memory != MAP_FAILED && munmap(memory, kRoom) == 0;
+  }();
+  if (!room) throw std::bad_alloc();
+}
+
+}  // namespace
 
 void gemm(Transpose a, Transpose b, int64_t m, int64_t n, int64_t k, const float* A, int64_t lda, const float* B,
           int64_t ldb, float beta, float* C, int64_t ldc) {
+  require_room_for_kernels();
   const auto letter = [](Transpose t) { return t == Transpose::yes ? 'T' : 'N'; };
   const dnnl_status_t status = dnnl_sgemm(letter(a), letter(b), m, n, k, 1.0f, A, lda, B, ldb, beta, C, ldc);
   if (status != dnnl_success)

@@ -1,9 +1,13 @@
 // Every op kind over random shapes: reference gradients against central differences in double, and the CPU kernels,
 // forward and backward, against the double reference. New kinds get a line in cases().
 #include <gtest/gtest.h>
+#include <sys/resource.h>
+#include <unistd.h>
 
 #include <cmath>
+#include <fstream>
 #include <functional>
+#include <new>
 #include <random>
 
 #include "engine/planning/memory_plan.h"
@@ -511,6 +515,29 @@ TEST(Ops, DropoutMaskIsGlobal) {
   for (int m = 0; m < 4; ++m)
     EXPECT_EQ(mask(37, m), std::vector<float>(whole.begin() + 37 * m, whole.begin() + 37 * (m + 1))) << m;
 }
+
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // their own memory is beyond any limit
+// The first product of a process makes oneDNN's kernels. Where the system has no memory for them it is an error.
+TEST(Gemm, WithoutMemoryForItsKernelsIsAnError) {
+  testing::GTEST_FLAG(death_test_style) = "threadsafe";  // a process of its own, in which nothing was multiplied
+  const auto multiply = [] {
+    constexpr int kSize = 64;
+    const std::vector<float> a(kSize * kSize, 1.0f), b = a;
+    std::vector<float> c(a.size());
+    int64_t pages = 0;
+    std::ifstream("/proc/self/statm") >> pages;
+    const rlimit limit{rlim_t(pages * sysconf(_SC_PAGESIZE)), RLIM_INFINITY};
+    setrlimit(RLIMIT_AS, &limit);
+    try {
+      gemm(Transpose::no, Transpose::no, kSize, kSize, kSize, a.data(), kSize, b.data(), kSize, 0, c.data(), kSize);
+    } catch (const std::bad_alloc&) {
+      _exit(3);
+    }
+    _exit(4);
+  };
+  EXPECT_EXIT(multiply(), testing::ExitedWithCode(3), "");
+}
+#endif
 
 }  // namespace
 }  // namespace strata

@@ -285,7 +285,7 @@ void Executor::run_stream(int stream, const StageHook* hook) {
       if (hook && i == first) (*hook)(program_.ops[i].stage, true);
       run_op(i);
       if (hook && i == last) (*hook)(program_.ops[i].stage, false);
-      streams.done[stream].store(++finished, std::memory_order_release);
+      streams.done[stream].store(++finished);  // not release alone: notify_all looks afterwards whether anybody waits
       if (!streams.threads.empty()) streams.done[stream].notify_all();
     }
   } catch (...) {

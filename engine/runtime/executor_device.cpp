@@ -90,7 +90,7 @@ void Executor::run_on_device(const StageHook* hook) {
       if (hook && i == first) (*hook)(program_.ops[size_t(i)].stage, true);
       put_into_queue(i, run);
       if (hook && end == last) (*hook)(program_.ops[size_t(i)].stage, false);
-      streams.done[int(step.stream)].store(steps_[size_t(end)].position + 1, std::memory_order_release);
+      streams.done[int(step.stream)].store(steps_[size_t(end)].position + 1);  // as in run_stream
       if (!streams.threads.empty()) streams.done[int(step.stream)].notify_all();
     }
     for (int s = 1; s < kStreams; ++s)
@@ -114,6 +114,9 @@ void Executor::run_on_device(const StageHook* hook) {
   } catch (...) {
     streams.fail(std::current_exception());
   }
+  if (!streams.failed) return;
+  for (int s = 0; s < kStreams; ++s)  // a count that was stored after the failure has hidden it from who waits for more
+    if (in_queue(Stream(s))) streams.release(s);
 }
 
 // For the threads of the host's streams: until what comes before the event is done, or the step has failed.

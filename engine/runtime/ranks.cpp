@@ -3,6 +3,7 @@
 
 #include <xxhash.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <map>
 #include <numeric>
@@ -106,6 +107,18 @@ void require_same_settings(World& world, const Settings& settings) {
   std::string text;
   for (const Setting& setting : settings) text += setting.key + '\0' + setting.value + '\0';
   throw_first(world, first_difference(settings, world.broadcast(text), world.rank()));
+}
+
+int smallest_of_ranks(World& world, int threads, std::string& note) {
+  const std::vector<std::string> all = world.gather(std::to_string(threads));
+  int least = threads, most = threads;
+  for (const std::string& text : all) least = std::min(least, std::stoi(text)), most = std::max(most, std::stoi(text));
+  if (least < most)
+    note = "ranks have " + std::to_string(least) + " to " + std::to_string(most) + " processors; all compute with " +
+           std::to_string(least) + (least == 1 ? " thread" : " threads") +
+           ", since ranks plan alike. Start ranks that have as many each, or set "
+           "device.threads.";
+  return least;
 }
 
 void require_same_start(World& world, int64_t step) {

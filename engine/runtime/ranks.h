@@ -25,6 +25,10 @@ std::string rank_directory(const std::string& directory, const World& world);
 // make ranks wait for each other.
 void require_same_settings(World& world, const Settings& settings);
 
+// The smallest `threads` of all ranks: workspaces depend on it, so that hosts of different sizes would plan differently.
+// `note` says so where some rank has more.
+int smallest_of_ranks(World& world, int threads, std::string& note);
+
 // Throws Error (usage) on all ranks when they are about to begin at different steps.
 void require_same_start(World& world, int64_t step);
 

@@ -93,6 +93,27 @@ TEST(RanksAgree, OnWhatTheyExchange) {
             std::string::npos);
 }
 
+TEST(RanksAgree, OnThreads) {
+  std::string note;
+  std::mutex mutex;
+  const auto smallest = [&](std::vector<int> threads) {
+    std::set<int> found;
+    run_local(int(threads.size()), [&](World& world) {
+      std::string own;
+      const int least = smallest_of_ranks(world, threads[size_t(world.rank())], own);
+      std::lock_guard lock(mutex);
+      found.insert(least);
+      note = own;
+    });
+    EXPECT_EQ(found.size(), 1u);
+    return *found.begin();
+  };
+  EXPECT_EQ(smallest({4, 4, 4}), 4);
+  EXPECT_EQ(note, "");
+  EXPECT_EQ(smallest({4, 2, 16}), 2);
+  EXPECT_EQ(note.find("ranks have 2 to 16 processors; all compute with 2 threads"), 0u) << note;
+}
+
 TEST(RanksAgree, OnTheData) {
   EXPECT_EQ(outcome(3, [](World& world) { require_same_plan(world, Program(), "10 tokens"); }), "");
   EXPECT_NE(

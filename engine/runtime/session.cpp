@@ -32,7 +32,10 @@ Session::Session(const std::string& config_path, const std::vector<std::string>&
     host.threads = std::max<int64_t>(1, host.threads);  // updates on the host are never between the device's ops
   settings = sections.settings;
   loaded_ = load_plugins(config, run.plugin_path, &settings);
-  if (world) require_same_settings(*world, settings);
+  if (world) {
+    require_same_settings(*world, settings);
+    if (device.threads == 0) device.threads = smallest_of_ranks(*world, threads(), note);
+  }
   for (const LoadedPlugin& plugin : loaded_) plugins.push_back({plugin.name(), &*plugin});
   plugins = in_order(plugins);
   require_exactly_one(plugins, "model", "set model.plugin");

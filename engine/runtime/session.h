@@ -34,11 +34,12 @@ class Session {
   Mesh mesh;  // as this rank sees it
   World* world = nullptr;
   Settings settings;                 // of all tables and plugins
+  std::string note;                  // what was decided for ranks that are not alike; mostly empty
   NvmeStore::Faults storage_faults;  // what tests break on purpose
   std::optional<Rates> rates;        // what tests give instead of measuring the machine
   std::vector<NamedPlugin> plugins;  // in the order their stages run
   Plugin& model() const { return *model_; }
-  int threads() const;  // device.threads, or the number of processors
+  int threads() const;  // device.threads, or the number of processors; of ranks the smallest, as they plan alike
   // How a team of these threads cuts products: by size where bits must not depend on their number.
   Threads::Cut cut() const { return run.reproducible ? Threads::Cut::by_size : Threads::Cut::by_threads; }
 

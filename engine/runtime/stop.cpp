@@ -12,6 +12,7 @@
 #include <string>
 
 #include "strata/error.h"
+#include "strata/threads.h"
 
 namespace strata {
 namespace {
@@ -77,7 +78,13 @@ StopSignals::StopSignals(bool tells) : tells_(tells) {
     close(signals_);
     refuse("cannot take signals (eventfd)");
   }
-  thread_ = std::thread([this] { run(); });
+  try {
+    thread_ = start_thread("signals", [this] { run(); });
+  } catch (...) {
+    close(signals_);
+    close(wake_);
+    throw;
+  }
 }
 
 StopSignals::~StopSignals() {

@@ -2,12 +2,18 @@
 // Functions return the exit code and throw Error for what a user can mend.
 #pragma once
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "engine/data/prepare.h"
 #include "engine/runtime/generator.h"
 
 namespace strata {
+
+// What std::bad_alloc means, for whoever tells of it.
+inline constexpr std::string_view kOutOfMemory =
+    "out of memory: the system gives this process no more (ulimit -v and the control group's limit are looked at "
+    "first).";
 
 struct ConfigArguments {
   std::string config;

@@ -231,10 +231,7 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "strata: %s\n", error.what());
     return int(error.code());
   } catch (const std::bad_alloc&) {
-    std::fputs(
-        "strata: out of memory: the system gives this process no more (ulimit -v and the control group's limit "
-        "are looked at first).\n",
-        stderr);
+    std::fprintf(stderr, "strata: %s\n", kOutOfMemory.data());
     return int(ExitCode::failed);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "strata: %s\n", error.what());

@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <filesystem>
 #include <functional>
+#include <new>
 #include <optional>
 
 #include "comm/rendezvous.h"
@@ -59,9 +60,13 @@ int train_rank(const TrainArguments& arguments, const StopSignals& stop, World* 
   TrainSummary summary;
   try {
     Session session(arguments.config, arguments.sets, world);
+    if (!session.note.empty() && world->rank() == 0) std::fprintf(stderr, "strata: note: %s\n", session.note.c_str());
     summary = train(session, {.resume = arguments.resume, .trace = arguments.trace, .stop = &stop.asked()});
   } catch (const Error& error) {
     if (world) world->abort(error.what(), error.code());
+    throw;
+  } catch (const std::bad_alloc&) {
+    if (world) world->abort(std::string(kOutOfMemory));
     throw;
   } catch (const std::exception& error) {
     if (world) world->abort(error.what());
