@@ -126,8 +126,7 @@ TEST(Programs, GradientsAreConsumedAsTheyArrive) {
 TEST(Programs, BudgetIsHardAndSaysWhatIsLargest) {
   try {
     Program program = test::Runner(toml(8)).built.program;
-    plan_residency(program,
-                   {.device_budget = 1000, .advice = [](const MemoryPlan&) { return " Try less."; }});
+    plan_residency(program, {.device_budget = 1000, .advice = [](const MemoryPlan&) { return " Try less."; }});
     FAIL();
   } catch (const Error& error) {
     const std::string text = error.what();
@@ -162,6 +161,76 @@ TEST(Programs, VerifierNamesThePluginThatBrokeIt) {
   const std::string text = message<Breaker>();
   EXPECT_NE(text.find("not well formed after \"culprit\", stage \"backward\""), std::string::npos) << text;
   EXPECT_NE(text.find("before anything has written it"), std::string::npos) << text;
+}
+
+// The program of a step is checked as a whole; who broke it is named all the same, also where another one fails for it.
+class LateBreaker final : public Plugin {
+ public:
+  void gradients(GradientStage& stage) override {
+    for (Op& op : stage.build().program().ops)
+      if (op.kind->name == "layer_norm") op.inputs[1] = {};
+  }
+};
+class Victim final : public Plugin {
+ public:
+  void update(UpdateStage& stage) override {
+    for (const Op& op : stage.build().program().ops)
+      if (op.kind->name == "layer_norm" && !op.inputs[1]) throw std::runtime_error("what is this?");
+  }
+};
+class Placer final : public Plugin {
+ public:
+  void placement(ProgramStage& stage) override { stage.program.ops.back().inputs[0] = {}; }
+};
+
+TEST(Programs, WhoBreaksTheProgramOfAStepIsNamed) {
+  LateBreaker breaker;
+  Victim victim;
+  Placer placer;
+  const auto message = [](std::vector<NamedPlugin> plugins) {
+    try {
+      test::Runner runner(toml(2), std::move(plugins));
+    } catch (const Error& error) {
+      return std::string(error.what());
+    }
+    return std::string();
+  };
+  const std::string first = "the program is not well formed after \"culprit\", stage \"gradients\": op ";
+  EXPECT_EQ(message({{"culprit", &breaker}}).find(first), 0u);
+  EXPECT_EQ(message({{"culprit", &breaker}, {"victim", &victim}}).find(first), 0u);
+  EXPECT_EQ(
+      message({{"culprit", &placer}}).find("the program is not well formed after \"culprit\", stage \"placement\""),
+      0u);
+}
+
+// How often shape rules are asked does not grow with microbatches: what a step's planning costs.
+TEST(Programs, RulesAreAskedOnceForAllMicrobatches) {
+  static std::atomic<int> asked;
+  register_kind({.name = "test_counts_questions",
+                 .summary = "",
+                 .shape = [](const OpView& v) -> std::vector<TensorSpec> {
+                   ++asked;
+                   return {{v.input(0).shape, DType::f32}};
+                 },
+                 .gradient = [](Differentiation& d) { d.set(0, d.output_gradient(0)); },
+                 .kernels = {{"cpu", {[](const Binding&) -> Launch { return [] {}; }}}}});
+  class Asks final : public Plugin {
+   public:
+    void model(ModelStage& stage) override {
+      stage.wrap("mlp", [](Builder& build, TensorId x, const ModelStage::Module& inner) {
+        return build.emit("test_counts_questions", {inner(build, x)});
+      });
+    }
+  } asks;
+  std::vector<int> counts;
+  for (int64_t micro_batch : {8, 4, 1}) {
+    asked = 0;
+    const test::Runner runner(toml(micro_batch), {{"asks", &asks}});
+    counts.push_back(asked);
+  }
+  EXPECT_GT(counts[0], 0);
+  EXPECT_EQ(counts[0], counts[1]);
+  EXPECT_EQ(counts[0], counts[2]);
 }
 
 TEST(Programs, ExceptionsOfPluginsCarryTheirName) {
@@ -280,10 +349,11 @@ TEST(Streams, AnExchangeWithoutItsGroupIsNamed) {
     executor.run();
     FAIL();
   } catch (const Error& error) {
-    EXPECT_NE(std::string(error.what()).find(
-                  "op 0 (all_reduce): op \"all_reduce\", which makes sum, asks for a group of ranks (axis \"data\", "
+    EXPECT_NE(
+        std::string(error.what())
+            .find("op 0 (all_reduce): op \"all_reduce\", which makes sum, asks for a group of ranks (axis \"data\", "
                   "stream exchange) and has none"),
-              std::string::npos)
+        std::string::npos)
         << error.what();
   }
 }
@@ -294,7 +364,9 @@ TEST(Streams, AStepInWhichNothingMovesEnds) {
   const auto stand_still = [] {
     register_kind({.name = "test_stands_still",
                    .summary = "",
-                   .shape = [](const OpView& v) -> std::vector<TensorSpec> { return {{v.input(0).shape, DType::f32}}; },
+                   .shape = [](const OpView& v) -> std::vector<TensorSpec> {
+                     return {{v.input(0).shape, DType::f32}};
+                   },
                    .kernels = {{"cpu", {[](const Binding&) -> Launch { return [] { pause(); }; }}}}});
     Program program;
     Builder build(program);
@@ -310,7 +382,8 @@ TEST(Streams, AStepInWhichNothingMovesEnds) {
     executor.run();
   };
   EXPECT_EXIT(stand_still(), testing::ExitedWithCode(1),
-              "nothing moved in this step any more: compute stands at op 1 \\(gelu, makes z\\); host stands at op 0 \\(test_stands_still, makes y\\)");
+              "nothing moved in this step any more: compute stands at op 1 \\(gelu, makes z\\); host stands at op 0 "
+              "\\(test_stands_still, makes y\\)");
 }
 
 TEST(Planner, RandomProgramsNeverOverlap) {

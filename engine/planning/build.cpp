@@ -30,12 +30,16 @@ void guarded(const NamedPlugin& named, std::string_view stage, Call&& call) {
   }
 }
 
+// How often the program of a step is checked: twice, or after each plugin, which takes as many times as long. The
+// program of one microbatch is always checked after each.
+enum class Checks { whole, each_plugin };
+
 template <class Call>
 void rewrite(std::span<const NamedPlugin> plugins, std::string_view stage, Program& program, const Mesh& mesh,
-             Call&& call) {
+             Checks checks, Call&& call) {
   for (const NamedPlugin& named : plugins) {
     guarded(named, stage, call);
-    verify(program, named.name + "\", stage \"" + std::string(stage), &mesh);
+    if (checks == Checks::each_plugin) verify(program, named.name + "\", stage \"" + std::string(stage), &mesh);
   }
 }
 
@@ -102,15 +106,16 @@ void require_summed(const std::vector<Gradient>& list) {
           "zero, or set it to 1.");
 }
 
+// Of the program of one microbatch.
 double flops(const Program& program) {
   double sum = 0;
   for (const Op& op : program.ops) sum += cost_of(OpView(program, op)).flops;
   return sum;
 }
 
-}  // namespace
-
-BuiltProgram build_program(std::span<const NamedPlugin> plugins, const BatchShape& batch, Goal goal, const Mesh& mesh) {
+// `unrolled` tells, also when this throws, whether there was a program of the step.
+BuiltProgram build(std::span<const NamedPlugin> plugins, const BatchShape& batch, Goal goal, const Mesh& mesh,
+                   Checks checks, bool& unrolled) {
   BuiltProgram built;
   Program single;
 
@@ -127,7 +132,7 @@ BuiltProgram build_program(std::span<const NamedPlugin> plugins, const BatchShap
   const size_t declared = single.tensors.size();
 
   ProgramStage forward{.program = single, .batch = batch, .goal = goal, .mesh = mesh};
-  rewrite(plugins, "forward", single, mesh, [&](Plugin& plugin) { plugin.forward(forward); });
+  rewrite(plugins, "forward", single, mesh, Checks::each_plugin, [&](Plugin& plugin) { plugin.forward(forward); });
 
   std::vector<TensorId> started = forward.wanted;
   for (const Root& root : forward.roots) started.insert(started.end(), {root.tensor, root.gradient});
@@ -168,7 +173,7 @@ BuiltProgram build_program(std::span<const NamedPlugin> plugins, const BatchShap
                           .gradients = &list,
                           .wanted = forward.wanted,
                           .wanted_gradients = {of_others, made.wanted.end()}};
-    rewrite(plugins, "backward", single, mesh, [&](Plugin& plugin) { plugin.backward(backward); });
+    rewrite(plugins, "backward", single, mesh, Checks::each_plugin, [&](Plugin& plugin) { plugin.backward(backward); });
     hoist(single, std::min(first, single.ops.size()));
     std::fill(gradients.begin(), gradients.end(), TensorId{});
     for (const Gradient& gradient : list) gradients[number[size_t(gradient.parameter.value)]] = gradient.tensor;
@@ -178,8 +183,9 @@ BuiltProgram build_program(std::span<const NamedPlugin> plugins, const BatchShap
   const auto [schedule, passes] = scheduled(plugins, single, activation_gradients, int(batch.microbatches), goal);
   built.program = unroll(single, passes, parameters, gradients, schedule, batch.reproducible);
   Program& step = built.program;
-  verify(step, "unrolling", &mesh);
-  built.model_flops = flops(step) * double(batch.ranks);
+  unrolled = true;
+  if (checks == Checks::each_plugin) verify(step, "unrolling", &mesh);
+  built.model_flops = flops(single) * double(batch.microbatches) * double(batch.ranks);
   built.tokens_per_step = batch.sequences() * batch.sequence_length;
   if (goal == Goal::logits) built.logits = step.find(single[result].name + "@0");
 
@@ -193,7 +199,7 @@ BuiltProgram build_program(std::span<const NamedPlugin> plugins, const BatchShap
     Builder reduce(step);
     reduce.stage = Stage::reduce;
     GradientStage gradient_stage(reduce, list, mesh);
-    rewrite(plugins, "gradients", step, mesh, [&](Plugin& plugin) {
+    rewrite(plugins, "gradients", step, mesh, checks, [&](Plugin& plugin) {
       reduce.role = Role::gradient;
       plugin.gradients(gradient_stage);
     });
@@ -201,17 +207,31 @@ BuiltProgram build_program(std::span<const NamedPlugin> plugins, const BatchShap
     Builder update(step);
     update.stage = Stage::update;
     UpdateStage update_stage(update, list, mesh, batch.reproducible);
-    rewrite(plugins, "update", step, mesh, [&](Plugin& plugin) {
+    rewrite(plugins, "update", step, mesh, checks, [&](Plugin& plugin) {
       update.role = Role::workspace;
       plugin.update(update_stage);
     });
+    verify(step, "update", &mesh);
     hoist(step, first);
-    verify(step, "placing updates early", &mesh);
   }
 
   ProgramStage placement{.program = step, .batch = batch, .goal = goal, .mesh = mesh};
-  rewrite(plugins, "placement", step, mesh, [&](Plugin& plugin) { plugin.placement(placement); });
+  rewrite(plugins, "placement", step, mesh, checks, [&](Plugin& plugin) { plugin.placement(placement); });
+  verify(step, "placement", &mesh);
   return built;
+}
+
+}  // namespace
+
+BuiltProgram build_program(std::span<const NamedPlugin> plugins, const BatchShape& batch, Goal goal, const Mesh& mesh) {
+  bool unrolled = false;
+  try {
+    return build(plugins, batch, goal, mesh, Checks::whole, unrolled);
+  } catch (const std::exception&) {
+    if (!unrolled) throw;
+  }
+  // Somebody broke the program of the step, or fails because somebody did: who was first shows when each is checked.
+  return build(plugins, batch, goal, mesh, Checks::each_plugin, unrolled);
 }
 
 }  // namespace strata

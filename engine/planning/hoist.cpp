@@ -3,15 +3,16 @@
 
 #include <algorithm>
 #include <iterator>
-#include <numeric>
 #include <set>
+#include <utility>
 
 namespace strata {
 namespace {
 
 // The ops in this order, but what needs the result of an exchange comes after the next exchange has begun: the one
 // before has until then to hide behind compute. Costs memory for one more bucket.
-std::vector<Op> behind_exchanges(Program& program, const std::vector<size_t>& order, const std::vector<char>& movable) {
+std::vector<Op> behind_exchanges(Program& program, const std::vector<int32_t>& order,
+                                 const std::vector<char>& movable) {
   std::vector<Op> ops, held;
   std::set<int32_t> arriving, read, written;  // outputs of the last exchange; what held ops touch
   const auto whole = [&](TensorId id) { return program.whole(id).value; };
@@ -27,10 +28,10 @@ std::vector<Op> behind_exchanges(Program& program, const std::vector<size_t>& or
     read.clear();
     written.clear();
   };
-  for (size_t i : order) {
-    Op& op = program.ops[i];
+  for (int32_t i : order) {
+    Op& op = program.ops[size_t(i)];
     const bool exchange = op.stream == Stream::exchange, after_held = touches(op, read, written);
-    if (!exchange && movable[i] && (after_held || touches(op, {}, arriving))) {
+    if (!exchange && movable[size_t(i)] && (after_held || touches(op, {}, arriving))) {
       for (TensorId id : op.inputs)
         if (id) read.insert(whole(id));
       for (TensorId id : op.outputs) written.insert(whole(id));
@@ -56,27 +57,67 @@ void hoist(Program& program, size_t first) {
   hoist(program, movable);
 }
 
-void hoist(Program& program, const std::vector<char>& movable) {
-  // Position after which each op may run: the last op before it that touches its tensors in a conflicting way.
+namespace {
+
+// For each op the last op before it that touches its tensors in a conflicting way, which it may follow at once; itself
+// where it is not to move.
+std::vector<int32_t> places(const Program& program, const std::vector<char>& movable) {
   const auto count = program.tensors.size();
-  std::vector<int64_t> last_write(count, -1), last_access(count, -1), ready(program.ops.size());
+  std::vector<int32_t> last_write(count, -1), last_access(count, -1), ready(program.ops.size());
   for (size_t i = 0; i < program.ops.size(); ++i) {
     const Op& op = program.ops[i];
-    int64_t after = -1;
+    int32_t after = -1;
     const auto whole = [&](TensorId id) { return size_t(program.whole(id).value); };
     for (TensorId id : op.inputs)
       if (id) after = std::max(after, last_write[whole(id)]);
     for (TensorId id : op.outputs) after = std::max(after, last_access[whole(id)]);
-    ready[i] = movable[i] ? after : int64_t(i);
+    ready[i] = movable[i] ? after : int32_t(i);
     for (TensorId id : op.inputs)
       if (id) last_access[whole(id)] = std::max(last_access[whole(id)], ready[i]);
     for (TensorId id : op.outputs)
       last_write[whole(id)] = last_access[whole(id)] = std::max(last_access[whole(id)], ready[i]);
   }
-  std::vector<size_t> order(program.ops.size());
-  std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return ready[a] < ready[b]; });
-  program.ops = behind_exchanges(program, order, movable);
+  return ready;
+}
+
+// The ops by their places, those of one place as they were. Those that stay are in order as it is, so only the movable
+// are sorted.
+std::vector<int32_t> order_by(const std::vector<int32_t>& ready, const std::vector<char>& movable) {
+  std::vector<int32_t> stay, move, order;
+  for (size_t i = 0; i < ready.size(); ++i) (movable[i] ? move : stay).push_back(int32_t(i));
+  std::stable_sort(move.begin(), move.end(), [&](int32_t a, int32_t b) { return ready[size_t(a)] < ready[size_t(b)]; });
+  order.reserve(ready.size());
+  std::merge(stay.begin(), stay.end(), move.begin(), move.end(), std::back_inserter(order),
+             [&](int32_t a, int32_t b) { return std::pair(ready[size_t(a)], a) < std::pair(ready[size_t(b)], b); });
+  return order;
+}
+
+// ops[i] becomes what ops[order[i]] was, without a second list.
+void permute(std::vector<Op>& ops, std::vector<int32_t>& order) {
+  for (size_t first = 0; first < order.size(); ++first) {
+    if (order[first] == int32_t(first)) continue;
+    Op held = std::move(ops[first]);
+    size_t at = first;
+    for (;;) {
+      const size_t from = size_t(std::exchange(order[at], int32_t(at)));
+      if (from == first) break;
+      ops[at] = std::move(ops[from]);
+      at = from;
+    }
+    ops[at] = std::move(held);
+  }
+}
+
+}  // namespace
+
+void hoist(Program& program, const std::vector<char>& movable) {
+  if (std::none_of(movable.begin(), movable.end(), [](char may) { return may; })) return;
+  std::vector<int32_t> order = order_by(places(program, movable), movable);
+  const auto exchanges = [](const Op& op) { return op.stream == Stream::exchange; };
+  if (std::any_of(program.ops.begin(), program.ops.end(), exchanges))
+    program.ops = behind_exchanges(program, order, movable);
+  else
+    permute(program.ops, order);
 }
 
 }  // namespace strata

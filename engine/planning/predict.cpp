@@ -4,8 +4,11 @@
 #include <algorithm>
 #include <limits>
 #include <map>
+#include <tuple>
+#include <unordered_map>
 
 #include "engine/planning/dependencies.h"
+#include "engine/program/signature.h"
 
 namespace strata {
 namespace {
@@ -47,6 +50,14 @@ class Clock {
     }
   }
 
+  // Of the op by itself; its copies for other microbatches take as long.
+  double seconds_alone(const Op& op) {
+    const OpView view(program_, op);
+    const auto [known, is_new] = seconds_.try_emplace(signature(view), 0.0);
+    if (is_new) known->second = seconds_of(view, rates_);
+    return known->second;
+  }
+
   bool ready(size_t op) const {
     return std::all_of(waits_[op].begin(), waits_[op].end(),
                        [&](const Wait& wait) { return streams_[int(wait.stream)].done >= size_t(wait.count); });
@@ -58,7 +69,7 @@ class Clock {
       if (!lane.running && lane.done < lane.ops.size() && ready(lane.ops[lane.done])) {
         const size_t op = lane.ops[lane.done];
         lane.running = true;
-        lane.left = seconds_of(OpView(program_, program_.ops[op]), rates_);
+        lane.left = seconds_alone(program_.ops[op]);
         lane.processors = processors_of(program_.ops[op]);
         spans_[op].start = now_;
       }
@@ -90,6 +101,7 @@ class Clock {
   const std::vector<std::vector<Wait>>& waits_;
   const Rates& rates_;
   std::vector<Span> spans_;
+  std::unordered_map<uint64_t, double> seconds_;  // by signature
   std::array<Lane, kStreams> streams_;
   double now_ = 0;
 };
@@ -111,14 +123,18 @@ Prediction predict(const Program& program, const MemoryPlan& plan, const Rates& 
 }
 
 std::vector<KindTime> time_by_kind(const Program& program, const std::vector<Span>& spans) {
-  std::map<std::pair<std::string, Stream>, KindTime> kinds;
+  std::map<std::tuple<const OpKind*, DType, Stream>, KindTime> times;
   for (size_t i = 0; i < program.ops.size(); ++i) {
     const OpView view(program, program.ops[i]);
-    const std::string name = view.op().kind->name + " " + std::string(name_of(dtype_of(view)));
-    KindTime& kind = kinds[{name, view.op().stream}];
-    kind.name = name, kind.stream = view.op().stream;
-    ++kind.calls;
-    kind.seconds += spans[i].finish - spans[i].start;
+    KindTime& time = times[{view.op().kind, dtype_of(view), view.op().stream}];
+    ++time.calls;
+    time.seconds += spans[i].finish - spans[i].start;
+  }
+  std::map<std::pair<std::string, Stream>, KindTime> kinds;
+  for (auto& [key, time] : times) {
+    const auto& [kind, dtype, stream] = key;
+    time.name = kind->name + " " + std::string(name_of(dtype)), time.stream = stream;
+    kinds[{time.name, stream}] = time;
   }
   std::vector<KindTime> sorted;
   for (auto& [key, kind] : kinds) sorted.push_back(std::move(kind));
@@ -129,9 +145,9 @@ std::vector<KindTime> time_by_kind(const Program& program, const std::vector<Spa
 
 DType compute_dtype(const Program& program) {
   std::map<DType, double> flops;
-  for (const Op& op : program.ops) {
-    const OpView view(program, op);
-    flops[dtype_of(view)] += cost_of(view).flops;
+  for (const auto& [op, count] : distinct_ops(program)) {
+    const OpView view(program, *op);
+    flops[dtype_of(view)] += cost_of(view).flops * double(count);
   }
   const auto most =
       std::max_element(flops.begin(), flops.end(), [](const auto& a, const auto& b) { return a.second < b.second; });

@@ -31,6 +31,10 @@ class Unroller {
   Program run(const ScheduleStage& schedule) {
     maps_.assign(schedule.microbatches, shared_);
     placed_.assign(schedule.microbatches, std::vector<int32_t>(single_.ops.size(), -1));
+    const size_t additions = balanced_ ? gradients_.size() : 0;
+    const size_t copies = size_t(schedule.microbatches);
+    result_.ops.reserve((single_.ops.size() + additions) * copies);
+    result_.tensors.reserve(result_.tensors.size() + (unshared() + additions) * copies);
     for (const Pass& pass : schedule.order) {
       for (int32_t i : passes_.ops(pass)) place(size_t(i), pass.microbatch);
       if (pass.part == Pass::Part::forward) continue;
@@ -70,11 +74,28 @@ class Unroller {
     if (!id) return id;
     TensorId& to = maps_[m][id.value];
     if (!to) {
-      Tensor tensor = single_[id];
-      tensor.name += "@" + std::to_string(m);
-      to = result_.add(std::move(tensor));
+      const std::string of_microbatch = '@' + std::to_string(m);
+      if (single_[id].role == Role::data) {
+        Tensor tensor = single_[id];
+        tensor.name += of_microbatch;
+        to = result_.add(std::move(tensor));
+      } else {  // a name of its own without asking (Program::find)
+        to = {int32_t(result_.tensors.size())};
+        result_.tensors.push_back(single_[id]);
+        result_.tensors.back().name += of_microbatch;
+      }
     }
     return to;
+  }
+
+  // Tensors that exist once a microbatch.
+  size_t unshared() const {
+    std::vector<char> used(single_.tensors.size(), false);
+    for (const Op& op : single_.ops)
+      for (const auto* list : {&op.inputs, &op.outputs})
+        for (TensorId id : *list)
+          if (id && !single_[id].persistent) used[size_t(id.value)] = true;
+    return size_t(std::count(used.begin(), used.end(), char(true)));
   }
 
   void place(size_t i, int m) {

@@ -12,6 +12,13 @@ const Attribute* find_attribute(const std::vector<std::pair<std::string, Attribu
   return nullptr;
 }
 
+// "name@3": how unrolling names what exists once a microbatch, one for each op and microbatch. Such names are found by
+// search and not kept a second time; but for data, for which the step loop asks.
+bool is_of_microbatch(std::string_view name) {
+  const size_t at = name.find_last_not_of("0123456789");
+  return at != std::string_view::npos && at + 1 < name.size() && name[at] == '@';
+}
+
 }  // namespace
 
 bool Attributes::has(std::string_view name) const { return find_attribute(values_, name) != nullptr; }
@@ -51,7 +58,8 @@ TensorId Program::add(Tensor tensor) {
     throw Error("tensor " + tensor.name + " " + text(tensor.shape) + " has more than the " +
                 std::to_string(kMostElements) + " elements that a tensor may have; lower the sizes it is made of.");
   if (tensor.name.empty()) tensor.name = "t" + std::to_string(id);
-  if (!names_.emplace(tensor.name, id).second) {
+  const bool copies = !tensor.persistent && tensor.role != Role::data && is_of_microbatch(tensor.name);
+  if (copies || !names_.emplace(tensor.name, id).second) {
     tensor.name += "#" + std::to_string(id);
     names_.emplace(tensor.name, id);
   }
@@ -69,8 +77,11 @@ TensorId Program::add_part(TensorId whole, std::string name, Shape shape, int64_
 }
 
 TensorId Program::find(std::string_view name) const {
-  const auto found = names_.find(std::string(name));
-  return found == names_.end() ? TensorId{} : TensorId{found->second};
+  if (const auto found = names_.find(std::string(name)); found != names_.end()) return {found->second};
+  if (!is_of_microbatch(name)) return {};
+  for (size_t t = 0; t < tensors.size(); ++t)
+    if (tensors[t].name == name) return {int32_t(t)};
+  return {};
 }
 
 void Program::rename(TensorId id, const std::string& name) {

@@ -1,7 +1,9 @@
 // Checks a program after every pass and names the pass that broke it; what is checked stands in program.h (verify).
 #include <set>
 #include <string>
+#include <unordered_set>
 
+#include "engine/program/signature.h"
 #include "strata/communicator.h"
 #include "strata/mesh.h"
 #include "strata/op_kind.h"
@@ -18,7 +20,7 @@ class Verifier {
     for (size_t t = 0; t < program_.tensors.size(); ++t) check_tensor(int32_t(t));
     for (size_t i = 0; i < program_.ops.size(); ++i) {
       const Op& op = program_.ops[i];
-      place_ = "op " + std::to_string(i);
+      at_ = i;
       check_op(op);
       check_tiers(op);
       check_order(op);
@@ -38,8 +40,11 @@ class Verifier {
     refuse("tensor " + tensor.name + " " + what);
   }
   [[noreturn]] void refuse(const Op& op, const std::string& what, bool ids_are_right = true) const {
-    refuse(place_ + " (" + op.kind->name + ") " + what + (ids_are_right ? "\n  " + print(program_, op) : ""));
+    refuse(place() + " (" + op.kind->name + ") " + what + (ids_are_right ? "\n  " + print(program_, op) : ""));
   }
+
+  // What is being checked, for messages.
+  std::string place() const { return form_.empty() ? "op " + std::to_string(at_) : form_ + std::to_string(at_); }
 
   void check_tensor(int32_t index) {
     const Tensor& tensor = program_.tensors[size_t(index)];
@@ -63,11 +68,12 @@ class Verifier {
     std::set<std::string> axes;
     for (size_t s = 0; s < tensor.layout.size(); ++s) {
       const Split& split = tensor.layout[s];
-      const std::string what = "is split along dimension " + std::to_string(split.dimension) + " over axis \"" +
-                               split.axis + "\"";
+      const std::string what =
+          "is split along dimension " + std::to_string(split.dimension) + " over axis \"" + split.axis + "\"";
       if (split.dimension < 0 || split.dimension >= int(tensor.shape.size()))
         refuse(tensor, what + ", but has shape " + text(tensor.shape) + ".");
-      if (split.axis.empty() || !axes.insert(split.axis).second) refuse(tensor, what + ", which is no axis of its own.");
+      if (split.axis.empty() || !axes.insert(split.axis).second)
+        refuse(tensor, what + ", which is no axis of its own.");
       // What is held: the next split of the dimension divides it, or it is the tensor's own size.
       const Split* next = nullptr;
       for (size_t n = s + 1; n < tensor.layout.size() && !next; ++n)
@@ -119,7 +125,7 @@ class Verifier {
 
   // Everything about one op but its place among the others.
   void check_op(const Op& op) {
-    if (!op.kind) refuse(place_ + " has no kind.");
+    if (!op.kind) refuse(place() + " has no kind.");
     for (TensorId id : op.outputs)
       if (!known(id)) refuse(op, "writes a tensor that does not exist.", false);
     for (TensorId id : op.inputs)
@@ -128,7 +134,12 @@ class Verifier {
     if (op.addends() > int(op.inputs.size())) refuse(op, "lacks an addend.", false);
     for (size_t i = op.inputs.size() - size_t(op.addends()); i < op.inputs.size(); ++i)
       if (!op.inputs[i]) refuse(op, "lacks an addend.", false);
-    check_shapes(op);
+    // Copies of an op for other microbatches keep to the rule as it does.
+    const uint64_t own = signature(OpView(program_, op));
+    if (!sound_.contains(own)) {
+      check_shapes(op);
+      sound_.insert(own);
+    }
     check_stream(op);
   }
 
@@ -166,6 +177,7 @@ class Verifier {
   Tier tier_of(TensorId id) const { return program_[program_.whole(id)].home; }
 
   void check_stream(const Op& op) {
+    if (!op.kind->exchange && op.stream == Stream::compute) return;
     const std::string stream(name_of(op.stream));
     if (op.kind->exchange != (op.stream == Stream::exchange))
       refuse(op, op.kind->exchange ? "is an exchange, but on the stream " + stream + "; exchanges never leave theirs."
@@ -178,18 +190,18 @@ class Verifier {
   }
 
   static bool moves_bytes(Stream stream) {
-    return stream == Stream::to_device || stream == Stream::to_host || stream == Stream::read || stream == Stream::write;
+    return stream == Stream::to_device || stream == Stream::to_host || stream == Stream::read ||
+           stream == Stream::write;
   }
 
   // Not of the ops of forms, which are written as if all was on the device: restoring brings their operands there.
   void check_tiers(const Op& op) {
     if (moves_bytes(op.stream)) {
       const Tier from = tier_of(op.inputs[0]), to = tier_of(op.outputs[0]);
-      const bool right = op.stream == Stream::read    ? from == Tier::nvme && to != Tier::nvme
-                         : op.stream == Stream::write ? from != Tier::nvme && to == Tier::nvme
-                         : op.stream == Stream::to_device
-                             ? from == Tier::host && to == Tier::device
-                             : from == Tier::device && to == Tier::host;
+      const bool right = op.stream == Stream::read        ? from == Tier::nvme && to != Tier::nvme
+                         : op.stream == Stream::write     ? from != Tier::nvme && to == Tier::nvme
+                         : op.stream == Stream::to_device ? from == Tier::host && to == Tier::device
+                                                          : from == Tier::device && to == Tier::host;
       if (!right)
         refuse(op, "moves from the tier " + std::string(name_of(from)) + " to " + std::string(name_of(to)) +
                        " on the stream " + std::string(name_of(op.stream)) + ".");
@@ -203,7 +215,8 @@ class Verifier {
 
   void check_exchange(const Op& op) {
     if (op.tier != Tier::device)
-      refuse(op, "is an exchange of tensors on the tier " + std::string(name_of(op.tier)) + "; they are on the device.");
+      refuse(op,
+             "is an exchange of tensors on the tier " + std::string(name_of(op.tier)) + "; they are on the device.");
     for (const auto& [name, value] : op.attributes.all())
       if (name == "axis" && std::holds_alternative<std::string>(value)) {
         if (mesh_ && mesh_->size(std::get<std::string>(value)) < 2)
@@ -259,7 +272,8 @@ class Verifier {
     for (const auto* list : {&form.rest, &form.restore})
       for (size_t i = 0; i < list->size(); ++i) {
         const Op& op = (*list)[i];
-        place_ = where + (list == &form.rest ? "rest" : "restore") + " op " + std::to_string(i);
+        form_ = where + (list == &form.rest ? "rest" : "restore") + " op ";
+        at_ = i;
         check_op(op);
         for (TensorId input : op.inputs)
           if (input && !made[size_t(program_.whole(input).value)])
@@ -272,8 +286,10 @@ class Verifier {
   const Program& program_;
   std::string_view after_;
   const Mesh* mesh_;
-  std::vector<char> written_;  // by tensor
-  std::string place_;          // what is being checked, for messages
+  std::vector<char> written_;           // by tensor
+  size_t at_ = 0;                       // the op that is being checked
+  std::string form_;                    // and the form whose it is, for messages; empty: the program's
+  std::unordered_set<uint64_t> sound_;  // signatures of ops that keep to their shape rules
 };
 
 }  // namespace

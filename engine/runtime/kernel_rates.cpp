@@ -11,6 +11,7 @@
 #include <map>
 #include <set>
 
+#include "engine/program/signature.h"
 #include "memory/arena.h"
 #include "strata/convert.h"
 
@@ -181,20 +182,19 @@ class BoundOp {
 }  // namespace
 
 std::vector<LoneOp> lone_ops(const Program& program, const Rates& rates) {
-  std::vector<const Op*> ops;
-  for (const Op& op : program.ops) ops.push_back(&op);
+  std::vector<std::pair<const Op*, int64_t>> ops = distinct_ops(program);
   for (const auto& [tensor, forms] : program.forms)
     for (const RestingForm& form : forms)
       for (const auto* list : {&form.rest, &form.restore})
-        for (const Op& op : *list) ops.push_back(&op);
+        for (const Op& op : *list) ops.push_back({&op, 1});
   std::vector<LoneOp> result;
   std::map<std::tuple<std::string, double, double>, size_t> known;  // by name and cost in the program, and made smaller
-  for (const Op* op : ops) {
+  for (const auto& [op, count] : ops) {
     if (!measurable(*op)) continue;
     const OpView view(program, *op);
     LoneOp lone{.program = {}, .name = kernel_name(view), .cost = cost_of(view)};
     const std::tuple key(lone.name, lone.cost.flops, lone.cost.bytes);
-    const double seconds = expected(view, rates);
+    const double seconds = expected(view, rates) * double(count);
     if (const auto found = known.find(key); found != known.end()) {
       if (found->second < result.size()) result[found->second].weight += seconds;
       continue;
