@@ -206,14 +206,15 @@ TEST(Programs, WhoBreaksTheProgramOfAStepIsNamed) {
 // How often shape rules are asked does not grow with microbatches: what a step's planning costs.
 TEST(Programs, RulesAreAskedOnceForAllMicrobatches) {
   static std::atomic<int> asked;
-  register_kind({.name = "test_counts_questions",
-                 .summary = "",
-                 .shape = [](const OpView& v) -> std::vector<TensorSpec> {
-                   ++asked;
-                   return {{v.input(0).shape, DType::f32}};
-                 },
-                 .gradient = [](Differentiation& d) { d.set(0, d.output_gradient(0)); },
-                 .kernels = {{"cpu", {[](const Binding&) -> Launch { return [] {}; }}}}});
+  [[maybe_unused]] static const OpKind& kind =
+      register_kind({.name = "test_counts_questions",
+                     .summary = "",
+                     .shape = [](const OpView& v) -> std::vector<TensorSpec> {
+                       ++asked;
+                       return {{v.input(0).shape, DType::f32}};
+                     },
+                     .gradient = [](Differentiation& d) { d.set(0, d.output_gradient(0)); },
+                     .kernels = {{"cpu", {[](const Binding&) -> Launch { return [] {}; }}}}});
   class Asks final : public Plugin {
    public:
     void model(ModelStage& stage) override {
