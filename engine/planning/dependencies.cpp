@@ -26,6 +26,7 @@ class Ranges {
     for (auto at = state_.find(begin); at != state_.end() && at->first < end; ++at) visit(at->second);
   }
   void written(int64_t begin, int64_t end, const Clock& clock) {
+    if (begin == end) return;  // a rank's share may be empty
     split(begin);
     split(end);
     state_.erase(state_.lower_bound(begin), state_.lower_bound(end));
@@ -103,7 +104,14 @@ std::vector<Access> accesses_of(const Program& program, const MemoryPlan& plan, 
   std::vector<Access> list;
   for (TensorId id : op.inputs)
     if (id) list.push_back(tensor(id, false));
-  for (TensorId id : op.outputs) list.push_back(tensor(id, true));
+  for (TensorId id : op.outputs) {
+    list.push_back(tensor(id, true));
+    if (op.stream != Stream::read) continue;
+    // Direct I/O fills whole pages: behind the tensor's end a part of an earlier one may still be read.
+    Access& filled = list.back();
+    const int64_t pages = (filled.end - filled.begin + kStorageAlignment - 1) / kStorageAlignment;
+    filled.end = filled.begin + pages * kStorageAlignment;
+  }
   if (const int32_t w = plan.workspace_of[index]; w >= 0)
     list.push_back(buffer(plan.buffers[w], plan.buffers[w].bytes, true));
   return list;

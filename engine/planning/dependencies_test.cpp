@@ -1,0 +1,60 @@
+// Which ops wait for which: conflicts that a look at whole tensors alone would miss.
+#include "engine/planning/dependencies.h"
+
+#include <gtest/gtest.h>
+
+#include "strata/builder.h"
+#include "strata/op_kind.h"
+
+namespace strata {
+namespace {
+
+// Whether op `index` waits for the first `count` ops of `stream`.
+bool waits_for(const std::vector<std::vector<Wait>>& waits, size_t index, Stream stream, int32_t count) {
+  for (const Wait& wait : waits[index])
+    if (wait.stream == stream && wait.count >= count) return true;
+  return false;
+}
+
+// Direct I/O reads whole pages: what is read in front of a part of an earlier tensor overwrites the part as well.
+TEST(Dependencies, AReadFromStorageFillsItsLastPage) {
+  Program program;
+  Builder build(program);
+  const TensorId whole = build.emit("gelu", {build.data("x", {256}, DType::f32)}, {}, "whole");
+  Tensor part = program[whole];
+  part.name = "part", part.shape = {16}, part.part_of = whole, part.part_offset = 512;
+  program.tensors.push_back(part);
+  build.emit("gelu", {TensorId{int32_t(program.tensors.size()) - 1}}, {}, "of_part");
+  const TensorId stored = build.parameter("stored", {4}, {});
+  program[stored].home = Tier::nvme;
+  Tensor small = program[stored];
+  small.name = "restored", small.persistent = false, small.home = Tier::device;
+  program.tensors.push_back(small);
+  const TensorId restored{int32_t(program.tensors.size()) - 1};
+  program.ops.push_back(
+      {.kind = &find_kind("move"), .inputs = {stored}, .outputs = {restored}, .stream = Stream::read});
+  build.emit("gelu", {restored}, {}, "of_restored");
+
+  MemoryPlan plan = plan_memory(program, "cpu", 1);
+  const auto buffer = [&](TensorId id) -> Buffer& { return plan.buffers[size_t(plan.buffer_of[size_t(id.value)])]; };
+  EXPECT_GE(buffer(restored).bytes, kStorageAlignment);
+  buffer(restored).offset = buffer(whole).offset;  // which is dead by then
+  const auto waits = plan_waits(program, plan);
+  EXPECT_TRUE(waits_for(waits, 2, Stream::compute, 2));
+  EXPECT_TRUE(waits_for(waits, 3, Stream::read, 1));
+}
+
+// What an op that has an empty share writes hides nothing of what others have written there.
+TEST(Dependencies, AnEmptyRangeHidesNothing) {
+  Program program;
+  for (const Stream stream : {Stream::compute, Stream::read, Stream::exchange, Stream::write})
+    program.ops.push_back({.kind = &find_kind("gelu"), .stream = stream});
+  const std::vector<std::vector<Access>> accesses{{{0, 10, true}}, {{0, 10, false}}, {{0, 0, true}}, {{0, 10, true}}};
+  const auto waits = plan_waits(program, [&](int32_t op) { return accesses[size_t(op)]; });
+  EXPECT_TRUE(waits_for(waits, 1, Stream::compute, 1));
+  EXPECT_TRUE(waits_for(waits, 3, Stream::read, 1));
+  EXPECT_FALSE(waits_for(waits, 3, Stream::exchange, 1));
+}
+
+}  // namespace
+}  // namespace strata
