@@ -1,4 +1,4 @@
-// Whole programs: microbatch splits, bitwise reruns, plan against reality, the verifier, budgets, streams.
+// Whole programs: microbatch splits, bitwise reruns, plan against reality, budgets, schedules.
 #include <atomic>
 #include <cmath>
 #include <cstdlib>
@@ -6,7 +6,6 @@
 #include <new>
 #include <random>
 
-#include "engine/planning/dependencies.h"
 #include "engine/runtime/usage.h"
 #include "tests/harness.h"
 
@@ -86,31 +85,6 @@ TEST(Programs, ReferenceBackendAgrees) {
     EXPECT_NEAR(fast.run_step(tokens.data(), targets.data()), plain.run_step(tokens.data(), targets.data()), 2e-5);
 }
 
-// No two buffers that live at once overlap, and everything lies inside the region.
-void check_plan(const MemoryPlan& plan) {
-  for (size_t a = 0; a < plan.buffers.size(); ++a) {
-    const Buffer& x = plan.buffers[a];
-    ASSERT_GE(x.offset, 0);
-    ASSERT_LE(x.offset + x.bytes, plan.device().transient_bytes);
-    for (size_t b = a + 1; b < plan.buffers.size(); ++b) {
-      const Buffer& y = plan.buffers[b];
-      const bool together = x.first <= y.last && y.first <= x.last,
-                 overlap = x.offset < y.offset + y.bytes && y.offset < x.offset + x.bytes;
-      ASSERT_FALSE(together && overlap) << x.name << " and " << y.name;
-    }
-  }
-  EXPECT_GE(plan.device().transient_bytes, plan.device().live_peak_bytes);
-}
-
-TEST(Programs, PlanKeepsLiveTensorsApart) {
-  for (int64_t micro_batch : {8, 2}) {
-    test::Runner runner(toml(micro_batch, "[plugins.clip]\n", "dropout = 0.1\n"));
-    check_plan(runner.plan);
-    EXPECT_EQ(runner.storage->bytes(Tier::device), runner.plan.device().total_bytes());
-    EXPECT_LE(double(runner.plan.device().transient_bytes), 1.05 * double(runner.plan.device().live_peak_bytes));
-  }
-}
-
 // Gradients that no clipping waits for are consumed as they arrive: far fewer bytes than all of them.
 TEST(Programs, GradientsAreConsumedAsTheyArrive) {
   const test::Runner streaming(toml(8, "", "tied = false\n")), waiting(toml(8, "[plugins.clip]\n", "tied = false\n"));
@@ -134,33 +108,6 @@ TEST(Programs, BudgetIsHardAndSaysWhatIsLargest) {
     EXPECT_NE(text.find("optimizer_state"), std::string::npos) << text;
     EXPECT_NE(text.find("Try less."), std::string::npos) << text;
   }
-}
-
-// A plugin whose pass breaks the program is named.
-class Breaker final : public Plugin {
- public:
-  void backward(ProgramStage& stage) override { stage.program.ops.erase(stage.program.ops.begin() + 1); }
-};
-class Thrower final : public Plugin {
- public:
-  void update(UpdateStage&) override { throw std::runtime_error("out of ideas"); }
-};
-
-template <class Bad>
-std::string message() {
-  Bad bad;
-  try {
-    test::Runner runner(toml(8), {{"culprit", &bad}});
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "";
-}
-
-TEST(Programs, VerifierNamesThePluginThatBrokeIt) {
-  const std::string text = message<Breaker>();
-  EXPECT_NE(text.find("not well formed after \"culprit\", stage \"backward\""), std::string::npos) << text;
-  EXPECT_NE(text.find("before anything has written it"), std::string::npos) << text;
 }
 
 // The program of a step is checked as a whole; who broke it is named all the same, also where another one fails for it.
@@ -234,10 +181,6 @@ TEST(Programs, RulesAreAskedOnceForAllMicrobatches) {
   EXPECT_EQ(counts[0], counts[2]);
 }
 
-TEST(Programs, ExceptionsOfPluginsCarryTheirName) {
-  EXPECT_EQ(message<Thrower>(), "plugin \"culprit\", stage update: threw \"out of ideas\".");
-}
-
 // Forward passes first, then backward passes (GPipe's order): the same gradients from a plugin of five lines.
 class AllForwardFirst final : public Plugin {
  public:
@@ -255,42 +198,6 @@ TEST(Programs, SchedulesAgree) {
     EXPECT_EQ(plain.run_step(tokens.data(), targets.data()), reordered.run_step(tokens.data(), targets.data()));
   EXPECT_GT(reordered.plan.device().transient_bytes,
             plain.plan.device().transient_bytes);  // activations of all microbatches at once
-}
-
-// Ops on other streams: results equal those of one stream, whatever runs beside what.
-TEST(Streams, WaitsMakeAnyAssignmentSafe) {
-  std::mt19937 random(7);
-  Threads threads(2);
-  for (int round = 0; round < 30; ++round) {
-    std::vector<float> want;
-    for (bool many : {false, true}) {
-      std::mt19937 shape(uint32_t(round) + 100);
-      Program program;
-      Builder build(program);
-      std::vector<TensorId> known = {build.data("x", {257}, DType::f32)};
-      program[known[0]].step_output = true;
-      for (int i = 0; i < 60; ++i) {
-        build.stream = many ? Stream(random() % kStreams) : Stream::compute;
-        const TensorId a = known[shape() % known.size()], b = known[shape() % known.size()];
-        known.push_back(a == b ? build.emit("gelu", {a}) : build.emit("add", {a, b}));
-        if (known.size() > 6) known.erase(known.begin());
-      }
-      program[known.back()].step_output = true;
-      const MemoryPlan plan = plan_memory(program, "cpu", 2);
-      check_plan(plan);
-      Storage storage(program, plan);
-      Executor executor(program, plan, storage, "cpu", threads);
-      for (int repeat = 0; repeat < 3; ++repeat) {
-        for (int i = 0; i < 257; ++i) static_cast<float*>(executor.pointer({0}))[i] = 0.001f * float(i);
-        executor.run();
-        const float* y = static_cast<const float*>(executor.pointer(known.back()));
-        if (!many && repeat == 0)
-          want.assign(y, y + 257);
-        else
-          ASSERT_EQ(std::memcmp(want.data(), y, 257 * 4), 0) << "round " << round;
-      }
-    }
-  }
 }
 
 // Multiplies gradients by a scalar of its own: a further input of what it appends, set before each step.
@@ -333,86 +240,6 @@ TEST(Programs, OnlyScalarsAreSetAndOnlyByTheirName) {
   EXPECT_EQ(runner.values(parameter), before);
   for (const std::string_view step : {kStepScalar, kSeedScalar, kLearningRateFactor})  // read by the program or not
     EXPECT_EQ(message(std::string(step)), "");
-}
-
-// A kernel that asks for a group of ranks where there is none says which op it is.
-TEST(Streams, AnExchangeWithoutItsGroupIsNamed) {
-  Program program;
-  Builder build(program);
-  const TensorId x = build.data("x", {16}, DType::f32);
-  build.emit("all_reduce", {x}, {{"axis", "data"}, {"reduction", "sum"}}, "sum");
-  EXPECT_EQ(program.ops[0].stream, Stream::exchange);
-  const MemoryPlan plan = plan_memory(program, "cpu", 1);
-  Storage storage(program, plan);
-  Threads threads(1);
-  try {
-    Executor executor(program, plan, storage, "cpu", threads);
-    executor.run();
-    FAIL();
-  } catch (const Error& error) {
-    EXPECT_NE(
-        std::string(error.what())
-            .find("op 0 (all_reduce): op \"all_reduce\", which makes sum, asks for a group of ranks (axis \"data\", "
-                  "stream exchange) and has none"),
-        std::string::npos)
-        << error.what();
-  }
-}
-
-// A step in which nothing moves ends, by name of what stands still; here a kernel that nobody can wake, so the process.
-TEST(Streams, AStepInWhichNothingMovesEnds) {
-  testing::GTEST_FLAG(death_test_style) = "threadsafe";
-  const auto stand_still = [] {
-    register_kind({.name = "test_stands_still",
-                   .summary = "",
-                   .shape = [](const OpView& v) -> std::vector<TensorSpec> {
-                     return {{v.input(0).shape, DType::f32}};
-                   },
-                   .kernels = {{"cpu", {[](const Binding&) -> Launch { return [] { pause(); }; }}}}});
-    Program program;
-    Builder build(program);
-    const TensorId x = build.data("x", {16}, DType::f32);
-    build.stream = Stream::host;
-    const TensorId y = build.emit("test_stands_still", {x}, {}, "y");
-    build.stream = Stream::compute;
-    build.emit("gelu", {y}, {}, "z");
-    const MemoryPlan plan = plan_memory(program, "cpu", 1);
-    Storage storage(program, plan);
-    Threads threads(1);
-    Executor executor(program, plan, storage, "cpu", threads, 1, nullptr, 0.1);
-    executor.run();
-  };
-  EXPECT_EXIT(stand_still(), testing::ExitedWithCode(1),
-              "nothing moved in this step any more: compute stands at op 1 \\(gelu, makes z\\); host stands at op 0 "
-              "\\(test_stands_still, makes y\\)");
-}
-
-TEST(Planner, RandomProgramsNeverOverlap) {
-  const uint32_t base = std::random_device{}();
-  for (uint32_t seed = base; seed < base + 40; ++seed) {
-    SCOPED_TRACE(seed);
-    std::mt19937 random(seed);
-    Program program;
-    Builder build(program);
-    std::vector<TensorId> known = {build.data("x", {8, 16}, DType::f32)};
-    for (int i = 0; i < 120; ++i) {
-      const TensorId a = known[random() % known.size()];
-      const int64_t width = int64_t(16 * (1 + random() % 8));
-      switch (random() % 3) {
-        case 0:
-          known.push_back(build.emit("gelu", {a}));
-          break;
-        case 1:
-          known.push_back(build.emit(
-              "linear", {a, build.parameter("w" + std::to_string(i), {width, program[a].shape[1]}, {}), {}}));
-          break;
-        default:
-          known.push_back(build.emit("add", {a, a}));
-      }
-      if (random() % 8 == 0) program[known.back()].step_output = true;
-    }
-    check_plan(plan_memory(program, "cpu", 2));
-  }
 }
 
 }  // namespace

@@ -1,0 +1,55 @@
+// No plan puts two tensors that live at once into one place: random programs, and a model's.
+#include <cstdint>
+#include <random>
+#include <vector>
+
+#include "engine/planning/testing.h"
+#include "strata/builder.h"
+#include "tests/harness.h"
+
+namespace strata {
+namespace {
+
+TEST(MemoryPlan, LiveTensorsOfAModelAreApart) {
+  for (int64_t micro_batch : {8, 2}) {
+    test::Runner runner(
+        "[model]\nplugin = \"gpt\"\nlayers = 2\nhidden = 32\nheads = 4\nvocabulary = 64\n"
+        "context = 16\ndropout = 0.1\n[data]\ntrain = [\"none\"]\nsequence_length = 16\n"
+        "global_batch = 8\nmicro_batch = " +
+        std::to_string(micro_batch) + "\n[plugins.adamw]\n[plugins.clip]\n");
+    testing::check_plan(runner.plan);
+    EXPECT_EQ(runner.storage->bytes(Tier::device), runner.plan.device().total_bytes());
+    EXPECT_LE(double(runner.plan.device().transient_bytes), 1.05 * double(runner.plan.device().live_peak_bytes));
+  }
+}
+
+TEST(MemoryPlan, RandomProgramsNeverOverlap) {
+  const uint32_t base = std::random_device{}();
+  for (uint32_t seed = base; seed < base + 40; ++seed) {
+    SCOPED_TRACE(seed);
+    std::mt19937 random(seed);
+    Program program;
+    Builder build(program);
+    std::vector<TensorId> known = {build.data("x", {8, 16}, DType::f32)};
+    for (int i = 0; i < 120; ++i) {
+      const TensorId a = known[random() % known.size()];
+      const int64_t width = int64_t(16 * (1 + random() % 8));
+      switch (random() % 3) {
+        case 0:
+          known.push_back(build.emit("gelu", {a}));
+          break;
+        case 1:
+          known.push_back(build.emit(
+              "linear", {a, build.parameter("w" + std::to_string(i), {width, program[a].shape[1]}, {}), {}}));
+          break;
+        default:
+          known.push_back(build.emit("add", {a, a}));
+      }
+      if (random() % 8 == 0) program[known.back()].step_output = true;
+    }
+    testing::check_plan(plan_memory(program, "cpu", 2));
+  }
+}
+
+}  // namespace
+}  // namespace strata
