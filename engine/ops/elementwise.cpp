@@ -71,7 +71,7 @@ auto same_shape(int inputs) {
 }
 int64_t count(const Binding& b) { return elements(b.input(0).shape); }
 
-const AtLoad registered([] {
+void register_add() {
   register_kind({.name = "add",
                  .summary = "x (…) + y (…)",
                  .shape = same_shape(2),
@@ -88,7 +88,9 @@ const AtLoad registered([] {
                                 using T = decltype(zero);
                                 for (int64_t i = 0; i < count(b); ++i) b.out<T>(0)[i] = b.in<T>(0)[i] + b.in<T>(1)[i];
                               })}}});
+}
 
+void register_scale() {
   register_kind(
       {.name = "scale",
        .summary = "x (…) times a f64 scalar",
@@ -105,7 +107,9 @@ const AtLoad registered([] {
                       using T = decltype(zero);
                       for (int64_t i = 0; i < count(b); ++i) b.out<T>(0)[i] = b.in<T>(0)[i] * T(*b.in<double>(1));
                     })}}});
+}
 
+void register_multiply_scalars() {
   const Kernel product{
       [](const Binding& b) -> Launch { return [b] { *b.out<double>(0) = *b.in<double>(0) * *b.in<double>(1); }; }, {}};
   register_kind({.name = "multiply_scalars",
@@ -117,7 +121,9 @@ const AtLoad registered([] {
                    return {like(v.input(0))};
                  },
                  .kernels = {{"cpu", product}, {"reference", product}}});
+}
 
+void register_clamp() {
   register_kind({.name = "clamp",
                  .summary = "x (…) cut to [-limit, limit]",
                  .shape = [](const OpView& v) -> std::vector<TensorSpec> {
@@ -137,7 +143,9 @@ const AtLoad registered([] {
                                 for (int64_t i = 0; i < count(b); ++i)
                                   b.out<T>(0)[i] = std::min(std::max(b.in<T>(0)[i], -limit), limit);
                               })}}});
+}
 
+void register_gelu() {
   register_kind({.name = "gelu",
                  .summary = "x (…) -> GELU, tanh form",
                  .shape = same_shape(1),
@@ -158,6 +166,9 @@ const AtLoad registered([] {
                                       (1 + std::tanh(T(0.7978845608028654) * (x + T(0.044715) * x * x * x)));
                                 }
                               })}}});
+}
+
+void register_gelu_gradient() {
   register_kind(
       {.name = "gelu_gradient",
        .summary = "dy, x -> dx",
@@ -171,7 +182,9 @@ const AtLoad registered([] {
                       using T = decltype(zero);
                       for (int64_t i = 0; i < count(b); ++i) b.out<T>(0)[i] = b.in<T>(0)[i] * gelu_slope(b.in<T>(1)[i]);
                     })}}});
+}
 
+void register_swiglu() {
   register_kind(
       {.name = "swiglu",
        .summary = "gate, up (…) -> silu(gate)·up",
@@ -193,6 +206,9 @@ const AtLoad registered([] {
                         b.out<T>(0)[i] = g / (1 + std::exp(-g)) * b.in<T>(1)[i];
                       }
                     })}}});
+}
+
+void register_swiglu_gradient() {
   register_kind(
       {.name = "swiglu_gradient",
        .summary = "dy, gate, up -> dgate, dup",
@@ -214,6 +230,17 @@ const AtLoad registered([] {
                 b.out<T>(1)[i] = d * g * s;
               }
             })}}});
+}
+
+const AtLoad registered([] {
+  register_add();
+  register_scale();
+  register_multiply_scalars();
+  register_clamp();
+  register_gelu();
+  register_gelu_gradient();
+  register_swiglu();
+  register_swiglu_gradient();
 });
 
 }  // namespace

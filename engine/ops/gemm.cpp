@@ -38,7 +38,7 @@ void gemm(Transpose a, Transpose b, int64_t m, int64_t n, int64_t k, const float
   const auto letter = [](Transpose t) { return t == Transpose::yes ? 'T' : 'N'; };
   const dnnl_status_t status = dnnl_sgemm(letter(a), letter(b), m, n, k, 1.0f, A, lda, B, ldb, beta, C, ldc);
   if (status != dnnl_success)
-    throw Error("oneDNN's sgemm failed with status " + std::to_string(int(status)) + " (" + std::to_string(m) + " x " +
+    throw Error("a matrix product failed with the library's status " + std::to_string(int(status)) + " (" + std::to_string(m) + " x " +
                     std::to_string(n) + " x " + std::to_string(k) + ").",
                 ExitCode::failed);
 }

@@ -62,7 +62,7 @@ Cost product_cost(const OpView& v, double m, double n, double k) {
   return cost;
 }
 
-const AtLoad registered([] {
+void register_linear() {
   register_kind({.name = "linear",
                  .summary = "x (…, in), w (out, in), [b (out)] -> y (…, out) = x wᵀ + b",
                  .shape = [](const OpView& v) -> std::vector<TensorSpec> {
@@ -110,6 +110,9 @@ const AtLoad registered([] {
                                 if (const T* bias = b.in<T>(2))
                                   for (int64_t i = 0; i < m * n; ++i) b.out<T>(0)[i] += bias[i % n];
                               })}}});
+}
+
+void register_linear_input_gradient() {
   register_kind(
       {.name = "linear_input_gradient",
        .summary = "dy (…, out), w (out, in) -> dx (…, in) = dy w",
@@ -140,6 +143,9 @@ const AtLoad registered([] {
                       const int64_t m = b.rows(0), n = b.columns(1), k = b.columns(0);
                       plain_product<T>(m, n, k, b.in<T>(0), k, 1, b.in<T>(1), n, 1, b.accumulates(0), b.out<T>(0));
                     })}}});
+}
+
+void register_linear_weight_gradient() {
   register_kind({.name = "linear_weight_gradient",
                  .summary = "dy (…, out), x (…, in) -> dw (out, in) = dyᵀ x",
                  .shape = [](const OpView& v) -> std::vector<TensorSpec> {
@@ -170,6 +176,12 @@ const AtLoad registered([] {
                                 plain_product<T>(m, n, k, b.in<T>(0), 1, m, b.in<T>(1), n, 1, b.accumulates(0),
                                                  b.out<T>(0));
                               })}}});
+}
+
+const AtLoad registered([] {
+  register_linear();
+  register_linear_input_gradient();
+  register_linear_weight_gradient();
 });
 
 }  // namespace

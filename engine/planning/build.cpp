@@ -5,6 +5,7 @@
 
 #include "engine/planning/hoist.h"
 #include "engine/planning/unroll.h"
+#include "engine/plugin/loader.h"
 #include "engine/program/autodiff.h"
 #include "engine/program/drop_unused.h"
 #include "engine/program/op_limit.h"
@@ -55,7 +56,7 @@ std::vector<std::string> partial_over(const Mesh& mesh, const Layout& layout) {
 }
 
 // Each gradient as a type of 16 bits: rounded as soon as it is made, and summed over microbatches in that type.
-void narrow(Program& program, std::vector<Gradient>& list, DType dtype) {
+void round_gradients(Program& program, std::vector<Gradient>& list, DType dtype) {
   Builder build(program);
   build.stage = Stage::backward;
   build.role = Role::gradient;
@@ -98,12 +99,12 @@ std::pair<ScheduleStage, PassTable> scheduled(std::span<const NamedPlugin> plugi
   return {std::move(schedule), std::move(passes)};
 }
 
-void require_summed(const std::vector<Gradient>& list) {
+void require_summed(const std::vector<Gradient>& list, const std::vector<std::string>& plugin_path) {
   for (const Gradient& gradient : list)
     if (!gradient.partial.empty())
       throw Error(
-          "mesh.data asks for several ranks, but no enabled plugin sums gradients over them; enable data_parallel or "
-          "zero, or set it to 1.");
+          "mesh.data asks for several ranks, but no enabled plugin sums gradients over them; enable one that does" +
+          installed_for("summed_gradients", plugin_path) + ", or set it to 1.");
 }
 
 // Of the program of one microbatch.
@@ -115,7 +116,7 @@ double flops(const Program& program) {
 
 // `unrolled` tells, also when this throws, whether there was a program of the step.
 BuiltProgram build(std::span<const NamedPlugin> plugins, const BatchShape& batch, Goal goal, const Mesh& mesh,
-                   Checks checks, bool& unrolled) {
+                   const std::vector<std::string>& plugin_path, Checks checks, bool& unrolled) {
   BuiltProgram built;
   Program single;
 
@@ -164,7 +165,7 @@ BuiltProgram build(std::span<const NamedPlugin> plugins, const BatchShape& batch
         list.push_back(
             {.parameter = parameters[i], .tensor = gradients[i], .scale = {}, .partial = partial_over(mesh, layout)});
       }
-    if (is_half(forward.gradient_dtype)) narrow(single, list, forward.gradient_dtype);
+    if (is_half(forward.gradient_dtype)) round_gradients(single, list, forward.gradient_dtype);
     const size_t first = single.ops.size();
     ProgramStage backward{.program = single,
                           .batch = batch,
@@ -203,7 +204,7 @@ BuiltProgram build(std::span<const NamedPlugin> plugins, const BatchShape& batch
       reduce.role = Role::gradient;
       plugin.gradients(gradient_stage);
     });
-    require_summed(list);
+    require_summed(list, plugin_path);
     Builder update(step);
     update.stage = Stage::update;
     UpdateStage update_stage(update, list, mesh, batch.reproducible);
@@ -223,15 +224,16 @@ BuiltProgram build(std::span<const NamedPlugin> plugins, const BatchShape& batch
 
 }  // namespace
 
-BuiltProgram build_program(std::span<const NamedPlugin> plugins, const BatchShape& batch, Goal goal, const Mesh& mesh) {
+BuiltProgram build_program(std::span<const NamedPlugin> plugins, const BatchShape& batch, Goal goal, const Mesh& mesh,
+                           const std::vector<std::string>& plugin_path) {
   bool unrolled = false;
   try {
-    return build(plugins, batch, goal, mesh, Checks::whole, unrolled);
+    return build(plugins, batch, goal, mesh, plugin_path, Checks::whole, unrolled);
   } catch (const std::exception&) {
     if (!unrolled) throw;
   }
   // Somebody broke the program of the step, or fails because somebody did: who was first shows when each is checked.
-  return build(plugins, batch, goal, mesh, Checks::each_plugin, unrolled);
+  return build(plugins, batch, goal, mesh, plugin_path, Checks::each_plugin, unrolled);
 }
 
 }  // namespace strata

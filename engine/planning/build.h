@@ -3,6 +3,7 @@
 #pragma once
 #include <span>
 #include <string>
+#include <vector>
 
 #include "engine/plugin/order.h"
 #include "strata/plugin.h"
@@ -18,8 +19,9 @@ struct BuiltProgram {
   int64_t vocabulary = 0;  // token ids must be below; 0 when the model did not say
 };
 
-// Throws Error, with the plugin's name in front when a plugin's pass threw.
+// Throws Error, with the plugin's name in front when a plugin's pass threw. `plugin_path`: where, beside the usual
+// folders, plugins are looked for that would provide what is missing.
 BuiltProgram build_program(std::span<const NamedPlugin> plugins, const BatchShape& batch, Goal goal,
-                           const Mesh& mesh = {});
+                           const Mesh& mesh = {}, const std::vector<std::string>& plugin_path = {});
 
 }  // namespace strata

@@ -171,6 +171,13 @@ std::vector<std::string> plugins_providing(const std::string& capability,
   return names;
 }
 
+std::string installed_for(const std::string& capability, const std::vector<std::string>& more_folders) {
+  std::string names;
+  for (const std::string& name : plugins_providing(capability, more_folders))
+    names += (names.empty() ? "" : ", ") + name;
+  return names.empty() ? "" : " (installed: " + names + ")";
+}
+
 namespace {
 
 LoadedPlugin enable(const std::string& name, const Place& place, const ConfigTable& table,
@@ -197,12 +204,12 @@ LoadedPlugin enable(const std::string& name, const Place& place, const ConfigTab
 LoadedPlugin load_model(const Config& config, const std::vector<std::string>& more_folders, Settings* settings) {
   const ConfigTable* model = config.root().table("model");
   if (!model)
-    throw Error(config.root().place.file +
-                ": there is no [model] table; it says what to train, for example plugin = \"gpt\".");
+    throw Error(config.root().place.file + ": there is no [model] table; it says what to train: plugin = NAME" +
+                installed_for("model", more_folders) + ".");
   const ConfigTable::Value* name = model->value("plugin");
   if (!name)
-    throw Error(model->place,
-                "[model] lacks the key \"plugin\" (string): the plugin that builds the model, for example \"gpt\".");
+    throw Error(model->place, "[model] lacks the key \"plugin\" (string): the plugin that builds the model" +
+                                  installed_for("model", more_folders) + ".");
   if (!std::holds_alternative<std::string>(*name))
     throw Error(model->find("plugin")->place, "model.plugin must be a string.");
   return enable(std::get<std::string>(*name), model->find("plugin")->place, *model, {"plugin"}, more_folders, settings);

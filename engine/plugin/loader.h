@@ -42,6 +42,8 @@ LoadedPlugin load_plugin(const std::string& name, const std::vector<std::string>
 std::vector<std::string> plugin_names(const std::vector<std::string>& more_folders);
 // Those that provide a capability; libraries that cannot be loaded are passed over.
 std::vector<std::string> plugins_providing(const std::string& capability, const std::vector<std::string>& more_folders);
+// For messages: " (installed: NAME, NAME)", or nothing.
+std::string installed_for(const std::string& capability, const std::vector<std::string>& more_folders);
 
 // The model plugin alone, configured from its table. What a plugin was set to, and which version of it this is, is added
 // to `settings`.

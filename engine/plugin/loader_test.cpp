@@ -85,10 +85,11 @@ TEST_F(Loader, PluginsOfAConfiguration) {
   const auto load = [](const std::string& text) {
     return message_of([&] { load_plugins(Config::parse(text, "c.toml", {}), {}); });
   };
-  EXPECT_EQ(load("[run]\n"), "c.toml: there is no [model] table; it says what to train, for example plugin = \"gpt\".");
+  EXPECT_EQ(load("[run]\n"),
+            "c.toml: there is no [model] table; it says what to train: plugin = NAME (installed: gpt).");
   EXPECT_EQ(
       load("[model]\n"),
-      "c.toml:1:1: [model] lacks the key \"plugin\" (string): the plugin that builds the model, for example \"gpt\".");
+      "c.toml:1:1: [model] lacks the key \"plugin\" (string): the plugin that builds the model (installed: gpt).");
   EXPECT_EQ(load("[model]\nplugin = 3\n"), "c.toml:2:10: model.plugin must be a string.");
   EXPECT_EQ(load("[model]\nplugin = \"gpt\"\n[plugins.gpt]\n"),
             "c.toml:3:1: \"gpt\" is the model; its options belong into [model].");

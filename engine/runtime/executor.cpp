@@ -81,97 +81,132 @@ Executor::Executor(const Program& program, const MemoryPlan& plan, Storage& stor
   const auto on_host = [](const Op& op) { return op.stream == Stream::host; };
   if (std::any_of(program.ops.begin(), program.ops.end(), on_host))
     streams_->host = std::make_unique<Threads>(host_threads, compute.cut());
-  for (size_t t = 0; t < program.tensors.size(); ++t) {
-    if (program.tensors[t].persistent) {
-      pointers_[t] = storage.persistent(program.tensors[t].name);
-      STRATA_CHECK(pointers_[t] || program.tensors[t].part_of);
-    } else if (device_ && (program.tensors[t].role == Role::data || program.tensors[t].step_output)) {
-      pointers_[t] = storage.shared_memory(program.tensors[t].bytes());  // the host writes or reads it
-    } else if (plan.buffer_of[t] >= 0) {
-      const Buffer& buffer = plan.buffers[plan.buffer_of[t]];
-      if (buffer.tier == Tier::nvme) {
-        slots_.push_back(storage.transient_slot(program.tensors[t], buffer.offset));
-        pointers_[t] = slots_.back().get();
-      } else {
-        pointers_[t] = storage.transient(buffer.tier) + buffer.offset + program.tensors[t].part_offset;
-      }
-    }
-  }
+  place_tensors();
   if (device_) find_sent();
-  const auto workspace = [&](int32_t i) -> std::byte* {
-    const int32_t w = plan.workspace_of[i];
-    return w < 0 ? nullptr : storage.transient(plan.buffers[w].tier) + plan.buffers[w].offset;
-  };
   auto waits = plan_waits(program, plan);
   stall_finder_.emplace(program, waits);
   if (!device_) spans_.resize(program.ops.size());
-
-  const auto may_fault = [&](const Op& op) {
-    const auto kernel = op.kind->kernels.find(backend_of(op, backend));
-    return in_queue(op.stream) && kernel != op.kind->kernels.end() && kernel->second.fault;
-  };
-  const int64_t faults = std::count_if(program.ops.begin(), program.ops.end(), may_fault);
-  auto* next_fault = faults > 0 ? reinterpret_cast<uint64_t*>(storage.shared_memory(faults * 8)) : nullptr;
-
+  uint64_t* next_fault = make_faults();
   stage_span_.assign(6, {-1, -1});
   steps_.resize(program.ops.size());
   for (int32_t i = 0; i < int32_t(program.ops.size()); ++i) {
-    const Op& op = program.ops[i];
-    const OpView view(program, op);
-    std::vector<void*> inputs, outputs;
-    for (TensorId id : op.inputs) inputs.push_back(id ? pointers_[id.value] : nullptr);
-    for (const Sent& sent : sent_)
-      for (size_t k = 0; k < inputs.size() && in_queue(op.stream); ++k)
-        if (op.inputs[k] == sent.tensor) inputs[k] = sent.to;
-    for (TensorId id : op.outputs) outputs.push_back(pointers_[id.value]);
-    const auto kernel = op.kind->kernels.find(backend_of(op, backend));
-    STRATA_CHECK(kernel != op.kind->kernels.end());
-    Threads& threads = op.stream == Stream::compute ? compute
-                       : op.stream == Stream::host  ? *streams_->host
-                                                    : streams_->alone;
-    Step& step = steps_[i];
-    Communicator* group = nullptr;
-    if (op.stream == Stream::exchange && groups && op.attributes.has("axis"))
-      if (const auto found = groups->find(op.attributes.string("axis")); found != groups->end())
-        group = found->second.get();  // where there is none, a kernel that asks for it says so
-    void* const queue = in_queue(op.stream) ? device_->queue(op.stream) : nullptr;
-    uint64_t* const fault = queue && kernel->second.fault ? next_fault++ : nullptr;
-    try {
-      step.launch = kernel->second.bind(Binding(view, inputs, outputs, workspace(i), threads, group, queue, fault));
-    } catch (const Error& error) {
-      throw Error("op " + std::to_string(i) + " (" + op.kind->name + "): " + error.what(), error.code());
-    }
-    step.fault = fault;
-    copy_addends(step, view, outputs, threads, backend);  // where an addend could not share its output's memory
-    step.waits = std::move(waits[i]);
-    step.stream = op.stream;
-    step.position = int32_t(streams_->ops[int(op.stream)].size());
-    for (TensorId id : op.outputs)
-      if (is_watched(program, id)) step.watched.push_back(id);
-    streams_->ops[int(op.stream)].push_back(i);
-    if (op.stream == Stream::compute) {
-      auto& [first, last] = stage_span_[int(op.stage)];
-      if (first < 0) first = i;
-      last = i;
-    }
+    steps_[size_t(i)].waits = std::move(waits[size_t(i)]);
+    bind_op(i, compute, next_fault);
+    put_into_stream(i);
   }
-  if (device_) {
-    streams_->has_graph = true;
-    for (const Step& step : steps_) {
-      streams_->has_graph &= in_queue(step.stream);
-      for (const Wait& wait : step.waits)
-        if (in_queue(wait.stream)) {
-          int& event = steps_[size_t(streams_->ops[int(wait.stream)][size_t(wait.count) - 1])].event;
-          if (event < 0) event = device_->make_event();
-        }
-    }
-    for (int s = 1; s < kStreams; ++s)  // the end of each queue, for the compute queue to wait for
-      if (in_queue(Stream(s)) && !streams_->ops[s].empty())
-        if (int& event = steps_[size_t(streams_->ops[s].back())].event; event < 0) event = device_->make_event();
-    streams_->start = device_->make_event(true);
-    if (!streams_->has_graph) find_runs();
-  }
+  if (device_) make_events();
   check_progress();
+  start_streams(patience);
+}
+
+void Executor::place_tensors() {
+  for (size_t t = 0; t < program_.tensors.size(); ++t) {
+    const Tensor& tensor = program_.tensors[t];
+    if (tensor.persistent) {
+      pointers_[t] = storage_.persistent(tensor.name);
+      STRATA_CHECK(pointers_[t] || tensor.part_of);
+    } else if (device_ && (tensor.role == Role::data || tensor.step_output)) {
+      pointers_[t] = storage_.shared_memory(tensor.bytes());  // the host writes or reads it
+    } else if (plan_.buffer_of[t] >= 0) {
+      const Buffer& buffer = plan_.buffers[size_t(plan_.buffer_of[t])];
+      if (buffer.tier == Tier::nvme) {
+        slots_.push_back(storage_.transient_slot(tensor, buffer.offset));
+        pointers_[t] = slots_.back().get();
+      } else {
+        pointers_[t] = storage_.transient(buffer.tier) + buffer.offset + tensor.part_offset;
+      }
+    }
+  }
+}
+
+const Kernel& Executor::kernel_of(const Op& op) const {
+  const auto kernel = op.kind->kernels.find(backend_of(op, backend_));
+  STRATA_CHECK(kernel != op.kind->kernels.end());
+  return kernel->second;
+}
+
+// Places for what kernels that cannot throw leave, one for each of them; null when there are none.
+uint64_t* Executor::make_faults() const {
+  const auto may_fault = [&](const Op& op) { return in_queue(op.stream) && kernel_of(op).fault; };
+  const int64_t faults = std::count_if(program_.ops.begin(), program_.ops.end(), may_fault);
+  return faults > 0 ? reinterpret_cast<uint64_t*>(storage_.shared_memory(faults * 8)) : nullptr;
+}
+
+std::vector<void*> Executor::inputs_of(const Op& op) const {
+  std::vector<void*> inputs;
+  for (TensorId id : op.inputs) inputs.push_back(id ? pointers_[size_t(id.value)] : nullptr);
+  for (const Sent& sent : sent_)
+    for (size_t k = 0; k < inputs.size() && in_queue(op.stream); ++k)
+      if (op.inputs[k] == sent.tensor) inputs[k] = sent.to;
+  return inputs;
+}
+
+// Null where there is none: a kernel that asks for it says so.
+Communicator* Executor::group_of(const Op& op) const {
+  if (op.stream != Stream::exchange || !groups_ || !op.attributes.has("axis")) return nullptr;
+  const auto found = groups_->find(op.attributes.string("axis"));
+  return found == groups_->end() ? nullptr : found->second.get();
+}
+
+void Executor::bind_op(int32_t index, Threads& compute, uint64_t*& next_fault) {
+  const Op& op = program_.ops[size_t(index)];
+  const OpView view(program_, op);
+  std::vector<void*> outputs;
+  for (TensorId id : op.outputs) outputs.push_back(pointers_[size_t(id.value)]);
+  const Kernel& kernel = kernel_of(op);
+  Threads& threads = op.stream == Stream::compute ? compute
+                     : op.stream == Stream::host  ? *streams_->host
+                                                  : streams_->alone;
+  const int32_t w = plan_.workspace_of[size_t(index)];
+  std::byte* const workspace =
+      w < 0 ? nullptr : storage_.transient(plan_.buffers[size_t(w)].tier) + plan_.buffers[size_t(w)].offset;
+  void* const queue = in_queue(op.stream) ? device_->queue(op.stream) : nullptr;
+  Step& step = steps_[size_t(index)];
+  uint64_t* const fault = queue && kernel.fault ? next_fault++ : nullptr;
+  step.fault = fault;
+  try {
+    step.launch = kernel.bind(Binding(view, inputs_of(op), outputs, workspace, threads, group_of(op), queue, fault));
+  } catch (const Error& error) {
+    throw Error("op " + std::to_string(index) + " (" + op.kind->name + "): " + error.what(), error.code());
+  }
+  copy_addends(step, view, outputs, threads, backend_);  // where an addend could not share its output's memory
+}
+
+void Executor::put_into_stream(int32_t index) {
+  const Op& op = program_.ops[size_t(index)];
+  Step& step = steps_[size_t(index)];
+  std::vector<int32_t>& ops = streams_->ops[int(op.stream)];
+  step.stream = op.stream;
+  step.position = int32_t(ops.size());
+  ops.push_back(index);
+  for (TensorId id : op.outputs)
+    if (is_watched(program_, id)) step.watched.push_back(id);
+  if (op.stream != Stream::compute) return;
+  auto& [first, last] = stage_span_[size_t(op.stage)];
+  if (first < 0) first = index;
+  last = index;
+}
+
+// Of ops that others in the device's queues wait for, and of the end of each queue, for which the compute queue waits.
+void Executor::make_events() {
+  const auto make = [&](Stream stream, size_t position) {
+    int& event = steps_[size_t(streams_->ops[int(stream)][position])].event;
+    if (event < 0) event = device_->make_event();
+  };
+  streams_->has_graph = true;
+  for (const Step& step : steps_) {
+    streams_->has_graph &= in_queue(step.stream);
+    for (const Wait& wait : step.waits)
+      if (in_queue(wait.stream)) make(wait.stream, size_t(wait.count) - 1);
+  }
+  for (int s = 1; s < kStreams; ++s)
+    if (in_queue(Stream(s)) && !streams_->ops[s].empty()) make(Stream(s), streams_->ops[s].size() - 1);
+  streams_->start = device_->make_event(true);
+  if (!streams_->has_graph) find_segments();
+}
+
+// A thread for each stream beside this thread's.
+void Executor::start_streams(double patience) {
   const auto follow = [this](int s) {
     int64_t round = 0;
     for (;;) {
@@ -203,24 +238,22 @@ void Executor::watch(double patience) {
     return Error("nothing moved in this step any more: " + where, ExitCode::failed);
   };
   watchdog_ = std::make_unique<Watchdog>(
-      Watchdog::Watched{.progress = [this]() -> int64_t {
-                          try {
-                            return progress();
-                          } catch (...) {  // what failed on the device
-                            streams_->fail(std::current_exception());
-                            return -1;
-                          }
-                        },
-                        .where = [this] { return positions(); },
-                        .end = [this, ends](const std::string& where) {
-                          streams_->fail(std::make_exception_ptr(ends(where)));
-                        },
-                        .leave =
-                            [ends](const std::string& where) {
-                              std::fprintf(stderr, "strata: %s It cannot be stopped; this process ends.\n",
-                                           ends(where).what());
-                              std::_Exit(int(ExitCode::failed));
-                            }},
+      Watchdog::Watched{
+          .progress = [this]() -> int64_t {
+            try {
+              return progress();
+            } catch (...) {  // what failed on the device
+              streams_->fail(std::current_exception());
+              return -1;
+            }
+          },
+          .where = [this] { return positions(); },
+          .end = [this, ends](const std::string& where) { streams_->fail(std::make_exception_ptr(ends(where))); },
+          .leave =
+              [ends](const std::string& where) {
+                std::fprintf(stderr, "strata: %s It cannot be stopped; this process ends.\n", ends(where).what());
+                std::_Exit(int(ExitCode::failed));
+              }},
       patience, std::min(60.0, patience));
 }
 
@@ -331,9 +364,9 @@ void Executor::check_progress() const {
   const std::vector<std::vector<Wait>> waits = this->waits();
   const auto queued = [this](Stream stream) { return in_queue(stream); };
   require_progress(program_, waits, queued);
-  std::vector<std::vector<int32_t>> runs;
-  for (const Run& run : streams_->runs) runs.push_back(run.ops);
-  if (!runs.empty()) require_progress(program_, waits, queued, runs);
+  std::vector<std::vector<int32_t>> segments;
+  for (const Segment& segment : streams_->segments) segments.push_back(segment.ops);
+  if (!segments.empty()) require_progress(program_, waits, queued, segments);
 }
 
 std::string Executor::positions() const {

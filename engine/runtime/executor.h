@@ -44,7 +44,8 @@ class Executor {
   // gets anything done for `patience` seconds ends with an error that says at which op each stands, or, where that
   // wakes nobody, with the process (Watchdog). A step that runs as one graph of the device is not looked into.
   Executor(const Program& program, const MemoryPlan& plan, Storage& storage, const std::string& backend,
-           Threads& threads, int host_threads = 1, const Groups* groups = nullptr, double patience = strata::patience(600));
+           Threads& threads, int host_threads = 1, const Groups* groups = nullptr,
+           double patience = strata::patience(600));
   ~Executor();
 
   // On an asynchronous device (the storage's) this thread puts ops into the device's queues in the order of the
@@ -78,18 +79,27 @@ class Executor {
 
  private:
   struct Step;  // one bound op
-  struct Run;
+  struct Segment;
   struct Streams;
+  void place_tensors();
+  const Kernel& kernel_of(const Op& op) const;
+  uint64_t* make_faults() const;
+  std::vector<void*> inputs_of(const Op& op) const;
+  Communicator* group_of(const Op& op) const;
+  void bind_op(int32_t index, Threads& compute, uint64_t*& next_fault);
+  void put_into_stream(int32_t index);
+  void make_events();
+  void start_streams(double patience);
   void run_stream(int stream, const StageHook* hook);
   void run_on_device(const StageHook* hook);
-  void put_into_queue(int32_t index, Run* run);
+  void put_into_queue(int32_t index, Segment* segment);
   void copy_addends(Step& step, const OpView& view, const std::vector<void*>& outputs, Threads& threads,
                     const std::string& backend);
   void run_op(int32_t index);
   bool in_queue(Stream stream) const;  // of the device
   bool is_one_graph() const;
   void find_sent();
-  void find_runs();
+  void find_segments();
   void wait_for_event(int event);
   void wait_for_thread(const Wait& wait);
   void wait_for_device();

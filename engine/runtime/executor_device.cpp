@@ -22,55 +22,56 @@ void Executor::find_sent() {
   }
 }
 
-void Executor::find_runs() {
+void Executor::find_segments() {
   constexpr size_t kShortest = 4;
-  Run run;
+  Segment segment;
   const auto close = [&] {
-    if (run.ops.size() >= kShortest) {
-      steps_[size_t(run.ops.front())].run = int(streams_->runs.size());
-      for (size_t k = 1; k < run.ops.size(); ++k) steps_[size_t(run.ops[k])].inside = true;
-      streams_->runs.push_back(run);
+    if (segment.ops.size() >= kShortest) {
+      steps_[size_t(segment.ops.front())].segment = int(streams_->segments.size());
+      for (size_t k = 1; k < segment.ops.size(); ++k) steps_[size_t(segment.ops[k])].inside = true;
+      streams_->segments.push_back(segment);
     }
-    run.ops.clear();
+    segment.ops.clear();
   };
   for (int32_t i : streams_->ops[int(Stream::compute)]) {
     const Step& step = steps_[size_t(i)];
     const bool waits = std::any_of(step.waits.begin(), step.waits.end(),
                                    [](const Wait& wait) { return wait.stream != Stream::compute; });
-    if (waits || (!run.ops.empty() && program_.ops[size_t(run.ops.back())].stage != program_.ops[size_t(i)].stage))
+    if (waits ||
+        (!segment.ops.empty() && program_.ops[size_t(segment.ops.back())].stage != program_.ops[size_t(i)].stage))
       close();
-    run.ops.push_back(i);
+    segment.ops.push_back(i);
     if (step.event >= 0) close();
   }
   close();
 }
 
-// An op, or the run that it begins.
-void Executor::put_into_queue(int32_t index, Run* run) {
+// An op, or the segment that it begins.
+void Executor::put_into_queue(int32_t index, Segment* segment) {
   Step& step = steps_[index];
   for (const Wait& wait : step.waits)
     if (in_queue(wait.stream) && wait.stream != step.stream)
       device_->wait(step.stream, steps_[size_t(streams_->ops[int(wait.stream)][size_t(wait.count) - 1])].event);
   if (step.begun >= 0) device_->record(step.begun, step.stream);
-  if (!run) {
+  if (!segment) {
     run_op(index);
   } else {
-    if (run->graph < 0) {
+    if (segment->graph < 0) {
       device_->begin_capture();
-      for (int32_t i : run->ops) run_op(i);
-      run->graph = device_->end_capture();
+      for (int32_t i : segment->ops) run_op(i);
+      segment->graph = device_->end_capture();
     }
-    device_->run_graph(run->graph);
+    device_->run_graph(segment->graph);
   }
   if (step.finished >= 0) device_->record(step.finished, step.stream);
-  const Step& last = run ? steps_[size_t(run->ops.back())] : step;
+  const Step& last = segment ? steps_[size_t(segment->ops.back())] : step;
   if (last.event >= 0) device_->record(last.event, last.stream);
 }
 
 // Ops of the device in the order of the program; those of the host run on their threads meanwhile.
 void Executor::run_on_device(const StageHook* hook) {
   Streams& streams = *streams_;
-  const bool graphs = graphs_ && streams.steps > 0 && spans_.empty(), by_runs = graphs && !streams.has_graph;
+  const bool graphs = graphs_ && streams.steps > 0 && spans_.empty(), in_segments = graphs && !streams.has_graph;
   const auto queue_all = [&] {
     for (const Sent& sent : sent_)
       device_->copy(sent.to, pointer(sent.tensor), program_[sent.tensor].bytes(), Stream::compute);
@@ -80,15 +81,15 @@ void Executor::run_on_device(const StageHook* hook) {
       if (in_queue(Stream(s)) && !streams.ops[s].empty()) device_->wait(Stream(s), streams.start);
     for (int32_t i = 0; i < int32_t(steps_.size()); ++i) {
       Step& step = steps_[size_t(i)];
-      if (!in_queue(step.stream) || (by_runs && step.inside)) continue;
-      Run* const run = by_runs && step.run >= 0 ? &streams.runs[size_t(step.run)] : nullptr;
-      const int32_t end = run ? run->ops.back() : i;
+      if (!in_queue(step.stream) || (in_segments && step.inside)) continue;
+      Segment* const segment = in_segments && step.segment >= 0 ? &streams.segments[size_t(step.segment)] : nullptr;
+      const int32_t end = segment ? segment->ops.back() : i;
       for (const Wait& wait : step.waits)
         if (!in_queue(wait.stream)) wait_for_thread(wait);
       if (streams.failed.load(std::memory_order_acquire)) break;
       const auto& [first, last] = stage_span_[int(program_.ops[size_t(i)].stage)];
       if (hook && i == first) (*hook)(program_.ops[size_t(i)].stage, true);
-      put_into_queue(i, run);
+      put_into_queue(i, segment);
       if (hook && end == last) (*hook)(program_.ops[size_t(i)].stage, false);
       streams.done[int(step.stream)].store(steps_[size_t(end)].position + 1);  // as in run_stream
       if (!streams.threads.empty()) streams.done[int(step.stream)].notify_all();

@@ -21,12 +21,12 @@ struct Executor::Step {
   int event = -1;                 // of the device, recorded after this op; -1: nobody waits for it
   int begun = -1, finished = -1;  // timed events around it, when spans are wanted
   volatile uint64_t* fault = nullptr;
-  int run = -1;         // of ops that this one begins
+  int segment = -1;     // of ops that this one begins
   bool inside = false;  // … or is in, further on
 };
 
 // Ops of the compute stream that become one graph: nothing waits for anything between them.
-struct Executor::Run {
+struct Executor::Segment {
   std::vector<int32_t> ops;
   int graph = -1;
 };
@@ -34,11 +34,11 @@ struct Executor::Run {
 // Progress of each stream in this step, and the threads of the streams beside compute.
 struct Executor::Streams {
   std::array<std::vector<int32_t>, kStreams> ops;
-  int graph = -1;          // the whole step as a graph of the device, once there is one
-  std::vector<Run> runs;   // of a program that waits for the host
-  bool has_graph = false;  // the program may become one
-  int start = -1;          // event at the start of a step
-  int64_t steps = 0;       // run so far
+  int graph = -1;                                     // the whole step as a graph of the device, once there is one
+  std::vector<Segment> segments;                      // of a program that waits for the host
+  bool has_graph = false;                             // the program may become one
+  int start = -1;                                     // event at the start of a step
+  int64_t steps = 0;                                  // run so far
   std::array<std::atomic<int32_t>, kStreams> done{};  // of a queue: put into it
   std::array<int32_t, kStreams> reached{};  // of a queue: ops known to be over, for the watchdog; only its thread's
   int64_t reached_in = -1;                  // … in this step

@@ -39,7 +39,8 @@ Session::Session(const std::string& config_path, const std::vector<std::string>&
   for (const LoadedPlugin& plugin : loaded_) plugins.push_back({plugin.name(), &*plugin});
   plugins = in_order(plugins);
   require_exactly_one(plugins, "model", "set model.plugin");
-  require_exactly_one(plugins, "optimizer", "enable one optimizer, for example with a table [plugins.adamw]");
+  require_exactly_one(plugins, "optimizer",
+                      "enable one by a table [plugins.NAME]" + installed_for("optimizer", run.plugin_path));
   for (const NamedPlugin& named : plugins)
     for (const std::string& capability : named.plugin->capabilities().provides)
       if (capability == "model") model_ = named.plugin;
@@ -142,7 +143,8 @@ PlannedProgram Session::plan(Goal goal, const PlannedProgram* training, int64_t 
   PlannedProgram planned;
   planned.snapshot_bytes = host_bytes_beside;
   planned.ranks = mesh.size();
-  planned.built = build_program(plugins, batch(goal), goal, goal == Goal::logits ? Mesh() : mesh.first());
+  planned.built =
+      build_program(plugins, batch(goal), goal, goal == Goal::logits ? Mesh() : mesh.first(), run.plugin_path);
   Program& program = planned.built.program;
   const bool resting = rests(program);
   planned.rates = training ? training->rates : resting || goal == Goal::train ? shared_rates(program) : Rates();

@@ -102,7 +102,7 @@ class Loop {
     if (assembly_->device) tell(assembly_->device->describe());
     if (const std::string note = assembly_->storage.note(); !note.empty()) tell("note: " + note);
     if (assembly_->device && world_.size() > 1)
-      tell(exchanges_in_queue(assembly_->groups) ? "exchanges: NCCL" : "exchanges: through host memory");
+      tell(exchanges_in_queue(assembly_->groups) ? "exchanges: between devices" : "exchanges: through host memory");
   }
 
   // Nothing is written before everything that can be wrong with the input has been looked at. Rank 0 looks at the run's
