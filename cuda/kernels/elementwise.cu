@@ -1,6 +1,7 @@
 // Elementwise kinds (elementwise.h).
 #include "cuda/elementwise.h"
 #include "cuda/philox.h"
+#include "strata/layout.h"
 
 namespace strata::cuda::elementwise_kernels {
 namespace {
@@ -67,9 +68,10 @@ struct Dropout {
   uint64_t stream;
   uint32_t threshold;
   float factor;
-  int64_t first;
+  int64_t first;       // of this microbatch
+  GlobalIndex global;  // of this rank's part in the tensor of one
   STRATA_DEVICE void operator()(const float (&x)[1], float (&y)[1], int64_t i) const {
-    const uint64_t index = uint64_t(first + i);
+    const uint64_t index = uint64_t(first + global(i));
     const uint64_t of_step = stream ^ (uint64_t(*step) * 0x9E3779B97F4A7C15ull);
     const uint32_t word = pick(random_words(uint64_t(*seed), of_step, index / 4), uint32_t(index % 4));
     y[0] = word >= threshold ? x[0] * factor : 0.0f;
@@ -92,7 +94,8 @@ const Registration kinds[] = {
        const double p = b.attributes().real("probability");
        return bind_apply<1, 1>(b, Dropout{b.in<double>(1), b.in<double>(2), uint64_t(b.attributes().integer("stream")),
                                           uint32_t(p * 4294967296.0), float(1 / (1 - p)),
-                                          int64_t(std::max(0, b.op().microbatch)) * count(b.input(0))});
+                                          std::max(0, b.op().microbatch) * elements(b.input(0).full_shape()),
+                                          GlobalIndex(b.input(0))});
      }}};
 
 STRATA_KERNEL multiply(const double* a, const double* b, double* product) { *product = *a * *b; }

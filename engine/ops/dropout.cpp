@@ -1,9 +1,10 @@
 // Dropout whose mask is a pure function of seed, step, site and global element index (Philox), so that nothing is
-// stored and every split of the batch drops the same elements.
+// stored and every split of the batch, or of the tensor over ranks, drops the same elements.
 #include <algorithm>
 
 #include "engine/ops/registration.h"
 #include "engine/ops/vector.h"
+#include "strata/layout.h"
 #include "strata/random.h"
 
 namespace strata {
@@ -69,32 +70,71 @@ STRATA_SIMD void dropout(const float* x, float* y, int64_t end, int64_t first, u
   }
 }
 
-struct Draw {
-  uint64_t seed, stream;
+// What of a draw is known when the op is bound: microbatches follow each other, and `global` is where in the whole
+// tensor of one this rank's part is.
+struct Mask {
+  explicit Mask(const Binding& b)
+      : first(std::max(0, b.op().microbatch) * elements(b.input(0).full_shape())),
+        global(b.input(0)),
+        threshold(uint32_t(b.attributes().real("probability") * 4294967296.0)),
+        factor(1 / (1 - b.attributes().real("probability"))) {}
+  int64_t first;
+  GlobalIndex global;
   uint32_t threshold;
   double factor;
-  int64_t first;
 };
 
-Draw draw_of(const Binding& b) {
-  const double p = b.attributes().real("probability");
-  const uint64_t step = uint64_t(*b.in<double>(2));
-  const int microbatch = std::max(0, b.op().microbatch);
-  return {uint64_t(*b.in<double>(1)), uint64_t(b.attributes().integer("stream")) ^ (step * 0x9E3779B97F4A7C15ull),
-          uint32_t(p * 4294967296.0), 1 / (1 - p), int64_t(microbatch) * elements(b.input(0).shape)};
+struct Draw {
+  uint64_t seed, stream;
+  explicit Draw(const Binding& b)
+      : seed(uint64_t(*b.in<double>(1))),
+        stream(uint64_t(b.attributes().integer("stream")) ^ (uint64_t(*b.in<double>(2)) * 0x9E3779B97F4A7C15ull)) {}
+};
+
+Launch bind_cpu(const Binding& b) {
+  require(compute_type(b) != DType::f64, b, "f32, bf16 or f16 tensors on the cpu backend");
+  return [b, mask = Mask(b)] {
+    const Draw draw(b);
+    b.threads().split(elements(b.input(0).shape), kGrain, [&](int64_t i, int64_t e) {
+      over_f32<1, 1>(b, i, e, [&](const auto& in, const auto& out, int64_t n, int64_t begin) {
+        mask.global.runs(begin, begin + n, [&](int64_t local, int64_t global, int64_t count) {
+          dropout(in[0] + (local - begin), out[0] + (local - begin), count, mask.first + global, mask.threshold,
+                  float(mask.factor), draw.seed, draw.stream);
+        });
+      });
+    });
+  };
+}
+
+template <class T>
+Launch bind_reference(const Binding& b) {
+  return [b, mask = Mask(b)] {
+    const Draw draw(b);
+    for (int64_t i = 0; i < elements(b.input(0).shape); ++i) {
+      const uint64_t index = uint64_t(mask.first + mask.global(i));
+      const bool keep = random_block(draw.seed, draw.stream, index / 4)[index % 4] >= mask.threshold;
+      b.out<T>(0)[i] = keep ? b.in<T>(0)[i] * T(mask.factor) : T(0);
+    }
+  };
+}
+Launch bind_reference_type(const Binding& b) {
+  require(!is_half(compute_type(b)), b, "f32 or f64 tensors on the reference backend");
+  return compute_type(b) == DType::f64 ? bind_reference<double>(b) : bind_reference<float>(b);
+}
+
+std::vector<TensorSpec> shape(const OpView& v) {
+  require(v.inputs() == 3 && v.has_input(0) && is_float(v.input(0)) && v.has_input(1) && is_scalar(v.input(1)) &&
+              v.has_input(2) && is_scalar(v.input(2)) && v.attributes().has("probability") &&
+              v.attributes().has("stream") && v.attributes().real("probability") >= 0 &&
+              v.attributes().real("probability") < 1,
+          v, "x, the scalars seed and step, and attributes probability in [0, 1) and stream");
+  return {like(v.input(0))};
 }
 
 const AtLoad registered([] {
   register_kind({.name = "dropout",
                  .summary = "x (…), seed, step (f64 scalars) -> x·mask/(1-p); attributes probability, stream",
-                 .shape = [](const OpView& v) -> std::vector<TensorSpec> {
-                   require(v.inputs() == 3 && v.has_input(0) && is_float(v.input(0)) && v.has_input(1) &&
-                               is_scalar(v.input(1)) && v.has_input(2) && is_scalar(v.input(2)) &&
-                               v.attributes().has("probability") && v.attributes().has("stream") &&
-                               v.attributes().real("probability") >= 0 && v.attributes().real("probability") < 1,
-                           v, "x, the scalars seed and step, and attributes probability in [0, 1) and stream");
-                   return {like(v.input(0))};
-                 },
+                 .shape = shape,
                  .gradient =
                      [](Differentiation& d) {
                        d.set(0, d.build().emit("dropout", {d.output_gradient(0), d.input(1), d.input(2)},
@@ -102,22 +142,7 @@ const AtLoad registered([] {
                      },
                  .in_place = {{0, 0}},
                  .half = true,
-                 .kernels = {{"cpu", elementwise_kernel<1>([](const Binding& b, const auto& in, const auto& out,
-                                                              int64_t n, int64_t begin) {
-                                const Draw draw = draw_of(b);
-                                dropout(in[0], out[0], n, draw.first + begin, draw.threshold, float(draw.factor),
-                                        draw.seed, draw.stream);
-                              })},
-                             {"reference", reference_kernel([](const Binding& b, auto zero) {
-                                using T = decltype(zero);
-                                const Draw draw = draw_of(b);
-                                for (int64_t i = 0; i < elements(b.input(0).shape); ++i) {
-                                  const uint64_t index = uint64_t(draw.first + i);
-                                  const bool keep =
-                                      random_block(draw.seed, draw.stream, index / 4)[index % 4] >= draw.threshold;
-                                  b.out<T>(0)[i] = keep ? b.in<T>(0)[i] * T(draw.factor) : T(0);
-                                }
-                              })}}});
+                 .kernels = {{"cpu", {bind_cpu, {}}}, {"reference", {bind_reference_type, {}}}}});
 });
 
 }  // namespace
