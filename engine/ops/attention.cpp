@@ -1,8 +1,9 @@
 // Causal attention with grouped queries, tile by tile with a running softmax (FlashAttention, arXiv 2205.14135 and
 // 2307.08691): time × time scores never exist.
 //
-// The last dimension of qkv holds, for each key/value head g: its H/K query heads, then its key, then its value, D wide
-// each, so that a split of that dimension by groups is a split of the model.
+// The last dimension of qkv holds, for each group: its query heads, then the key and the value that they share, D wide
+// each, so that a split of that dimension by groups is a split of the model. Ops know the size of a head and the
+// queries of a group, which a split does not change, and not how many heads there are.
 #include <atomic>
 #include <cmath>
 #include <cstring>
@@ -22,16 +23,16 @@ constexpr int64_t kQueries = 64;  // rows of a tile
 constexpr int64_t kKeys = 256;    // columns of a tile
 
 struct Sizes {
-  int64_t batch, time, heads, groups, per_group, size, width;
+  int64_t batch, time, per_group, size, width, groups, heads;
   float scale;
   Sizes(const OpView& v, const Tensor& qkv)
       : batch(qkv.shape[0]),
         time(qkv.shape[1]),
-        heads(v.attributes().integer("heads")),
-        groups(v.attributes().integer("kv_heads")),
-        per_group(heads / groups),
-        size(qkv.shape[2] / (heads + 2 * groups)),
+        per_group(v.attributes().integer("queries_per_group")),
+        size(v.attributes().integer("head_size")),
         width(qkv.shape[2]),
+        groups(width / ((per_group + 2) * size)),
+        heads(groups * per_group),
         scale(float(1 / std::sqrt(double(size)))) {}
   // Column of a head's slice in the last dimension of qkv.
   int64_t query(int64_t head) const { return (head / per_group * (per_group + 2) + head % per_group) * size; }
@@ -205,12 +206,12 @@ void forward(const Binding& b) {
   const Sizes s(b, b.input(0));
   if (!is_half(b.input(0).dtype))
     return forward(s, b.threads(), b.in<float>(0), b.out<float>(0), b.out<float>(1), b.workspace<float>());
-  const int64_t wide = s.time * s.width, narrow = s.time * s.heads * s.size;
-  float *qkv = b.workspace<float>(), *out = qkv + wide;
+  const int64_t of_qkv = s.time * s.width, of_out = s.time * s.heads * s.size;
+  float *qkv = b.workspace<float>(), *out = qkv + of_qkv;
   for (int64_t n = 0; n < s.batch; ++n) {
-    copy_in(b, 0, n, wide, qkv);
-    forward(one_sequence(s), b.threads(), qkv, out, b.out<float>(1) + n * s.heads * s.time, out + narrow);
-    copy_out(b, n, narrow, out);
+    copy_in(b, 0, n, of_qkv, qkv);
+    forward(one_sequence(s), b.threads(), qkv, out, b.out<float>(1) + n * s.heads * s.time, out + of_out);
+    copy_out(b, n, of_out, out);
   }
 }
 
@@ -219,15 +220,15 @@ void backward(const Binding& b) {
   if (!is_half(b.input(0).dtype))
     return backward(s, b.threads(), b.in<float>(0), b.in<float>(1), b.in<float>(2), b.in<float>(3), b.out<float>(0),
                     b.workspace<float>());
-  const int64_t wide = s.time * s.width, narrow = s.time * s.heads * s.size;
-  float *qkv = b.workspace<float>(), *d_qkv = qkv + wide, *out = d_qkv + wide, *d_out = out + narrow;
+  const int64_t of_qkv = s.time * s.width, of_out = s.time * s.heads * s.size;
+  float *qkv = b.workspace<float>(), *d_qkv = qkv + of_qkv, *out = d_qkv + of_qkv, *d_out = out + of_out;
   for (int64_t n = 0; n < s.batch; ++n) {
-    copy_in(b, 0, n, narrow, d_out);
-    copy_in(b, 1, n, wide, qkv);
-    copy_in(b, 2, n, narrow, out);
+    copy_in(b, 0, n, of_out, d_out);
+    copy_in(b, 1, n, of_qkv, qkv);
+    copy_in(b, 2, n, of_out, out);
     backward(one_sequence(s), b.threads(), d_out, qkv, out, b.in<float>(3) + n * s.heads * s.time, d_qkv,
-             d_out + narrow);
-    copy_out(b, n, wide, d_qkv);
+             d_out + of_out);
+    copy_out(b, n, of_qkv, d_qkv);
   }
 }
 
@@ -297,13 +298,9 @@ void reference_backward(const Binding& b) {
 }
 
 void check(const OpView& v, int qkv) {
-  bool right = v.has_input(qkv) && is_float(v.input(qkv)) && v.input(qkv).shape.size() == 3 &&
-               v.attributes().has("heads") && v.attributes().has("kv_heads");
-  if (right) {
-    const int64_t heads = v.attributes().integer("heads"), groups = v.attributes().integer("kv_heads");
-    right = heads > 0 && groups > 0 && heads % groups == 0 && v.input(qkv).shape[2] % (heads + 2 * groups) == 0;
-  }
-  require(right, v, "qkv (B, T, (H+2K)·D) and attributes heads = H, kv_heads = K with H a multiple of K");
+  bool right = v.has_input(qkv) && is_float(v.input(qkv)) && v.input(qkv).shape.size() == 3 && has_heads(v);
+  if (right) right = v.input(qkv).shape[2] % group_width(v) == 0;
+  require(right, v, "qkv (B, T, K·(P+2)·D) and attributes head_size = D, queries_per_group = P");
 }
 
 // Half of the scores are masked and not computed.
@@ -321,7 +318,7 @@ double bytes(const OpView& v) {
 const AtLoad registered([] {
   register_kind(
       {.name = "attention",
-       .summary = "qkv (B, T, (H+2K)·D) -> o (B, T, H·D), lse (B, H, T); causal",
+       .summary = "qkv (B, T, K·(P+2)·D) -> o (B, T, H·D), lse (B, H, T), H = K·P; causal",
        .shape = [](const OpView& v) -> std::vector<TensorSpec> {
          check(v, 0);
          const Sizes s(v, v.input(0));

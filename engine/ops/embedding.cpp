@@ -219,9 +219,8 @@ void rotate_half(const void* x, void* y, DType type, const float* cosine, const 
 
 template <class T>
 Launch bind_rotary(const Binding& b) {
-  const int64_t heads = b.attributes().integer("heads"), groups = b.attributes().integer("kv_heads"),
-                width = b.columns(0);
-  const int64_t size = width / (heads + 2 * groups), per_group = heads / groups + 2, time = b.input(0).shape[1];
+  const int64_t size = b.attributes().integer("head_size"), width = b.columns(0), heads = width / size,
+                per_group = group_width(b) / size, time = b.input(0).shape[1];
   const DType type = b.input(0).dtype;
   require(!is_half(type) || size <= kMostHead, b, "heads of at most 1024 where numbers have 16 bits");
   const auto table =
@@ -229,7 +228,7 @@ Launch bind_rotary(const Binding& b) {
   return [=] {
     b.threads().split(b.rows(0), 4, [&](int64_t r, int64_t e) {
       for (; r < e; ++r)
-        for (int64_t h = 0; h < heads + 2 * groups; ++h) {
+        for (int64_t h = 0; h < heads; ++h) {  // and keys and values
           const void* x = at(b.in<void>(0), type, r * width + h * size);
           void* y = at(b.out<void>(0), type, r * width + h * size);
           const T* angles = table->data() + r % time * size;
@@ -248,16 +247,13 @@ Launch bind_rotary(const Binding& b) {
 void register_rotary() {
   register_kind(
       {.name = "rotary",
-       .summary = "x (B, T, (H+2K)·D) -> query and key heads rotated by position; groups of H/K queries, key, value",
+       .summary = "x (B, T, K·(P+2)·D) -> query and key heads rotated by position; K groups of P queries, key, value",
        .shape = [](const OpView& v) -> std::vector<TensorSpec> {
          bool right = v.inputs() == 1 && v.has_input(0) && is_float(v.input(0)) && v.input(0).shape.size() == 3 &&
-                      v.attributes().has("heads") && v.attributes().has("kv_heads") && v.attributes().has("base");
-         if (right) {
-           const int64_t heads = v.attributes().integer("heads"), groups = v.attributes().integer("kv_heads");
-           right = heads > 0 && groups > 0 && heads % groups == 0 && v.columns(0) % (heads + 2 * groups) == 0 &&
-                   v.columns(0) / (heads + 2 * groups) % 2 == 0;
-         }
-         require(right, v, "x (B, T, (H+2K)·D) with even D, and attributes heads, kv_heads, base, inverse");
+                      has_heads(v) && v.attributes().has("base");
+         right = right && v.columns(0) % group_width(v) == 0 && v.attributes().integer("head_size") % 2 == 0;
+         require(right, v,
+                 "x (B, T, K·(P+2)·D) and attributes head_size = D, even, queries_per_group = P, base, inverse");
          return {like(v.input(0))};
        },
        .gradient =

@@ -80,7 +80,8 @@ BENCH(layer_norm, {{kX}, {{kHidden}}, {{kHidden}}}, kEpsilon);
 BENCH(layer_norm_gradient, {{kX}, {kX}, {{kHidden}}, {{kRows, 2}}}, {});
 BENCH(rms_norm, {{kX}, {{kHidden}}}, kEpsilon);
 BENCH(rms_norm_gradient, {{kX}, {kX}, {{kHidden}}, {{kRows, 1}}}, {});
-BENCH(rotary, {{kQkv}}, {{"heads", int64_t{12}}, {"kv_heads", int64_t{12}}, {"base", 1e4}, {"inverse", int64_t{0}}});
+BENCH(rotary, {{kQkv}},
+      {{"head_size", int64_t{64}}, {"queries_per_group", int64_t{1}}, {"base", 1e4}, {"inverse", int64_t{0}}});
 BENCH(embedding, {kTokens, {kWeight}, {{1024, kHidden}}}, {});
 BENCH(embedding_gradient, {{kX}, kTokens}, {{"rows", kVocabulary}});
 BENCH(position_gradient, {{kX}}, {{"rows", int64_t{1024}}});

@@ -197,7 +197,7 @@ std::vector<Case> cases(std::mt19937& random) {
   const int64_t rows = batch * time;
   const Input scalar{{1}, 0, DType::f64}, exact_sum{{kExactSum}, 0, DType::f64};
   const Attributes epsilon{{"epsilon", 1e-5}};
-  Attributes rotary{{"heads", groups * per_group}, {"kv_heads", groups}, {"base", 1e4}, {"inverse", int64_t{0}}};
+  Attributes rotary{{"head_size", size}, {"queries_per_group", per_group}, {"base", 1e4}, {"inverse", int64_t{0}}};
   return {
       {"add", {{long_vector}, {long_vector}}, {}},
       {"scale", {{long_vector}, scalar}, {}},

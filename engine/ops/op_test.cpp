@@ -336,7 +336,7 @@ std::vector<Case> cases(std::mt19937& random) {
   const int64_t batch = pick({1, 2, 3}), time = pick({1, 2, 17, 64, 65, 130}), size = 2 * pick({1, 4, 8, 9, 32, 64}),
                 groups = pick({1, 2}), per_group = pick({1, 3});
   const int64_t vocabulary = pick({2, 15, 16, 50}), columns = pick({2, 15, 16, 17, 70});
-  const Attributes heads{{"heads", groups * per_group}, {"kv_heads", groups}};
+  const Attributes heads{{"head_size", size}, {"queries_per_group", per_group}};
   Attributes rotary = heads;
   rotary.set("base", 100.0);
   rotary.set("inverse", int64_t{0});
@@ -385,7 +385,7 @@ TEST(Ops, AttentionOfHeadsForTensorCores) {
   for (const int64_t size : {64, 128})
     for (const int64_t time : size == 64 ? std::vector<int64_t>{1, 130} : std::vector<int64_t>{65}) {
       const Shape qkv{2, time, 2 * (2 + 2) * size};
-      check({"attention", {{qkv}}, {{"heads", int64_t{4}}, {"kv_heads", int64_t{2}}}}, 5, kBackends);
+      check({"attention", {{qkv}}, {{"head_size", size}, {"queries_per_group", int64_t{2}}}}, 5, kBackends);
       if (HasFatalFailure()) return;
     }
 }

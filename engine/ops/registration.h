@@ -24,6 +24,17 @@ inline TensorSpec like(const Tensor& tensor) { return {tensor.shape, tensor.dtyp
 // Statistics, and gradients of parameters, are kept in f32 where activations have 16 bits.
 inline DType wide(DType dtype) { return is_half(dtype) ? DType::f32 : dtype; }
 
+// Attention heads: a group is P query heads with one key head and one value head, each D wide; attributes head_size = D
+// and queries_per_group = P.
+inline bool has_heads(const OpView& view) {
+  const Attributes& a = view.attributes();
+  return a.has("head_size") && a.has("queries_per_group") && a.integer("head_size") > 0 &&
+         a.integer("queries_per_group") > 0 && countable({a.integer("head_size"), a.integer("queries_per_group") + 2});
+}
+inline int64_t group_width(const OpView& view) {
+  return (view.attributes().integer("queries_per_group") + 2) * view.attributes().integer("head_size");
+}
+
 constexpr int64_t kGrain = 4096;  // elements worth handing to another thread
 
 // The dtype of an op's activations: that of its first floating-point input, or of its output.

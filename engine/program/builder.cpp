@@ -5,16 +5,19 @@
 
 namespace strata {
 
-TensorId Builder::parameter(std::string_view name, const Shape& shape, Initializer initializer) {
+TensorId Builder::parameter(std::string_view name, const Shape& shape, Initializer initializer, Dimensions dimensions) {
   const std::string full = scoped(name);
   if (const TensorId known = program_->find(full)) {
-    if ((*program_)[known].shape != shape)
-      throw Error("parameter \"" + full + "\" is declared as " + text((*program_)[known].shape) + " and as " +
-                  text(shape) + ".");
-    return known;
+    Tensor& tensor = (*program_)[known];
+    const bool both = !tensor.dimensions.empty() && !dimensions.empty();
+    if (tensor.shape != shape || (both && tensor.dimensions != dimensions))
+      throw Error("parameter \"" + full + "\" is declared as " + text(tensor.shape, tensor.dimensions) + " and as " +
+                  text(shape, dimensions) + ".");
+    return dimensions.empty() ? known : name_dimensions(known, std::move(dimensions));
   }
-  return program_->add(
+  const TensorId id = program_->add(
       {.name = full, .shape = shape, .role = Role::parameter, .persistent = true, .initializer = initializer});
+  return name_dimensions(id, std::move(dimensions));
 }
 
 TensorId Builder::state(std::string_view name, const Shape& shape, DType dtype, Initializer initializer) {
@@ -32,8 +35,16 @@ TensorId Builder::scalar(std::string_view name) {
       {.name = std::string(name), .shape = {1}, .dtype = DType::f64, .role = Role::scalar, .persistent = true});
 }
 
-TensorId Builder::data(std::string_view name, const Shape& shape, DType dtype) {
-  return program_->add({.name = scoped(name), .shape = shape, .dtype = dtype, .role = Role::data});
+TensorId Builder::data(std::string_view name, const Shape& shape, DType dtype, Dimensions dimensions) {
+  const TensorId id = program_->add({.name = scoped(name), .shape = shape, .dtype = dtype, .role = Role::data});
+  return name_dimensions(id, std::move(dimensions));
+}
+
+TensorId Builder::name_dimensions(TensorId activation, Dimensions dimensions) {
+  Tensor& tensor = (*program_)[activation];
+  tensor.dimensions = std::move(dimensions);
+  require_names_fit(tensor);
+  return activation;
 }
 
 TensorId Builder::emit(std::string_view kind, std::vector<TensorId> inputs, Attributes attributes,

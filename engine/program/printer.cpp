@@ -57,8 +57,8 @@ std::string print(const Program& program) {
   std::string result;
   for (const Tensor& tensor : program.tensors)
     if (tensor.persistent || tensor.role == Role::data)
-      result += "%" + tensor.name + ":" + std::string(name_of(tensor.dtype)) + text(tensor.shape) + "  # " +
-                std::string(name_of(tensor.role)) + (tensor.persistent ? ", persistent" : "") + "\n";
+      result += "%" + tensor.name + ":" + std::string(name_of(tensor.dtype)) + text(tensor.shape, tensor.dimensions) +
+                "  # " + std::string(name_of(tensor.role)) + (tensor.persistent ? ", persistent" : "") + "\n";
   for (size_t i = 0; i < program.ops.size(); ++i)
     result += std::to_string(i) + ": " + print(program, program.ops[i]) + "\n";
   return result;

@@ -72,6 +72,7 @@ TensorId Program::add_part(TensorId whole, std::string name, Shape shape, int64_
   part.name = std::move(name);
   part.shape = std::move(shape);
   part.part_of = whole;
+  if (part.dimensions.size() != part.shape.size()) part.dimensions.clear();
   part.part_offset = offset;
   return add(std::move(part));
 }

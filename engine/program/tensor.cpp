@@ -84,6 +84,33 @@ std::string text(const Shape& shape) {
   return result + ")";
 }
 
+std::string text(const Shape& shape, const Dimensions& dimensions) {
+  if (dimensions.size() != shape.size()) return text(shape);
+  std::string result = "(";
+  for (size_t i = 0; i < shape.size(); ++i) {
+    const auto& [name, unit] = dimensions[i];
+    result += (i ? ", " : "") + name + " ";
+    result += unit > 1 && shape[i] % unit == 0 ? std::to_string(shape[i] / unit) + " x " + std::to_string(unit)
+                                               : std::to_string(shape[i]);
+  }
+  return result + ")";
+}
+
+void require_names_fit(const Tensor& tensor) {
+  if (tensor.dimensions.empty()) return;
+  const Shape full = tensor.full_shape();
+  if (tensor.dimensions.size() != full.size())
+    throw Error("tensor " + tensor.name + " of shape " + text(full) + " has names for " +
+                std::to_string(tensor.dimensions.size()) + " dimensions; give each one or none.");
+  for (size_t d = 0; d < full.size(); ++d) {
+    const Dimension& dimension = tensor.dimensions[d];
+    if (dimension.name.empty() || dimension.unit < 1 || full[d] % dimension.unit != 0)
+      throw Error("tensor " + tensor.name + ": dimension " + std::to_string(d) + ", \"" + dimension.name + "\", of " +
+                  std::to_string(full[d]) + " elements does not hold a whole number of units of " +
+                  std::to_string(dimension.unit) + ".");
+  }
+}
+
 std::string bytes_text(int64_t bytes) {
   const char* units[] = {"B", "KiB", "MiB", "GiB", "TiB", "PiB"};
   double value = double(bytes);

@@ -55,7 +55,17 @@ class Verifier {
         refuse(tensor, "has shape " + text(tensor.shape) + ".");
     if (tensor.copy_of && !known(tensor.copy_of)) refuse(tensor, "is a copy of a tensor that does not exist.");
     check_layout(tensor);
+    check_names(tensor);
     if (tensor.part_of) check_part(tensor);
+  }
+
+  void check_names(const Tensor& tensor) const {
+    if (tensor.part_of || tensor.dimensions.empty()) return;
+    try {
+      require_names_fit(tensor);
+    } catch (const Error& error) {
+      refuse(error.what());
+    }
   }
 
   static bool is_split(const Tensor& tensor, int dimension) {

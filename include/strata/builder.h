@@ -15,14 +15,17 @@ class Builder {
   Program& program() { return *program_; }
   const Tensor& operator[](TensorId id) const { return (*program_)[id]; }
 
-  // Persistent tensors. A parameter asked for twice under one name is the same one (tied weights); its shape must
-  // agree.
-  TensorId parameter(std::string_view name, const Shape& shape, Initializer initializer);
+  // Persistent tensors. A parameter asked for twice under one name is the same one (tied weights); its shape, and the
+  // names of its dimensions where both say them, must agree. A parameter without names is whole on every rank but for
+  // what strategies split by rows (ZeRO).
+  TensorId parameter(std::string_view name, const Shape& shape, Initializer initializer, Dimensions dimensions = {});
   TensorId state(std::string_view name, const Shape& shape, DType dtype, Initializer initializer = {});
   // A host-written f64 {1} tensor that the program reads; plugins set it at run time by name.
   TensorId scalar(std::string_view name);
   // Filled by the data loader before each step.
-  TensorId data(std::string_view name, const Shape& shape, DType dtype);
+  TensorId data(std::string_view name, const Shape& shape, DType dtype, Dimensions dimensions = {});
+  // Says what the dimensions of an activation are, where strategies are to know: those of the residual stream.
+  TensorId name_dimensions(TensorId activation, Dimensions dimensions);
 
   // Emits one op and returns its only (or first) output.
   TensorId emit(std::string_view kind, std::vector<TensorId> inputs, Attributes attributes = {},

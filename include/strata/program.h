@@ -123,6 +123,7 @@ class Mesh;
 // - ids, arity and addends are right; shapes and dtypes are those the kinds infer;
 // - every tensor is written before it is read, and what lives within the step once; only persistent tensors (and their
 //   copies on other tiers) are updated in place; nothing writes data;
+// - dimensions have no names, or one each, and hold whole numbers of their units;
 // - parts lie within their whole; splits are of dimensions that exist and within the full size, and with a mesh each is
 //   the share of the mesh's rank;
 // - exchanges are on the exchange stream and name an axis, with a mesh one of several ranks; nothing else is there;

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 namespace strata {
@@ -61,6 +62,19 @@ struct Split {
 // same on every rank. layout.h turns this into indices.
 using Layout = std::vector<Split>;
 
+// What a model calls a dimension of a tensor: "hidden", "ffn", "vocabulary", "heads", "batch", "time". Strategies say
+// which names are split over which axes of the mesh, and know no model's tensors. `unit`: elements that stay together
+// when the dimension is split, such as those of a head; a dimension of unit u and size n can be split n / u ways.
+struct Dimension {
+  std::string name;
+  int64_t unit = 1;
+  Dimension(std::string name, int64_t unit = 1) : name(std::move(name)), unit(unit) {}
+  Dimension(const char* name, int64_t unit = 1) : name(name), unit(unit) {}
+  bool operator==(const Dimension&) const = default;
+};
+using Dimensions = std::vector<Dimension>;
+std::string text(const Shape&, const Dimensions&);  // "(heads 12 x 192, hidden 768)"; as text(shape) without names
+
 struct Tensor {
   std::string name;
   Shape shape;
@@ -87,11 +101,18 @@ struct Tensor {
   TensorId copy_of{};
   // Of a parameter whose rows are several matrices (or vectors) of their own, stored as one: the first fused[0] rows
   // belong to matrix 0, the next fused[1] to matrix 1 and so on, and again from matrix 0 until the rows end. Empty: it
-  // is one. Optimizers that look at a matrix as a whole (Adafactor) take each for itself.
+  // is one. Optimizers that look at a matrix as a whole (Adafactor) take each for itself. Rows are those of the whole
+  // tensor: a rank's part begins wherever its box does (box_of).
   std::vector<int64_t> fused{};
+  // What the model calls the dimensions, one each, or none: of parameters and data, and of the activations that it
+  // declares. Sizes of the whole tensor are multiples of the units.
+  Dimensions dimensions{};
   Shape full_shape() const;  // of the whole tensor that `layout` divides
   int64_t bytes() const { return elements(shape) * size_of(dtype); }
 };
+
+// Throws Error unless the tensor's dimensions have no names, or one each, and hold a whole number of their units.
+void require_names_fit(const Tensor& tensor);
 
 // Shape and type of a tensor to be made.
 struct TensorSpec {

@@ -11,6 +11,8 @@
 namespace {
 
 using strata::Builder;
+using strata::Dimension;
+using strata::Dimensions;
 using strata::Error;
 using strata::Initializer;
 using strata::TensorId;
@@ -62,13 +64,13 @@ class Gpt final : public strata::Plugin {
     stage.define("mlp", [this](Builder& b, TensorId x) { return mlp(b, x); });
     // "attention" and "mlp" are the branches, from the residual stream to what is added to it.
     stage.define("block", [&stage](Builder& b, TensorId x) {
-      x = b.add_onto(x, stage.call("attention", b, x));
-      return b.add_onto(x, stage.call("mlp", b, x));
+      x = residual(b, b.add_onto(x, stage.call("attention", b, x)));
+      return residual(b, b.add_onto(x, stage.call("mlp", b, x)));
     });
     stage.define("head", [this, &stage](Builder& b, TensorId x) { return head(b, x, stage); });
     stage.define("model", [this, &stage](Builder& b, TensorId) {
       const TensorId tokens =
-          b.data("tokens", {stage.batch().micro_batch, stage.batch().sequence_length}, strata::DType::i32);
+          b.data("tokens", {stage.batch().micro_batch, stage.batch().sequence_length}, strata::DType::i32, kTokens);
       TensorId x = stage.call("embedding", b, tokens);
       for (int64_t i = 0; i < config_.layers; ++i) {
         const auto scope = b.block("block." + std::to_string(i), int(i));
@@ -117,21 +119,37 @@ class Gpt final : public strata::Plugin {
   // Projections back into the residual stream are smaller, so that its variance does not grow with depth (GPT-2, 2.3).
   double residual_deviation() const { return kStandardDeviation / std::sqrt(2.0 * double(config_.layers)); }
 
+  // Names of dimensions, which strategies split over axes of the mesh.
+  inline static const Dimension kHidden = "hidden", kFfn = "ffn", kVocabulary = "vocabulary";
+  inline static const Dimensions kTokens = {"batch", "time"};
+  // What a key/value head serves stays together: its query heads, and in qkv its key and its value.
+  int64_t queries_per_group() const { return config_.heads / config_.kv_heads; }
+  Dimension qkv_heads() const { return {"heads", (queries_per_group() + 2) * config_.head_size}; }
+  Dimension query_heads() const { return {"heads", queries_per_group() * config_.head_size}; }
+  static TensorId residual(Builder& b, TensorId x) { return b.name_dimensions(x, {"batch", "time", kHidden}); }
+
   TensorId norm(Builder& b, TensorId x, std::string_view name) {
     const auto scope = b.scope(name);
-    const TensorId weight = b.parameter("weight", {config_.hidden}, {Initializer::Kind::ones, 0});
+    const TensorId weight = b.parameter("weight", {config_.hidden}, {Initializer::Kind::ones, 0}, {kHidden});
     const strata::Attributes epsilon{{"epsilon", config_.norm_epsilon}};
     if (config_.norm == "rms_norm") return b.emit("rms_norm", {x, weight}, epsilon, "out");
-    return b.emit("layer_norm", {x, weight, b.parameter("bias", {config_.hidden}, {})}, epsilon, "out");
+    return b.emit("layer_norm", {x, weight, b.parameter("bias", {config_.hidden}, {}, {kHidden})}, epsilon, "out");
   }
 
-  TensorId linear(Builder& b, TensorId x, std::string_view name, int64_t out, bool bias,
-                  double deviation = kStandardDeviation, const std::vector<int64_t>& fused = {}) {
-    const auto scope = b.scope(name);
-    const TensorId weight = b.parameter("weight", {out, b[x].shape.back()}, normal(deviation)),
-                   offset = bias ? b.parameter("bias", {out}, {}) : TensorId{};
+  struct Projection {
+    std::string_view name;
+    int64_t size;  // of the output
+    Dimension out, in;
+    bool bias;
+    double deviation = kStandardDeviation;
+    std::vector<int64_t> fused{};  // Tensor::fused
+  };
+  TensorId linear(Builder& b, TensorId x, const Projection& p) {
+    const auto scope = b.scope(p.name);
+    const TensorId weight = b.parameter("weight", {p.size, b[x].shape.back()}, normal(p.deviation), {p.out, p.in}),
+                   offset = p.bias ? b.parameter("bias", {p.size}, {}, {p.out}) : TensorId{};
     for (TensorId id : {weight, offset})
-      if (id) b.program()[id].fused = fused;
+      if (id) b.program()[id].fused = p.fused;
     return b.emit("linear", {x, weight, offset}, {}, "out");
   }
 
@@ -142,59 +160,69 @@ class Gpt final : public strata::Plugin {
   }
 
   // The product that ends a branch.
-  TensorId back(Builder& b, TensorId x, std::string_view name) {
-    return drop(b, linear(b, x, name, config_.hidden, config_.bias, residual_deviation()),
-                std::string(name) + ".dropout");
+  TensorId back(Builder& b, TensorId x, std::string_view name, const Dimension& inner) {
+    const Projection projection{name, config_.hidden, kHidden, inner, config_.bias, residual_deviation()};
+    return drop(b, linear(b, x, projection), std::string(name) + ".dropout");
   }
 
   TensorId embedding(Builder& b, TensorId tokens) {
-    const TensorId weight =
-        b.parameter("embedding.weight", {config_.vocabulary, config_.hidden}, normal(kStandardDeviation));
+    const TensorId weight = b.parameter("embedding.weight", {config_.vocabulary, config_.hidden},
+                                        normal(kStandardDeviation), {kVocabulary, kHidden});
     TensorId positions;
     if (config_.positions == "learned")
-      positions = b.parameter("positions.weight", {config_.context, config_.hidden}, normal(kStandardDeviation));
-    return drop(b, b.emit("embedding", {tokens, weight, positions}, {}, "embedding.out"), "embedding.dropout");
+      positions = b.parameter("positions.weight", {config_.context, config_.hidden}, normal(kStandardDeviation),
+                              {"positions", kHidden});
+    const TensorId x = b.emit("embedding", {tokens, weight, positions}, {}, "embedding.out");
+    return residual(b, drop(b, residual(b, x), "embedding.dropout"));
   }
 
   // Llama and Qwen2 have matrices of their own for queries, keys and values; GPT-2 has one (c_attn).
   std::vector<int64_t> fused_rows() const {
     if (config_.positions == "learned") return {};
     const int64_t size = config_.head_size;
-    return {config_.heads / config_.kv_heads * size, size, size};
+    return {queries_per_group() * size, size, size};
   }
 
   TensorId attention(Builder& b, TensorId x) {
-    const int64_t width = (config_.heads + 2 * config_.kv_heads) * config_.head_size;
-    TensorId qkv = linear(b, norm(b, x, "norm1"), "qkv", width, config_.bias || config_.qkv_bias, kStandardDeviation,
-                          fused_rows());
-    strata::Attributes heads{{"heads", config_.heads}, {"kv_heads", config_.kv_heads}};
+    TensorId qkv = linear(b, norm(b, x, "norm1"),
+                          {.name = "qkv",
+                           .size = (config_.heads + 2 * config_.kv_heads) * config_.head_size,
+                           .out = qkv_heads(),
+                           .in = kHidden,
+                           .bias = config_.bias || config_.qkv_bias,
+                           .fused = fused_rows()});
+    const strata::Attributes heads{{"head_size", config_.head_size}, {"queries_per_group", queries_per_group()}};
     if (config_.positions == "rotary") {
       strata::Attributes rotary = heads;
       rotary.set("base", config_.rotary_base);
       rotary.set("inverse", int64_t{0});
       qkv = b.emit("rotary", {qkv}, rotary);
     }
-    return back(b, b.emit("attention", {qkv}, heads), "attention_output");
+    return back(b, b.emit("attention", {qkv}, heads), "attention_output", query_heads());
   }
 
   TensorId mlp(Builder& b, TensorId x) {
     const TensorId normed = norm(b, x, "norm2");
     const auto scope = b.scope("mlp");
-    TensorId inner = linear(b, normed, "up", config_.ffn, config_.bias);
+    const auto into = [&](std::string_view name) {
+      return linear(b, normed, {.name = name, .size = config_.ffn, .out = kFfn, .in = kHidden, .bias = config_.bias});
+    };
+    TensorId inner = into("up");
     if (config_.activation == "swiglu")
-      inner = b.emit("swiglu", {linear(b, normed, "gate", config_.ffn, config_.bias), inner});
+      inner = b.emit("swiglu", {into("gate"), inner});
     else
       inner = b.emit(config_.activation, {inner});
-    return back(b, inner, "down");
+    return back(b, inner, "down", kFfn);
   }
 
   TensorId head(Builder& b, TensorId x, const strata::ModelStage& stage) {
     const auto& batch = stage.batch();
     TensorId normed = norm(b, x, "norm");
-    const TensorId weight = b.parameter(config_.tied ? "embedding.weight" : "head.weight",
-                                        {config_.vocabulary, config_.hidden}, normal(kStandardDeviation));
+    const TensorId weight =
+        b.parameter(config_.tied ? "embedding.weight" : "head.weight", {config_.vocabulary, config_.hidden},
+                    normal(kStandardDeviation), {kVocabulary, kHidden});
     if (stage.goal() == strata::Goal::logits) return b.emit("linear", {normed, weight, {}}, {}, "logits");
-    const TensorId targets = b.data("targets", {batch.micro_batch, batch.sequence_length}, strata::DType::i32);
+    const TensorId targets = b.data("targets", {batch.micro_batch, batch.sequence_length}, strata::DType::i32, kTokens);
     const double tokens = double(batch.sequences() * batch.sequence_length);
     return b.emit("lm_head_loss", {normed, weight, targets}, {{"scale", 1 / tokens}}, "loss");
   }

@@ -80,6 +80,7 @@ class MixedPrecision final : public strata::Plugin {
       const TensorId master = build.state(whole.rounded_from, working.shape, DType::f32, whole.initializer);
       program[master].layout = working.layout;
       program[master].fused = whole.fused;
+      program[master].dimensions = whole.dimensions;
       working_[master.value] = gradient.parameter;
       gradient.parameter = master;
     }
