@@ -6,6 +6,7 @@
 #include <numeric>
 
 #include "strata/convert.h"
+#include "strata/random.h"
 
 namespace strata {
 namespace {
@@ -169,7 +170,29 @@ Gradient UpdateStage::in_f32(const Gradient& gradient) {
   return wide;
 }
 
-TensorId UpdateStage::state(const Gradient& gradient, std::string_view name, const Shape& shape, DType dtype,
+void UpdateStage::append(std::string_view kind, const Gradient& gradient, const std::vector<TensorId>& states,
+                         Attributes attributes) {
+  bool rounds = false;
+  std::vector<TensorId> outputs{gradient.parameter};
+  for (size_t i = 0; i < states.size(); ++i) {
+    if (!states[i]) continue;
+    outputs.push_back(states[i]);
+    if (!is_half(build_[states[i]].dtype)) continue;
+    rounds = true;  // the same wherever a state is updated, and in whichever copy
+    attributes.set("stream." + std::to_string(i), int64_t(stream_of(build_[states[i]].name)));
+  }
+  if (build_[gradient.parameter].shape.size() < 2) attributes.set("weight_decay", 0.0);
+  std::vector<TensorId> inputs{gradient.parameter,
+                               gradient.tensor,
+                               build_.scalar(kStepScalar),
+                               build_.scalar(kLearningRateFactor),
+                               gradient.scale,
+                               rounds ? build_.scalar(kSeedScalar) : TensorId{}};
+  inputs.insert(inputs.end(), states.begin(), states.end());
+  build_.emit_all(kind, std::move(inputs), std::move(attributes), std::move(outputs));
+}
+
+TensorId UpdateStage::state(const Gradient& gradient, std::string_view name, Shape shape, DType dtype,
                             const std::vector<int>& follows) {
   Program& program = build_.program();
   const std::string full_name = program[program.whole(gradient.parameter)].name + "." + std::string(name);

@@ -169,8 +169,13 @@ class UpdateStage {
   // dimensions which of the parameter's it is split with (kNone: with none); a state of the parameter's shape follows
   // it in all of them. Throws Error when another state does not say, or follows a dimension of another size.
   static constexpr int kNone = -1;
-  TensorId state(const Gradient& gradient, std::string_view name, const Shape& shape, DType dtype = DType::f32,
+  TensorId state(const Gradient& gradient, std::string_view name, Shape shape, DType dtype = DType::f32,
                  const std::vector<int>& follows = {});
+  // Emits the op of a kind that register_update (optimizer.h) made: it changes the gradient's parameter and the states,
+  // in the kind's order; an invalid id is a state left out. `attributes`: learning_rate, weight_decay, which tensors of
+  // fewer than two dimensions are spared, and the kind's own.
+  void append(std::string_view kind, const Gradient& gradient, const std::vector<TensorId>& states,
+              Attributes attributes);
   // The gradient as f32, for kernels that take nothing else: converted just before its update.
   Gradient in_f32(const Gradient& gradient);
   // The type for states of a number an element that can be rounded stochastically: f32 unless a plugin asks for bf16.

@@ -1,28 +1,26 @@
 // The Adafactor optimizer as a plugin: its options, its op kind and the op for each parameter.
 // The mathematics is in adafactor_kernel.h.
-#include <cmath>
 #include <numeric>
 
 #include "plugins/adafactor/adafactor_kernel.h"
 #include "plugins/adafactor/adafactor_part.h"
 #include "plugins/adafactor/adafactor_reference.h"
+#include "strata/optimizer.h"
 #include "strata/plugin.h"
 
 namespace {
 
-using strata::Binding;
 using strata::DType;
-using strata::OpView;
 using strata::Shape;
 using strata::TensorId;
-using strata::TensorSpec;
+using strata::Update;
+using strata::UpdateView;
 using strata::adafactor::Matrices;
 using strata::adafactor::Settings;
 
-// Inputs of the op kind. Outputs: parameter, then m where there is one, then the second moment, all in place.
-enum Input { kParameter, kGradient, kStep, kFactor, kScale, kMoment, kSecond, kColumn };
-
-bool factored(const OpView& view) { return view.inputs() == 8; }
+// The second moment of a vector is one tensor; that of a matrix its rows and columns.
+enum State { kMoment, kSecond, kColumn };
+bool factored(const UpdateView& v) { return v.has_state(kColumn); }
 
 Shape row_shape(Shape shape) {
   shape.pop_back();
@@ -35,130 +33,65 @@ Shape column_shape(Shape shape, const std::vector<int64_t>& fused) {
   return shape;
 }
 
-std::vector<TensorSpec> shape(const OpView& view) {
-  bool right = view.inputs() == 7 || view.inputs() == 8;
-  for (int i : {kParameter, kGradient, kStep, kFactor, kSecond}) right = right && view.has_input(i);
-  const auto is = [&](int i, const Shape& shape, DType dtype) {
-    return view.input(i).shape == shape && view.input(i).dtype == dtype;
-  };
-  std::vector<TensorSpec> outputs;
-  if (right) {
-    const TensorSpec p{view.input(kParameter).shape, view.input(kParameter).dtype};
-    const std::vector<int64_t> fused = strata::adafactor::fused_of(view.attributes());
-    right = (p.dtype == DType::f32 || p.dtype == DType::f64) && is(kGradient, p.shape, p.dtype) &&
-            is(kStep, {1}, DType::f64) && is(kFactor, {1}, DType::f64) &&
-            (!view.has_input(kScale) || is(kScale, {1}, DType::f64)) &&
-            (!view.has_input(kMoment) || is(kMoment, p.shape, p.dtype));
-    outputs.push_back(p);
-    if (view.has_input(kMoment)) outputs.push_back(p);
-    if (right && factored(view)) {
-      right = p.shape.size() >= 2 && view.has_input(kColumn) && is(kSecond, row_shape(p.shape), p.dtype) &&
-              is(kColumn, column_shape(p.shape, fused), p.dtype);
-      if (right)
-        outputs.insert(outputs.end(), {{row_shape(p.shape), p.dtype}, {column_shape(p.shape, fused), p.dtype}});
-    } else if (right) {
-      right = is(kSecond, p.shape, p.dtype);
-      outputs.push_back(p);
-    }
-  }
-  require(right, view,
-          "parameter, gradient, the f64 (1) scalars step, factor and scale, then the first moment and the second "
-          "moment (whole, or its rows and columns)");
-  return outputs;
+bool fits(const UpdateView& v) {
+  const Shape& shape = v.parameter().shape;
+  const DType type = v.parameter().dtype;
+  if (v.states() != 3 || (v.has_state(kMoment) && !v.state_is(kMoment, shape, type))) return false;
+  if (!factored(v)) return v.state_is(kSecond, shape, type);
+  return shape.size() >= 2 && v.state_is(kSecond, row_shape(shape), type) &&
+         v.state_is(kColumn, column_shape(shape, strata::adafactor::fused_of(v.attributes())), type);
 }
 
-Matrices matrices(const OpView& view) {
-  const Shape& shape = view.input(kParameter).shape;
-  const std::vector<int64_t> fused = strata::adafactor::fused_of(view.attributes());
-  return factored(view) ? strata::adafactor::matrices_of(shape, fused)
-                        : strata::adafactor::vectors_of(strata::elements(shape), fused);
+Matrices matrices(const UpdateView& v) {
+  const Shape& shape = v.parameter().shape;
+  const std::vector<int64_t> fused = strata::adafactor::fused_of(v.attributes());
+  return factored(v) ? strata::adafactor::matrices_of(shape, fused)
+                     : strata::adafactor::vectors_of(strata::elements(shape), fused);
 }
 
-Settings settings(const Binding& b) {
-  const strata::Attributes& a = b.attributes();
-  return {.step = *b.in<double>(kStep),
-          .learning_rate = a.real("learning_rate"),
-          .factor = *b.in<double>(kFactor),
-          .scale_parameter = a.integer("scale_parameter") != 0,
-          .clip_threshold = a.real("clip_threshold"),
-          .decay = a.real("decay"),
-          .epsilon1 = a.real("epsilon1"),
-          .epsilon2 = a.real("epsilon2"),
-          .beta1 = a.real("beta1"),
-          .weight_decay = a.real("weight_decay"),
-          .gradient_scale = b.has_input(kScale) ? *b.in<double>(kScale) : 1.0};
-}
-
-// The op's arrays. States are updated in place.
-template <class T>
-struct Arrays {
-  T *parameter, *m, *second, *column;
-  const T* gradient;
-  explicit Arrays(const Binding& b) {
-    const int second_output = b.has_input(kMoment) ? 2 : 1;
-    parameter = b.out<T>(0);
-    m = b.has_input(kMoment) ? b.out<T>(1) : nullptr;
-    second = b.out<T>(second_output);
-    column = factored(b) ? b.out<T>(second_output + 1) : nullptr;
-    gradient = b.in<T>(kGradient);
-  }
-};
-
-strata::Launch bind_cpu(const Binding& b) {
-  require(b.input(kParameter).dtype == DType::f32, b, "f32 tensors on the cpu backend");
-  return [b, a = Arrays<float>(b), shape = matrices(b)] {
-    const Settings s = settings(b);
-    if (std::isnan(s.gradient_scale)) return;
-    if (factored(b))
-      update_matrix(b.threads(), a.parameter, a.gradient, a.second, a.column, a.m, shape, s, b.workspace());
+strata::Launch bind_cpu(const Update& u) {
+  return [u, shape = matrices(u)] {
+    const Settings s = strata::adafactor::settings_of(u.attributes(), u.scalars());
+    float *p = u.parameter<float>(), *second = u.state<float>(kSecond), *m = u.state<float>(kMoment);
+    if (factored(u))
+      update_matrix(u.threads(), p, u.gradient<float>(), second, u.state<float>(kColumn), m, shape, s, u.workspace());
     else
-      update_vector(b.threads(), a.parameter, a.gradient, a.second, a.m, shape, s, b.workspace());
+      update_vector(u.threads(), p, u.gradient<float>(), second, m, shape, s, u.workspace());
   };
 }
 
 template <class T>
-strata::Launch bind_reference(const Binding& b) {
-  return [b, a = Arrays<T>(b), shape = matrices(b)] {
-    if (std::isnan(settings(b).gradient_scale)) return;
-    if (factored(b))
-      strata::adafactor::reference_matrix(a.parameter, a.gradient, a.second, a.column, a.m, shape, settings(b));
+strata::Launch bind_reference(const Update& u) {
+  return [u, shape = matrices(u)] {
+    const Settings s = strata::adafactor::settings_of(u.attributes(), u.scalars());
+    T *p = u.parameter<T>(), *second = u.state<T>(kSecond), *m = u.state<T>(kMoment);
+    if (factored(u))
+      strata::adafactor::reference_matrix(p, u.gradient<T>(), second, u.state<T>(kColumn), m, shape, s);
     else
-      strata::adafactor::reference_vector(a.parameter, a.gradient, a.second, a.m, shape, settings(b));
+      strata::adafactor::reference_vector(p, u.gradient<T>(), second, m, shape, s);
   };
 }
 
-// Called when the plugin is made, not when its library is loaded: the engine checks that the library fits in between.
-void register_once() {
-  static bool done = false;
-  if (done) return;
-  done = true;
-  strata::OpKind kind;
-  kind.name = "adafactor";
-  kind.summary = "parameter, gradient, step, factor, [scale], [m], v | row, column -> parameter, [m], v | row, column";
-  kind.shape = shape;
-  // The gradient is read three times, the parameter twice and written once, the moment read and written.
-  kind.cost = [](const OpView& view) {
-    const double count = double(strata::elements(view.input(0).shape));
-    return strata::Cost{.flops = 15 * count,
-                        .bytes = (view.has_input(kMoment) ? 8 : 6) * double(view.input(0).bytes())};
-  };
-  kind.kernels["cpu"] = {bind_cpu, [](const OpView& view, int) {
-                           return factored(view)
-                                      ? strata::adafactor::matrix_workspace(matrices(view))
-                                      : strata::adafactor::vector_workspace(strata::elements(view.input(0).shape));
-                         }};
-  kind.kernels["reference"] = {[](const Binding& b) {
-                                 return b.input(0).dtype == DType::f64 ? bind_reference<double>(b)
-                                                                       : bind_reference<float>(b);
-                               },
-                               {}};
-  register_kind(std::move(kind));
-  strata::adafactor::register_part_kinds();
+int64_t workspace(const UpdateView& v, int) {
+  return factored(v) ? strata::adafactor::matrix_workspace(matrices(v))
+                     : strata::adafactor::vector_workspace(strata::elements(v.parameter().shape));
 }
+
+// The gradient is read three times, the parameter twice and written once, the moment read and written.
+double bytes(const UpdateView& v) { return (v.has_state(kMoment) ? 8 : 6) * double(v.parameter().bytes()); }
 
 class Adafactor final : public strata::Plugin {
  public:
-  Adafactor() { register_once(); }
+  Adafactor() {
+    strata::register_update({.name = "adafactor",
+                             .states = "[m of the parameter's shape], then v of it or rows and columns",
+                             .fits = fits,
+                             .flops = 15,
+                             .bytes = bytes,
+                             .cpu = {bind_cpu, workspace},
+                             .reference = {strata::by_type(bind_reference<float>, bind_reference<double>)}});
+    strata::adafactor::register_part_kinds();
+  }
 
   void options(strata::Options& o) override {
     o.add("learning_rate", settings_.learning_rate, "step size at the schedule's peak; 0: min(0.01, 1/sqrt(step))")
@@ -177,20 +110,17 @@ class Adafactor final : public strata::Plugin {
 
   void update(strata::UpdateStage& stage) override {
     strata::Builder& build = stage.build();
-    const TensorId step = build.scalar(strata::kStepScalar), factor = build.scalar(strata::kLearningRateFactor);
     for (const strata::Gradient& stored : stage.gradients()) {
       const strata::Gradient gradient = stage.in_f32(stored);
-      const Shape shape = build[gradient.parameter].shape;  // copies: adding states moves the list
-      const std::vector<int64_t> fused = build[gradient.parameter].fused;
-      const bool split = !build[gradient.parameter].layout.empty();
-      std::vector<TensorId> inputs{gradient.parameter, gradient.tensor, step, factor, gradient.scale, {}};
-      std::vector<TensorId> outputs{gradient.parameter};
-      const auto state = [&](std::string_view name, const Shape& state_shape, std::vector<int> follows = {}) {
-        outputs.push_back(stage.state(gradient, name, state_shape, DType::f32, follows));
-        return outputs.back();
-      };
-      if (settings_.beta1 > 0) inputs[kMoment] = state("adafactor.m", shape);
-      if (shape.size() >= 2) {
+      const strata::Tensor parameter = build[gradient.parameter];  // a copy: adding states moves the list
+      const Shape& shape = parameter.shape;
+      const std::vector<int64_t>& fused = parameter.fused;
+      const bool split = !parameter.layout.empty(), matrix = shape.size() >= 2;
+      if (split && !matrix)
+        throw strata::Error("Adafactor needs a vector whole, but " + parameter.name + " is split; leave it whole.");
+      const TensorId m = settings_.beta1 > 0 ? stage.state(gradient, "adafactor.m", shape) : TensorId{};
+      std::vector<TensorId> states{m};
+      if (matrix) {
         // Rows follow all dimensions but the last, columns all but the last but one.
         std::vector<int> rows(shape.size()), columns;
         std::iota(rows.begin(), rows.end(), 0);
@@ -198,10 +128,11 @@ class Adafactor final : public strata::Plugin {
         rows.pop_back();
         columns.erase(columns.end() - 2);
         if (!fused.empty()) columns.insert(columns.begin(), strata::UpdateStage::kNone);  // a row for each matrix
-        inputs.push_back(state("adafactor.row", row_shape(shape), rows));
-        inputs.push_back(state("adafactor.column", column_shape(shape, fused), columns));
+        states.push_back(stage.state(gradient, "adafactor.row", row_shape(shape), DType::f32, rows));
+        states.push_back(stage.state(gradient, "adafactor.column", column_shape(shape, fused), DType::f32, columns));
       } else {
-        inputs.push_back(state("adafactor.v", shape));
+        states.push_back(stage.state(gradient, "adafactor.v", shape));
+        states.push_back({});
       }
       strata::Attributes attributes{{"learning_rate", settings_.learning_rate},
                                     {"scale_parameter", int64_t{settings_.scale_parameter}},
@@ -210,15 +141,15 @@ class Adafactor final : public strata::Plugin {
                                     {"epsilon1", settings_.epsilon1},
                                     {"epsilon2", settings_.epsilon2},
                                     {"beta1", settings_.beta1},
-                                    {"weight_decay", shape.size() >= 2 ? settings_.weight_decay : 0.0}};
+                                    {"weight_decay", settings_.weight_decay}};
       if (!fused.empty()) attributes.set("fused", strata::adafactor::text_of(fused));
       // In reproducible runs one rank takes the sums that several would, which do not depend on who has which rows.
       const bool exact = stage.reproducible() && shape.size() == 2;
       if (exact) attributes.set("exact", int64_t{1});
       if (!split && !exact)
-        build.emit_all("adafactor", inputs, attributes, outputs);
+        stage.append("adafactor", gradient, states, std::move(attributes));
       else
-        strata::adafactor::update_part(stage, gradient, inputs, std::move(attributes));
+        strata::adafactor::update_part(stage, gradient, states, std::move(attributes));
     }
   }
 

@@ -5,7 +5,7 @@
 
 #include "cuda/bind.h"
 #include "strata/exact_sum.h"
-#include "strata/layout.h"
+#include "strata/optimizer.h"
 
 namespace strata::cuda::adafactor_kernels {
 namespace {
@@ -52,13 +52,10 @@ STRATA_DEVICE double value_at(const double* sums, int64_t i, bool exact) {
   return exact ? value_of_sum(sums + i * kExactSum) : sums[i];
 }
 
-struct Settings {
-  double learning_rate, clip_threshold, decay, epsilon1, epsilon2, beta1, weight_decay;
+struct Settings : UpdateScalars {
+  double clip_threshold, decay, epsilon1, epsilon2, beta1;
   bool scale_parameter;
-  const double *step, *factor, *scale;
-  STRATA_DEVICE double gradient_scale() const { return scale ? *scale : 1.0; }
-  STRATA_DEVICE bool skips() const { return gradient_scale() != gradient_scale(); }
-  STRATA_DEVICE double beta2() const { return 1 - pow(*step, -decay); }
+  STRATA_DEVICE double beta2() const { return 1 - pow(step(), -decay); }
 };
 
 // What is known of the whole tensor: sums of squares of the parameter and of the raw update; then what they decide.
@@ -163,7 +160,7 @@ STRATA_KERNEL add_up(const double* parameter, const double* update, Cut cut, Tot
 
 // Step size over clipping, and what the parameter keeps.
 STRATA_DEVICE void decide(const Settings& s, const Totals& t, double count, float& scale, float& keep) {
-  const double root = sqrt(t.parameter / count), relative = 1 / sqrt(*s.step);
+  const double root = sqrt(t.parameter / count), relative = 1 / sqrt(s.step());
   double rate = s.learning_rate > 0 ? s.learning_rate : relative < 1e-2 ? relative : 1e-2;
   rate *= *s.factor * (s.scale_parameter ? (root > s.epsilon2 ? root : s.epsilon2) : 1.0);
   const double beyond = sqrt(t.update / count) / s.clip_threshold;
@@ -239,56 +236,48 @@ Cut cut_of(const OpView& v, const Tensor& tensor, int64_t columns, int64_t rows_
   cut.period = cut.starts[cut.matrices];
   return cut;
 }
-bool factored(const OpView& v) { return v.inputs() == 8; }
+bool factored(const UpdateView& v) { return v.has_state(2); }
 int parts_of(int64_t rows) { return int(std::min<int64_t>(kParts, rows)); }
 
 struct Sizes {
   int64_t columns;
   Cut cut;
   int parts;
-  explicit Sizes(const OpView& v) {
-    const Shape& shape = v.input(0).shape;
+  explicit Sizes(const UpdateView& v) {
+    const Shape& shape = v.parameter().shape;
     columns = factored(v) ? shape.back() : 1;
-    cut = cut_of(v, v.input(0), columns, factored(v) ? shape[shape.size() - 2] : 0);
+    cut = cut_of(v, v.parameter(), columns, factored(v) ? shape[shape.size() - 2] : 0);
     parts = parts_of(cut.rows / cut.matrices);
   }
   int64_t totals() const { return 2 * cut.units(); }  // doubles
   int64_t doubles() const { return totals() + 2 * cut.rows + cut.matrices + cut.matrices * int64_t(parts) * columns; }
 };
 
+// `step`: the first of the op's scalars among its inputs.
 Settings settings(const Binding& b, int step) {
   const Attributes& a = b.attributes();
-  return {a.real("learning_rate"),
-          a.real("clip_threshold"),
-          a.real("decay"),
-          a.real("epsilon1"),
-          a.real("epsilon2"),
-          a.real("beta1"),
-          a.real("weight_decay"),
-          a.integer("scale_parameter") != 0,
-          b.in<double>(step),
-          b.in<double>(step + 1),
-          b.has_input(step + 2) ? b.in<double>(step + 2) : nullptr};
+  return {update_scalars(b, step),  a.real("clip_threshold"), a.real("decay"),
+          a.real("epsilon1"),       a.real("epsilon2"),       a.real("beta1"),
+          a.integer("scale_parameter") != 0};
 }
 
 const Registration kind(
     "adafactor",
     [](const Binding& b) -> Launch {
-      const Settings s = settings(b, 2);
-      const Sizes size(b);
+      const Update u(b);
+      const Settings s = settings(b, Update::kStep);
+      const Sizes size(u);
       const Cut cut = size.cut;
-      const int moment = b.has_input(5);
-      float *const p = b.out<float>(0), *const m = moment ? b.out<float>(1) : nullptr,
-                   *const second = b.out<float>(1 + moment);
-      const float* const g = b.in<float>(1);
-      auto* const totals = b.workspace<Totals>();
-      void* const queue = b.queue();
-      if (!factored(b))
+      float *const p = u.parameter<float>(), *const m = u.state<float>(0), *const second = u.state<float>(1);
+      const float* const g = u.gradient<float>();
+      auto* const totals = u.workspace<Totals>();
+      void* const queue = u.queue();
+      if (!factored(u))
         return [=] {
           launch(vector_statistics, dim3(unsigned(cut.units())), kBlock, 0, queue, p, g, second, cut, totals, s);
           launch(update_vector, dim3(blocks(cut.rows, kBlock)), kBlock, 0, queue, p, g, second, totals, m, cut, s);
         };
-      float* const column = b.out<float>(2 + moment);
+      float* const column = u.state<float>(2);
       double *const of_parameter = b.workspace<double>() + size.totals(), *const of_update = of_parameter + cut.rows,
                     *const means = of_update + cut.rows, *const parts = means + cut.matrices;
       return [=] {
@@ -305,7 +294,10 @@ const Registration kind(
         launch(update_rows, each_row, kBlock, 0, queue, p, g, second, column, means, totals, m, size.columns, cut, s);
       };
     },
-    [](const OpView& v, int) { return factored(v) ? Sizes(v).doubles() * 8 : Sizes(v).totals() * 8; });
+    [](const OpView& view, int) {
+      const UpdateView v(view);
+      return factored(v) ? Sizes(v).doubles() * 8 : Sizes(v).totals() * 8;
+    });
 
 // Where a part's sums are (Part in adafactor_part.cpp).
 struct Sums {

@@ -110,10 +110,10 @@ Decision decide(const Settings& s, double parameter_squares, double update_squar
   return {float(rate / clip), {float(1 - s.weight_decay * rate), float(s.beta1), float(1 - s.beta1)}};
 }
 
-// Hands out 64-byte aligned pieces of the workspace; with a null base it only counts.
-class Pieces {
+// Hands out 64-byte aligned parts of the workspace; with a null base it only counts.
+class Scratch {
  public:
-  explicit Pieces(void* base) : base_(static_cast<char*>(base)) {}
+  explicit Scratch(void* base) : base_(static_cast<char*>(base)) {}
   template <class T>
   T* take(int64_t count) {
     T* piece = base_ ? reinterpret_cast<T*>(base_ + used_) : nullptr;
@@ -142,16 +142,16 @@ struct MatrixScratch {
   Decision* decisions;
   int64_t chunks, bytes;
   MatrixScratch(const Matrices& shape, void* base) {
-    Pieces pieces(base);
+    Scratch scratch(base);
     chunks = 0;
     for (const Member& matrix : shape.members) chunks = std::max(chunks, Chunks(matrix).count);
-    column_sums = pieces.take<float>(chunks * shape.columns);
-    row_factor = pieces.take<float>(shape.rows);
-    column_factor = pieces.take<float>(shape.count() * shape.columns);
-    parameter_squares = pieces.take<double>(shape.count() * chunks);
-    update_squares = pieces.take<double>(shape.count() * chunks);
-    decisions = pieces.take<Decision>(shape.count());
-    bytes = pieces.used();
+    column_sums = scratch.take<float>(chunks * shape.columns);
+    row_factor = scratch.take<float>(shape.rows);
+    column_factor = scratch.take<float>(shape.count() * shape.columns);
+    parameter_squares = scratch.take<double>(shape.count() * chunks);
+    update_squares = scratch.take<double>(shape.count() * chunks);
+    decisions = scratch.take<Decision>(shape.count());
+    bytes = scratch.used();
   }
 };
 
@@ -269,12 +269,12 @@ void update_matrix(Threads& threads, float* parameter, const float* gradient, fl
 }
 
 int64_t vector_workspace(int64_t count) {
-  Pieces pieces(nullptr);
+  Scratch scratch(nullptr);
   const int64_t chunks = (count + kVectorChunk - 1) / kVectorChunk;
-  pieces.take<float>(count);
-  pieces.take<double>(chunks);
-  pieces.take<double>(chunks);
-  return pieces.used();
+  scratch.take<float>(count);
+  scratch.take<double>(chunks);
+  scratch.take<double>(chunks);
+  return scratch.used();
 }
 
 namespace {
@@ -308,11 +308,11 @@ void update_vector(Threads& threads, float* parameter, const float* gradient, fl
                    const Settings& s, void* workspace) {
   if (shape.apart) return update_fused(parameter, gradient, v, m, shape, s, static_cast<float*>(workspace));
   const int64_t count = shape.rows;
-  Pieces pieces(workspace);
+  Scratch scratch(workspace);
   const int64_t chunks = (count + kVectorChunk - 1) / kVectorChunk;
-  float* factor = pieces.take<float>(count);
-  double* parameter_squares = pieces.take<double>(chunks);
-  double* update_squares = pieces.take<double>(chunks);
+  float* factor = scratch.take<float>(count);
+  double* parameter_squares = scratch.take<double>(chunks);
+  double* update_squares = scratch.take<double>(chunks);
   const double b = beta2(s), scale = s.gradient_scale;
   const auto size = [&](int64_t chunk) { return std::min(kVectorChunk, count - chunk * kVectorChunk); };
   threads.each(chunks, [&](int64_t chunk) {

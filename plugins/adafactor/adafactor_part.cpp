@@ -7,7 +7,6 @@
 #include <cmath>
 #include <sstream>
 
-#include "plugins/adafactor/adafactor_kernel.h"
 #include "strata/exact_sum.h"
 #include "strata/layout.h"
 #include "strata/simd.h"
@@ -15,24 +14,8 @@
 namespace strata::adafactor {
 namespace {
 
-Settings settings(const Attributes& a, double step, double factor, const double* scale) {
-  return {.step = step,
-          .learning_rate = a.real("learning_rate"),
-          .factor = factor,
-          .scale_parameter = a.integer("scale_parameter") != 0,
-          .clip_threshold = a.real("clip_threshold"),
-          .decay = a.real("decay"),
-          .epsilon1 = a.real("epsilon1"),
-          .epsilon2 = a.real("epsilon2"),
-          .beta1 = a.real("beta1"),
-          .weight_decay = a.real("weight_decay"),
-          .gradient_scale = scale ? *scale : 1.0};
-}
-
-template <class T>
-Settings settings(const Binding& b, int step) {
-  return settings(b.attributes(), *b.in<double>(step), *b.in<double>(step + 1), b.in<double>(step + 2));
-}
+// `step`: the first of the op's scalars among its inputs.
+Settings settings(const Binding& b, int step) { return settings_of(b.attributes(), update_scalars(b, step)); }
 
 // The rows that are here, of the matrices that the whole tensor is, and where in the sums what is of each.
 struct Part {
@@ -101,7 +84,7 @@ constexpr int64_t kNumbers = int64_t{1} << 20;
 template <class T>
 Launch bind_statistics(const Binding& b) {
   return [b, part = Part(b, b.input(1))] {
-    const Settings s = settings<T>(b, 3);
+    const Settings s = settings(b, 3);
     const T *parameter = b.in<T>(0), *gradient = b.in<T>(1);
     T* row = b.out<T>(0);
     const Sums sums{b.out<double>(1), part.digits};
@@ -153,7 +136,7 @@ Launch bind_statistics(const Binding& b) {
 template <class T>
 Launch bind_update_squares(const Binding& b) {
   return [b, part = Part(b, b.input(0))] {
-    const Settings s = settings<T>(b, 4);
+    const Settings s = settings(b, 4);
     const T *gradient = b.in<T>(0), *row = b.in<T>(1);
     T* column = b.out<T>(0);
     const double *sum = b.in<double>(3), decay = beta2(s);
@@ -204,7 +187,7 @@ struct Decision {
 template <class T>
 Launch bind_apply(const Binding& b) {
   return [b, part = Part(b, b.input(1))] {
-    const Settings s = settings<T>(b, 7);
+    const Settings s = settings(b, 7);
     T *parameter = b.out<T>(0), *m = b.has_input(4) ? b.out<T>(1) : nullptr;
     const T *gradient = b.in<T>(1), *row = b.in<T>(2), *column = b.in<T>(3);
     if (std::isnan(s.gradient_scale)) return;
@@ -241,6 +224,20 @@ TensorSpec like(const Tensor& tensor) { return {tensor.shape, tensor.dtype}; }
 TensorSpec sums(int64_t count, const Part& part) { return {{count * part.digits}, DType::f64}; }
 
 }  // namespace
+
+Settings settings_of(const Attributes& a, const UpdateScalars& scalars) {
+  return {.step = scalars.step(),
+          .learning_rate = scalars.learning_rate,
+          .factor = *scalars.factor,
+          .scale_parameter = a.integer("scale_parameter") != 0,
+          .clip_threshold = a.real("clip_threshold"),
+          .decay = a.real("decay"),
+          .epsilon1 = a.real("epsilon1"),
+          .epsilon2 = a.real("epsilon2"),
+          .beta1 = a.real("beta1"),
+          .weight_decay = scalars.weight_decay,
+          .gradient_scale = scalars.gradient_scale()};
+}
 
 std::string text_of(const std::vector<int64_t>& fused) {
   std::string text;
@@ -281,11 +278,12 @@ void register_part_kinds() {
       bind_apply<float>, bind_apply<double>);
 }
 
-void update_part(UpdateStage& stage, const Gradient& gradient, const std::vector<TensorId>& inputs,
+void update_part(UpdateStage& stage, const Gradient& gradient, const std::vector<TensorId>& states,
                  Attributes attributes) {
   Builder& build = stage.build();
-  const TensorId parameter = inputs[0], g = inputs[1], step = inputs[2], factor = inputs[3], scale = inputs[4],
-                 m = inputs[5], row = inputs[6], column = inputs[7];
+  const TensorId parameter = gradient.parameter, g = gradient.tensor, scale = gradient.scale,
+                 step = build.scalar(kStepScalar), factor = build.scalar(kLearningRateFactor);
+  const TensorId m = states[0], row = states[1], column = states[2];
   const auto statistics =
       build.emit_all("adafactor_statistics", {parameter, g, row, step, factor, scale}, attributes, {row, {}});
   const TensorId sums = stage.sum_over_parts(gradient, statistics[1]);

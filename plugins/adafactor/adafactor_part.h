@@ -2,7 +2,8 @@
 // between. Reproducible runs do all matrices so, on any number of ranks: with the attribute "exact" the sums are exact
 // (strata/exact_sum.h), so that it does not matter which rank has which rows.
 #pragma once
-#include "strata/stages.h"
+#include "plugins/adafactor/adafactor_kernel.h"
+#include "strata/optimizer.h"
 
 namespace strata::adafactor {
 
@@ -12,8 +13,11 @@ void register_part_kinds();
 std::string text_of(const std::vector<int64_t>& fused);
 std::vector<int64_t> fused_of(const Attributes& attributes);
 
-// `inputs` and `attributes` are those of the kind "adafactor" for a factored parameter.
-void update_part(UpdateStage& stage, const Gradient& gradient, const std::vector<TensorId>& inputs,
+// What an op of any of the kinds has been told, and what the step adds.
+Settings settings_of(const Attributes& attributes, const UpdateScalars& scalars);
+
+// `states` (m, rows and columns) and `attributes` are those of the kind "adafactor" for a factored parameter.
+void update_part(UpdateStage& stage, const Gradient& gradient, const std::vector<TensorId>& states,
                  Attributes attributes);
 
 }  // namespace strata::adafactor

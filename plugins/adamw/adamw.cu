@@ -2,17 +2,15 @@
 // and sum is rounded as on the CPU, so that an update gives the same bits beside offloaded states as on the device.
 #include "cuda/bind.h"
 #include "cuda/philox.h"
-#include "strata/layout.h"
-#include "strata/random.h"
+#include "strata/optimizer.h"
 
 namespace strata::cuda::adamw_kernels {
 namespace {
 
 constexpr int kBlock = 256, kEach = 8;
 
-struct Settings {
-  double beta1, beta2, epsilon, learning_rate, weight_decay;
-  const double *step, *factor, *scale, *seed;
+struct Settings : UpdateScalars {
+  double beta1, beta2, epsilon;
   uint64_t m_stream, v_stream;
   GlobalIndex global;
 };
@@ -34,12 +32,11 @@ STRATA_DEVICE bf16 round_stochastically(float x, uint64_t seed, uint64_t stream,
 template <class Gradient, class Moment>
 STRATA_KERNEL update(float* parameter, const Gradient* gradient, Moment* m, Moment* v, int64_t count, Settings s) {
   const int64_t i = (int64_t(blockIdx.x) * kBlock + threadIdx.x) * kEach;
-  const double scale = s.scale ? *s.scale : 1.0;
-  if (i >= count || scale != scale) return;  // NaN: the step overflowed
-  const double step = *s.step, rate = s.learning_rate * *s.factor;
+  if (i >= count || s.skips()) return;
+  const double step = s.step(), rate = s.rate();
   const float step_size = float(rate / (1 - pow(s.beta1, step))), root = float(1 / sqrt(1 - pow(s.beta2, step)));
   const float decay = float(1 - rounded_product(rate, s.weight_decay)), weight1 = float(1 - s.beta1), weight2 = float(1 - s.beta2),
-              beta2 = float(s.beta2), epsilon = float(s.epsilon), factor = float(scale);
+              beta2 = float(s.beta2), epsilon = float(s.epsilon), factor = float(s.gradient_scale());
   float p[kEach], g[kEach], first[kEach], second[kEach];
   load(static_cast<const float*>(parameter), i, count, p);
   load(gradient, i, count, g);
@@ -55,10 +52,10 @@ STRATA_KERNEL update(float* parameter, const Gradient* gradient, Moment* m, Mome
   }
   store(parameter, i, count, p);
   if constexpr (sizeof(Moment) == 2) {
-    const uint64_t seed = uint64_t(*s.seed), of_step = uint64_t(step) * 0x9E3779B97F4A7C15ull;
+    const uint64_t seed = s.seed(), m_stream = s.in_step(s.m_stream), v_stream = s.in_step(s.v_stream);
     for (int e = 0; e < kEach && i + e < count; ++e) {
-      m[i + e] = round_stochastically(first[e], seed, s.m_stream ^ of_step, s.global(i + e));
-      v[i + e] = round_stochastically(second[e], seed, s.v_stream ^ of_step, s.global(i + e));
+      m[i + e] = round_stochastically(first[e], seed, m_stream, s.global(i + e));
+      v[i + e] = round_stochastically(second[e], seed, v_stream, s.global(i + e));
     }
   } else {
     store(m, i, count, first);
@@ -67,29 +64,20 @@ STRATA_KERNEL update(float* parameter, const Gradient* gradient, Moment* m, Mome
 }
 
 const Registration kind("adamw", [](const Binding& b) -> Launch {
-  const Attributes& a = b.attributes();
-  Settings s{a.real("beta1"),
-             a.real("beta2"),
-             a.real("epsilon"),
-             a.real("learning_rate"),
-             a.real("weight_decay"),
-             b.in<double>(4),
-             b.in<double>(5),
-             b.has_input(6) ? b.in<double>(6) : nullptr,
-             b.has_input(7) ? b.in<double>(7) : nullptr,
-             uint64_t(a.integer("m_stream", 0)),
-             uint64_t(a.integer("v_stream", 0)),
-             GlobalIndex(b.input(0))};
-  return with_type(b.input(1).dtype, [&](auto zero) -> Launch {
+  const Update u(b);
+  const Attributes& a = u.attributes();
+  const Settings s{u.scalars(),      a.real("beta1"), a.real("beta2"), a.real("epsilon"), u.stream(0),
+                   u.stream(1), GlobalIndex(u.parameter())};
+  return with_type(u.gradient().dtype, [&](auto zero) -> Launch {
     using Gradient = decltype(zero);
     const auto bind = [&](auto moment) -> Launch {
       using Moment = decltype(moment);
-      return [=, p = b.out<float>(0), g = b.in<Gradient>(1), m = b.out<Moment>(1), v = b.out<Moment>(2),
-              n = count(b.input(0)), queue = b.queue()] {
+      return [=, p = u.parameter<float>(), g = u.gradient<Gradient>(), m = u.state<Moment>(0), v = u.state<Moment>(1),
+              n = u.count(), queue = u.queue()] {
         launch(update<Gradient, Moment>, dim3(blocks(n, kBlock * kEach)), kBlock, 0, queue, p, g, m, v, n, s);
       };
     };
-    return b.input(2).dtype == DType::f32 ? bind(float{}) : bind(bf16{});
+    return u.state(0).dtype == DType::f32 ? bind(float{}) : bind(bf16{});
   });
 });
 

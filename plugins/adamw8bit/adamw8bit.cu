@@ -2,6 +2,7 @@
 // mathematics is in adamw8bit_kernel.h.
 #include "cuda/bind.h"
 #include "plugins/adamw8bit/adamw8bit_codec.h"
+#include "strata/optimizer.h"
 
 namespace strata::cuda::adamw8bit_kernels {
 namespace {
@@ -9,23 +10,21 @@ namespace {
 using namespace strata::adamw8bit;
 constexpr int kBlock = 256;
 
-struct Settings {
-  double beta1, beta2, epsilon, learning_rate, weight_decay;
-  const double *step, *factor, *scale;
+struct Settings : UpdateScalars {
+  double beta1, beta2, epsilon;
 };
 
 STRATA_KERNEL update(float* parameter, const float* gradient, uint8_t* m, float* m_scale, uint8_t* v, float* v_scale,
                      int64_t columns, int64_t of_row, Settings s) {
   __shared__ float scratch[32];
-  const double scale = s.scale ? *s.scale : 1.0;
-  if (scale != scale) return;  // the step overflowed
+  if (s.skips()) return;
   const int64_t block = blockIdx.x, in_row = block % of_row * kBlock + threadIdx.x,
                 i = block / of_row * columns + in_row;
   const bool there = in_row < columns;
-  const double step = *s.step, rate = s.learning_rate * *s.factor;
+  const double step = s.step(), rate = s.rate();
   float first = 0, second = 0;
   if (there) {
-    const float g = gradient[i] * float(scale);
+    const float g = gradient[i] * float(s.gradient_scale());
     first = code_value(m[i], 1, true) * m_scale[block];
     second = code_value(v[i], 2, false) * v_scale[block];
     first += float(1 - s.beta1) * (g - first);
@@ -46,13 +45,12 @@ STRATA_KERNEL update(float* parameter, const float* gradient, uint8_t* m, float*
 }
 
 const Registration kind("adamw_8bit", [](const Binding& b) -> Launch {
-  const Attributes& a = b.attributes();
-  const Settings s{
-      a.real("beta1"),        a.real("beta2"), a.real("epsilon"), a.real("learning_rate"),
-      a.real("weight_decay"), b.in<double>(6), b.in<double>(7),   b.has_input(8) ? b.in<double>(8) : nullptr};
-  const int64_t rows = b.input(0).shape.size() > 1 ? b.input(0).shape[0] : 1, columns = count(b.input(0)) / rows;
-  return [=, p = b.out<float>(0), g = b.in<float>(1), m = b.out<uint8_t>(1), ms = b.out<float>(2),
-          v = b.out<uint8_t>(3), vs = b.out<float>(4), queue = b.queue()] {
+  const Update u(b);
+  const Attributes& a = u.attributes();
+  const Settings s{u.scalars(), a.real("beta1"), a.real("beta2"), a.real("epsilon")};
+  const int64_t rows = u.parameter().shape.size() > 1 ? u.parameter().shape[0] : 1, columns = u.count() / rows;
+  return [=, p = u.parameter<float>(), g = u.gradient<float>(), m = u.state<uint8_t>(0), ms = u.state<float>(1),
+          v = u.state<uint8_t>(2), vs = u.state<float>(3), queue = u.queue()] {
     const int64_t of_row = (columns + kBlock - 1) / kBlock;
     launch(update, dim3(unsigned(rows * of_row)), kBlock, 0, queue, p, g, m, ms, v, vs, columns, of_row, s);
   };

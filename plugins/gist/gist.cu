@@ -150,13 +150,15 @@ STRATA_KERNEL convert(const From* from, To* to, int64_t count) {
   store(to, first, count, v);
 }
 
-// Calls body(Code{}) with the format that the op names.
+// Calls body(T{}, Code{}) with the type of the tensor that is coded and the format that the op names.
 template <class Body>
-Launch with_format(const Binding& b, Body&& body) {
-  const std::string name = b.attributes().string("format");
-  if (name == "e4m3") return body(E4M3{});
-  if (name == "e5m2") return body(E5M2{});
-  return body(Int8{});
+Launch with_codes(const Binding& b, const Tensor& coded, Body&& body) {
+  return with_type(coded.dtype, [&](auto zero) -> Launch {
+    const std::string name = b.attributes().string("format");
+    if (name == "e4m3") return body(zero, E4M3{});
+    if (name == "e5m2") return body(zero, E5M2{});
+    return body(zero, Int8{});
+  });
 }
 
 const Registration kinds[] = {
@@ -206,28 +208,24 @@ const Registration kinds[] = {
      }},
     {"gist_8bit_encode",
      [](const Binding& b) {
-       return with_type(b.input(0).dtype, [&](auto zero) -> Launch {
-         return with_format(b, [&](auto code) -> Launch {
-           using T = decltype(zero);
-           using Code = decltype(code);
-           return [=, x = b.in<T>(0), codes = b.out<uint8_t>(0), scales = b.out<float>(1), n = count(b.input(0)),
-                   queue = b.queue()] {
-             launch(encode_8bit<Code, T>, dim3(blocks(n, kBlock)), kBlock, 0, queue, x, n, codes, scales);
-           };
-         });
+       return with_codes(b, b.input(0), [&](auto zero, auto code) -> Launch {
+         using T = decltype(zero);
+         using Code = decltype(code);
+         return [=, x = b.in<T>(0), codes = b.out<uint8_t>(0), scales = b.out<float>(1), n = count(b.input(0)),
+                 queue = b.queue()] {
+           launch(encode_8bit<Code, T>, dim3(blocks(n, kBlock)), kBlock, 0, queue, x, n, codes, scales);
+         };
        });
      }},
     {"gist_8bit_decode",
      [](const Binding& b) {
-       return with_type(b.output(0).dtype, [&](auto zero) -> Launch {
-         return with_format(b, [&](auto code) -> Launch {
-           using T = decltype(zero);
-           using Code = decltype(code);
-           return [=, codes = b.in<uint8_t>(0), scales = b.in<float>(1), x = b.out<T>(0), n = count(b.output(0)),
-                   queue = b.queue()] {
-             launch(decode_8bit<Code, T>, dim3(blocks(n, kBlock)), kBlock, 0, queue, codes, scales, n, x);
-           };
-         });
+       return with_codes(b, b.output(0), [&](auto zero, auto code) -> Launch {
+         using T = decltype(zero);
+         using Code = decltype(code);
+         return [=, codes = b.in<uint8_t>(0), scales = b.in<float>(1), x = b.out<T>(0), n = count(b.output(0)),
+                 queue = b.queue()] {
+           launch(decode_8bit<Code, T>, dim3(blocks(n, kBlock)), kBlock, 0, queue, codes, scales, n, x);
+         };
        });
      }},
     {"gist_bf16_encode",

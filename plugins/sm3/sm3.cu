@@ -1,23 +1,21 @@
 // SM3 on the GPU: a block of threads a row, largest numbers of columns by atomic maxima, whose order does not matter;
 // the mathematics is in sm3_kernel.h.
 #include "cuda/bind.h"
+#include "strata/optimizer.h"
 
 namespace strata::cuda::sm3_kernels {
 namespace {
 
 constexpr int kBlock = 256;
 
-struct Settings {
-  double learning_rate, momentum, epsilon, weight_decay;
-  const double *factor, *scale;
-  STRATA_DEVICE bool skips() const { return scale && *scale != *scale; }
+struct Settings : UpdateScalars {
+  double momentum, epsilon;
   // One element; returns nu.
-  STRATA_DEVICE float step(float bound, float gradient, float& parameter, float* m) const {
-    const double rate = learning_rate * *factor;
-    const float g = gradient * float(scale ? *scale : 1.0), nu = bound + g * g;
+  STRATA_DEVICE float change(float bound, float gradient, float& parameter, float* m) const {
+    const float g = gradient * float(gradient_scale()), nu = bound + g * g;
     float u = nu > 0 ? g / sqrtf(nu + float(epsilon)) : 0.0f;
     if (m) u = *m = float(momentum) * *m + float(1 - momentum) * u;
-    parameter = parameter * float(1 - rate * weight_decay) - float(rate) * u;
+    parameter = parameter * float(1 - rate() * weight_decay) - float(rate()) * u;
     return nu;
   }
 };
@@ -36,7 +34,7 @@ STRATA_KERNEL rows(float* parameter, const float* gradient, float* row, const fl
   float top = 0;
   for (int64_t j = threadIdx.x; j < columns; j += kBlock) {
     const int64_t i = r * columns + j;
-    const float nu = s.step(bound < column[j] ? bound : column[j], gradient[i], parameter[i], m ? m + i : nullptr);
+    const float nu = s.change(bound < column[j] ? bound : column[j], gradient[i], parameter[i], m ? m + i : nullptr);
     top = nu > top ? nu : top;
     atomic_max(largest + j, nu);
   }
@@ -51,21 +49,19 @@ STRATA_KERNEL keep(const float* largest, float* column, int64_t columns, Setting
 
 STRATA_KERNEL vector(float* parameter, const float* gradient, float* accumulator, float* m, int64_t count, Settings s) {
   const int64_t i = int64_t(blockIdx.x) * kBlock + threadIdx.x;
-  if (i < count && !s.skips()) accumulator[i] = s.step(accumulator[i], gradient[i], parameter[i], m ? m + i : nullptr);
+  if (i < count && !s.skips()) accumulator[i] = s.change(accumulator[i], gradient[i], parameter[i], m ? m + i : nullptr);
 }
 
-int64_t columns_of(const OpView& v) { return v.has_input(3) ? v.input(3).shape[0] : 0; }
+int64_t columns_of(const UpdateView& v) { return v.has_state(1) ? v.state(1).shape[0] : 0; }
 
 const Registration kind(
     "sm3",
     [](const Binding& b) -> Launch {
-      const Attributes& a = b.attributes();
-      const Settings s{a.real("learning_rate"), a.real("momentum"), a.real("epsilon"),
-                       a.real("weight_decay"),  b.in<double>(5),    b.has_input(6) ? b.in<double>(6) : nullptr};
-      const auto state = [&](int i) { return b.has_input(i) ? const_cast<float*>(b.in<float>(i)) : nullptr; };
-      return [=, p = b.out<float>(0), g = b.in<float>(1), row = state(2), column = state(3), m = state(4),
-              count_of_rows = b.input(2).shape[0], columns = columns_of(b), largest = b.workspace<float>(),
-              queue = b.queue()] {
+      const Update u(b);
+      const Settings s{u.scalars(), u.attributes().real("momentum"), u.attributes().real("epsilon")};
+      return [=, p = u.parameter<float>(), g = u.gradient<float>(), row = u.state<float>(0), column = u.state<float>(1),
+              m = u.state<float>(2), count_of_rows = u.state(0).shape[0], columns = columns_of(u),
+              largest = u.workspace<float>(), queue = u.queue()] {
         if (!column)
           return launch(vector, dim3(blocks(count_of_rows, kBlock)), kBlock, 0, queue, p, g, row, m, count_of_rows, s);
         const dim3 across(blocks(columns, kBlock));
@@ -74,7 +70,7 @@ const Registration kind(
         launch(keep, across, kBlock, 0, queue, largest, column, columns, s);
       };
     },
-    [](const OpView& v, int) { return columns_of(v) * 4; });
+    [](const OpView& v, int) { return columns_of(UpdateView(v)) * 4; });
 
 }  // namespace
 }  // namespace strata::cuda::sm3_kernels
