@@ -150,7 +150,11 @@ TEST(Communicator, ReducesOtherTypes) {
     std::vector<uint16_t> h(40000, world.rank() == 0 ? 0x3f80 : 0x3b80);
     group->all_reduce({{reinterpret_cast<std::byte*>(h.data()), 80000}}, DType::bf16);
     EXPECT_EQ(h[39999], 0x3f81);
-    EXPECT_THROW(group->all_reduce({{reinterpret_cast<std::byte*>(h.data()), 2}}, DType::f16), Error);
+    // f16: 1 + 2^-11 + 2^-11 = 1 + 2^-10 likewise.
+    std::vector<uint16_t> f(40000, world.rank() == 0 ? 0x3c00 : 0x1000);
+    group->all_reduce({{reinterpret_cast<std::byte*>(f.data()), 80000}}, DType::f16);
+    EXPECT_EQ(f[39999], 0x3c01);
+    EXPECT_THROW(group->all_reduce({{reinterpret_cast<std::byte*>(h.data()), 2}}, DType::u8), Error);
   });
 }
 

@@ -29,6 +29,7 @@
 #include <thread>
 
 #include "comm/reduce.h"
+#include "strata/convert.h"
 #include "strata/error.h"
 
 namespace strata {
@@ -359,9 +360,9 @@ class Fabric final : public Communicator {
     finish(slot ^ 1);
   }
 
-  // Whether steps of pairs are worth it, and give the tree's bits: bf16 is to be rounded once.
+  // Whether steps of pairs are worth it, and give the tree's bits: 16 bits are to be rounded once.
   bool many(DType dtype) const {
-    return size() > options_.direct && (size() & (size() - 1)) == 0 && dtype != DType::bf16;
+    return size() > options_.direct && (size() & (size() - 1)) == 0 && !is_half(dtype);
   }
 
   // Sends to and receives from one rank each, and a step is over.

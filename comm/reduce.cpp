@@ -6,6 +6,7 @@
 #include <cstring>
 #include <vector>
 
+#include "strata/convert.h"
 #include "strata/simd.h"
 #include "strata/error.h"
 
@@ -67,6 +68,20 @@ void reduce(std::span<const std::byte* const> in, std::byte* out, int64_t count,
   }
 }
 
+// 16 bits: widened, summed in f32 through the whole tree, rounded once.
+void reduce_f16(std::span<const std::byte* const> in, std::byte* out, int64_t count, Reduction reduction) {
+  std::vector<std::vector<float>> wide(in.size(), std::vector<float>(kBlock));
+  std::vector<const std::byte*> pointers;
+  for (const auto& block : wide) pointers.push_back(reinterpret_cast<const std::byte*>(block.data()));
+  std::vector<float> sum(kBlock);
+  for (int64_t i = 0; i < count; i += kBlock) {
+    const int64_t n = std::min(kBlock, count - i);
+    for (size_t r = 0; r < in.size(); ++r) to_f32(DType::f16, in[r] + i * 2, wide[r].data(), n);
+    reduce<float>(pointers, reinterpret_cast<std::byte*>(sum.data()), n, reduction);
+    from_f32(DType::f16, sum.data(), out + i * 2, n);
+  }
+}
+
 void reduce_bf16(std::span<const std::byte* const> in, std::byte* out, int64_t count, Reduction reduction) {
   std::vector<std::vector<float>> wide(in.size(), std::vector<float>(kBlock));
   std::vector<const std::byte*> pointers;
@@ -111,8 +126,10 @@ void reduce_tree(std::span<const std::byte* const> in, std::byte* out, int64_t b
       return reduce<int32_t>(in, out, count, reduction);
     case DType::bf16:
       return reduce_bf16(in, out, count, reduction);
+    case DType::f16:
+      return reduce_f16(in, out, count, reduction);
     default:
-      throw Error("a reduction over ranks takes f32, f64, bf16 or i32, not " + std::string(name_of(dtype)) + ".",
+      throw Error("a reduction over ranks takes f32, f64, bf16, f16 or i32, not " + std::string(name_of(dtype)) + ".",
                   ExitCode::failed);
   }
 }

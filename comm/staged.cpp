@@ -17,6 +17,9 @@ class Staged final : public Communicator {
   int rank() const override { return inner_->rank(); }
   int size() const override { return inner_->size(); }
   void copy_bytes(void* to, const void* from, int64_t bytes) override { device_.copy(to, from, bytes); }
+  void copy_rows(void* to, int64_t to_step, const void* from, int64_t from_step, int64_t bytes, int64_t rows) override {
+    if (bytes > 0 && rows > 0) device_.copy_rows(to, to_step, from, from_step, bytes, rows);
+  }
 
   void all_reduce(const Pieces& data, DType dtype, Reduction reduction) override {
     const int64_t room = kChunk * size();

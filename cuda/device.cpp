@@ -106,6 +106,11 @@ class CudaDevice final : public Device {
     must(cudaMemcpy(to, from, size_t(bytes), cudaMemcpyDefault), "cannot copy to or from the CUDA device");
   }
 
+  void copy_rows(void* to, int64_t to_step, const void* from, int64_t from_step, int64_t bytes, int64_t rows) override {
+    use();
+    must(cudaMemcpy2D(to, size_t(to_step), from, size_t(from_step), size_t(bytes), size_t(rows), cudaMemcpyDefault),
+         "cannot copy to or from the CUDA device");
+  }
   void copy(void* to, const void* from, int64_t bytes, Stream stream) override {
     must(cudaMemcpyAsync(to, from, size_t(bytes), cudaMemcpyDefault, streams_[size_t(stream)]),
          "cannot copy to or from the CUDA device");
@@ -154,8 +159,8 @@ class CudaDevice final : public Device {
     return true;
   }
   std::unique_ptr<Communicator> group(World& world, const std::string& name, const std::vector<int>& members,
-                                      double timeout_seconds) override {
-    return nccl_group(world, name, members, index_, queue(Stream::exchange), timeout_seconds);
+                                      Stream stream, double timeout_seconds) override {
+    return nccl_group(world, name, members, index_, queue(stream), timeout_seconds);
   }
 
   // The compute stream is the graph's trunk; the others join through events.

@@ -207,6 +207,12 @@ class NcclGroup final : public Communicator {
     must_copy(cudaMemcpyAsync(to, from, size_t(bytes), cudaMemcpyDefault, queue_));
   }
 
+  void copy_rows(void* to, int64_t to_step, const void* from, int64_t from_step, int64_t bytes, int64_t rows) override {
+    if (bytes > 0 && rows > 0)
+      must_copy(cudaMemcpy2DAsync(to, size_t(to_step), from, size_t(from_step), size_t(bytes), size_t(rows),
+                                  cudaMemcpyDefault, queue_));
+  }
+
   void watch() override {
     const uint32_t begun = progress_[0], done = progress_[1];
     const auto now = Clock::now();

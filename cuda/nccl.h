@@ -1,4 +1,4 @@
-// Groups of ranks over NCCL (developer.nvidia.com/nccl): operations go into the exchange stream's queue, and into
+// Groups of ranks over NCCL (developer.nvidia.com/nccl): operations go into the queue of a stream of exchanges, and into
 // graphs.
 #pragma once
 #include <cstdint>

@@ -69,6 +69,7 @@ strata::DType dtype_of(ncclDataType_t type) {
   return type == ncclFloat32    ? strata::DType::f32
          : type == ncclFloat64  ? strata::DType::f64
          : type == ncclBfloat16 ? strata::DType::bf16
+         : type == ncclFloat16  ? strata::DType::f16
                                 : strata::DType::i32;
 }
 

@@ -308,6 +308,28 @@ cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind)
   runtime.touch(false);
   return cudaSuccess;
 }
+namespace {
+void copy_2d(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t height) {
+  for (size_t row = 0; row < height; ++row)
+    std::memcpy(static_cast<char*>(to) + row * to_pitch, static_cast<const char*>(from) + row * from_pitch, width);
+}
+}  // namespace
+cudaError_t cudaMemcpy2D(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t height,
+                         cudaMemcpyKind) {
+  STRATA_LOCKED();
+  if (width > to_pitch || width > from_pitch) return cudaErrorInvalidValue;
+  if (runtime.capturing()) return runtime.give(cudaErrorStreamCaptureUnsupported);
+  runtime.touch(true);
+  copy_2d(to, to_pitch, from, from_pitch, width, height);
+  runtime.touch(false);
+  return cudaSuccess;
+}
+cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width,
+                              size_t height, cudaMemcpyKind, cudaStream_t stream) {
+  if (width > to_pitch || width > from_pitch) return cudaErrorInvalidValue;
+  strata::cuda::enqueue(stream, [=] { copy_2d(to, to_pitch, from, from_pitch, width, height); });
+  return cudaSuccess;
+}
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
   strata::cuda::enqueue(stream, [=] { std::memcpy(to, from, bytes); });
   return cudaSuccess;

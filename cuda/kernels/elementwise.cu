@@ -105,5 +105,12 @@ const Registration scalars("multiply_scalars", [](const Binding& b) -> Launch {
   };
 });
 
+STRATA_KERNEL mark_overflow(const double* x, double* mark) { *mark = *x != *x ? *x : 1.0; }
+const Registration marks("overflow_mark", [](const Binding& b) -> Launch {
+  return [x = b.in<double>(0), out = b.out<double>(0), queue = b.queue()] {
+    launch(mark_overflow, dim3(1), 1, 0, queue, x, out);
+  };
+});
+
 }  // namespace
 }  // namespace strata::cuda::elementwise_kernels

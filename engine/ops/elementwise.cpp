@@ -123,6 +123,21 @@ void register_multiply_scalars() {
                  .kernels = {{"cpu", product}, {"reference", product}}});
 }
 
+void register_overflow_mark() {
+  const Kernel mark{
+      [](const Binding& b) -> Launch {
+        return [b] { *b.out<double>(0) = std::isnan(*b.in<double>(0)) ? *b.in<double>(0) : 1; };
+      },
+      {}};
+  register_kind({.name = "overflow_mark",
+                 .summary = "f64 scalar -> NaN where it is NaN, otherwise 1",
+                 .shape = [](const OpView& v) -> std::vector<TensorSpec> {
+                   require(v.inputs() == 1 && v.has_input(0) && is_scalar(v.input(0)), v, "a f64 (1) scalar");
+                   return {like(v.input(0))};
+                 },
+                 .kernels = {{"cpu", mark}, {"reference", mark}}});
+}
+
 void register_clamp() {
   register_kind({.name = "clamp",
                  .summary = "x (…) cut to [-limit, limit]",
@@ -236,6 +251,7 @@ const AtLoad registered([] {
   register_add();
   register_scale();
   register_multiply_scalars();
+  register_overflow_mark();
   register_clamp();
   register_gelu();
   register_gelu_gradient();

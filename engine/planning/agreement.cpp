@@ -43,6 +43,8 @@ std::string described(const Program& program, const Op& op) {
 
 // The steps of all ranks at once: each goes on until it comes to an exchange to which not all members have come.
 class Job {
+  using Place = std::pair<int, Stream>;  // a rank and one of its streams
+
  public:
   explicit Job(std::span<const RankExchanges> ranks) : ranks_(ranks), arrived_(ranks.size()) {
     for (size_t r = 0; r < ranks.size(); ++r) {
@@ -84,12 +86,11 @@ class Job {
 
   // The rank comes to an exchange; it ends with the last member.
   void arrive(size_t rank, const ExchangeStep& step, std::vector<size_t>& awake) {
-    const size_t stream = size_t(step.stream);
-    if (std::exchange(arrived_[rank][stream], true)) return;
-    const std::vector<int>& members = ranks_[rank].mesh[step.axis].members;
-    Meeting& meeting = meetings_[{step.axis, members.front(), step.stream}];
-    if (meeting.count++ == 0) meeting.first = rank;
-    const ExchangeStep& of_first = *next(meeting.first, int(stream));
+    if (std::exchange(arrived_[rank][size_t(step.stream)], true)) return;
+    const std::vector<Place> members = members_of(rank, step);
+    Meeting& meeting = meetings_[{step.axis, members.front(), members.back()}];
+    if (meeting.count++ == 0) meeting.first = rank, meeting.stream = step.stream;
+    const ExchangeStep& of_first = *next(meeting.first, int(meeting.stream));
     if (of_first.what != step.what)
       throw Error("ranks make different exchanges over the axis " + step.axis + ": rank " +
                       std::to_string(meeting.first) + " " + of_first.what + ", rank " + std::to_string(rank) + " " +
@@ -97,11 +98,25 @@ class Job {
                   ExitCode::failed);
     if (meeting.count < members.size()) return;
     meeting.count = 0;
-    for (int member : members) {
-      ++ended_[size_t(member)][stream];
-      arrived_[size_t(member)][stream] = false;
+    for (const auto& [member, stream] : members) {
+      ++ended_[size_t(member)][size_t(stream)];
+      arrived_[size_t(member)][size_t(stream)] = false;
       awake.push_back(size_t(member));
     }
+  }
+
+  // Who takes part in an exchange, and on which of its streams: all of a group on the same one, or a sender and a
+  // receiver.
+  std::vector<Place> members_of(size_t rank, const ExchangeStep& step) const {
+    const Axis& axis = ranks_[rank].mesh[step.axis];
+    if (step.stream != Stream::send && step.stream != Stream::receive) {
+      std::vector<Place> all;
+      for (int member : axis.members) all.push_back({member, step.stream});
+      return all;
+    }
+    const int other = axis.members[size_t(((axis.coordinate + step.offset) % axis.size + axis.size) % axis.size)];
+    if (step.stream == Stream::send) return {{int(rank), Stream::send}, {other, Stream::receive}};
+    return {{other, Stream::send}, {int(rank), Stream::receive}};
   }
 
   // Up to four ranks that did not come to their end.
@@ -126,8 +141,9 @@ class Job {
   std::vector<std::array<bool, kStreams>> arrived_;  // at the exchange that comes next on a stream
   struct Meeting {
     size_t count = 0, first = 0;  // members that have come; one of them
+    Stream stream{};              // of that one
   };
-  std::map<std::tuple<std::string, int, Stream>, Meeting> meetings_;  // by axis, first member and stream
+  std::map<std::tuple<std::string, Place, Place>, Meeting> meetings_;  // by axis, first and last member
 };
 
 }  // namespace
@@ -148,7 +164,14 @@ std::vector<ExchangeStep> exchanges_of(const Program& program, const std::vector
     }
     if (queued(op.stream)) raise(clock, filled);
     if (op.kind->exchange) {
-      steps.push_back({described(program, op), op.attributes.string("axis"), op.stream, clock});
+      const bool sends = op.stream == Stream::send, receives = op.stream == Stream::receive;
+      steps.push_back({.what = sends      ? "passes " + described(program[op.inputs[0]])
+                               : receives ? "passes " + described(program[op.outputs[0]])
+                                          : described(program, op),
+                       .axis = op.attributes.string("axis"),
+                       .stream = op.stream,
+                       .after = clock,
+                       .offset = sends || receives ? int(op.attributes.integer("offset")) : 0});
       ++clock[size_t(op.stream)];
     }
     mine.push_back(clock);
@@ -163,7 +186,7 @@ std::string text_of(const std::vector<ExchangeStep>& steps) {
   for (const ExchangeStep& step : steps) {
     Json::Array after;
     for (int32_t count : step.after) after.push_back(int64_t{count});
-    list.push_back(Json::Array{step.what, step.axis, int64_t(step.stream), after});
+    list.push_back(Json::Array{step.what, step.axis, int64_t(step.stream), after, int64_t{step.offset}});
   }
   return Json(list).dump();
 }
@@ -173,12 +196,13 @@ std::vector<ExchangeStep> exchanges_from(const std::string& text) {
   const Json list = Json::parse(text, "exchanges of a rank");
   for (const Json& one : list.array("exchanges")) {
     const Json::Array& fields = one.array("exchange");
-    if (fields.size() != 4) throw Error("exchanges of a rank: not four fields.", ExitCode::failed);
+    if (fields.size() != 5) throw Error("exchanges of a rank: not five fields.", ExitCode::failed);
     const int64_t stream = fields[2].integer("stream");
     const Json::Array& after = fields[3].array("after");
     if (stream < 0 || stream >= kStreams || after.size() != size_t(kStreams))
       throw Error("exchanges of a rank: streams of another build.", ExitCode::failed);
-    ExchangeStep step{fields[0].string("what"), fields[1].string("axis"), Stream(stream), {}};
+    ExchangeStep step{
+        fields[0].string("what"), fields[1].string("axis"), Stream(stream), {}, int(fields[4].integer("offset"))};
     for (size_t s = 0; s < after.size(); ++s) step.after[s] = int32_t(after[s].integer("count"));
     steps.push_back(std::move(step));
   }

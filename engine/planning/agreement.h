@@ -20,6 +20,8 @@ struct ExchangeStep {
   Stream stream;
   // By stream: how many of its exchanges have ended before this one can begin. Of its own stream: all before it.
   std::array<int32_t, kStreams> after{};
+  // Of a send or receive: how many coordinates on along the axis the other one is.
+  int offset = 0;
 };
 
 // The exchanges of a planned program in its order. `waits` are those of plan_waits; streams for
@@ -34,7 +36,7 @@ struct RankExchanges {
 };
 
 // Throws Error (failed) unless the ranks of a job (by rank; all of them) agree: the n-th exchange of a group on a
-// stream is the same for all its members, and, with exchanges that begin only when every member has come to them, each
+// stream is the same for all its members, each send meets its receive, and, with exchanges that begin only when every member has come to them, each
 // rank gets to its end. The message names the ranks and the exchanges at which they stand.
 void require_agreement(std::span<const RankExchanges> ranks);
 

@@ -2,7 +2,9 @@
 #include "engine/planning/build.h"
 
 #include <algorithm>
+#include <optional>
 
+#include "engine/planning/gradient_exchange.h"
 #include "engine/planning/hoist.h"
 #include "engine/planning/unroll.h"
 #include "engine/plugin/loader.h"
@@ -43,6 +45,28 @@ void rewrite(std::span<const NamedPlugin> plugins, std::string_view stage, Progr
     if (checks == Checks::each_plugin) verify(program, named.name + "\", stage \"" + std::string(stage), &mesh);
   }
 }
+
+// The plugins as they are called around the exchanges of gradients.
+struct Order {
+  std::vector<NamedPlugin> early{}, rest{};
+  explicit Order(std::span<const NamedPlugin> plugins) {
+    for (const NamedPlugin& named : plugins) (named.plugin->capabilities().early ? early : rest).push_back(named);
+  }
+  // Of the rest: those that say whether gradients are finite, and those that may ask.
+  std::vector<NamedPlugin> unscaling() const { return chosen(true); }
+  std::vector<NamedPlugin> others() const { return chosen(false); }
+
+ private:
+  std::vector<NamedPlugin> chosen(bool unscales) const {
+    std::vector<NamedPlugin> list;
+    for (const NamedPlugin& named : rest) {
+      const std::vector<std::string> provides = named.plugin->capabilities().provides;
+      const bool does = std::find(provides.begin(), provides.end(), "unscaled_gradients") != provides.end();
+      if (does == unscales) list.push_back(named);
+    }
+    return list;
+  }
+};
 
 // What a gradient of one microbatch has yet to be summed over: the axes that split the batch, but those that split its
 // parameter.
@@ -145,6 +169,8 @@ BuiltProgram build(std::span<const NamedPlugin> plugins, const BatchShape& batch
   std::vector<size_t> number(single.tensors.size());  // of a parameter in that list
   for (size_t i = 0; i < parameters.size(); ++i) number[size_t(parameters[i].value)] = i;
   std::vector<TensorId> gradients(parameters.size());
+  const Order order(plugins);
+  std::optional<GradientExchanges> exchanges;
   std::vector<Gradient> list;
   std::vector<TensorId> activation_gradients;
   if (goal == Goal::train) {
@@ -166,6 +192,11 @@ BuiltProgram build(std::span<const NamedPlugin> plugins, const BatchShape& batch
             {.parameter = parameters[i], .tensor = gradients[i], .scale = {}, .partial = partial_over(mesh, layout)});
       }
     if (is_half(forward.gradient_dtype)) round_gradients(single, list, forward.gradient_dtype);
+    exchanges.emplace(ExchangeStage(single, batch, mesh, list), bool(forward.loss_gradient));
+    for (const NamedPlugin& named : plugins) {
+      exchanges->turn_of(named.name);
+      guarded(named, "exchange", [&](Plugin& plugin) { plugin.exchange(exchanges->stage()); });
+    }
     const size_t first = single.ops.size();
     ProgramStage backward{.program = single,
                           .batch = batch,
@@ -174,7 +205,11 @@ BuiltProgram build(std::span<const NamedPlugin> plugins, const BatchShape& batch
                           .gradients = &list,
                           .wanted = forward.wanted,
                           .wanted_gradients = {of_others, made.wanted.end()}};
-    rewrite(plugins, "backward", single, mesh, Checks::each_plugin, [&](Plugin& plugin) { plugin.backward(backward); });
+    const auto call = [&](Plugin& plugin) { plugin.backward(backward); };
+    rewrite(order.early, "backward", single, mesh, Checks::each_plugin, call);
+    exchanges->each_microbatch(single, list);
+    verify(single, "exchanging gradients of a microbatch", &mesh);
+    rewrite(order.rest, "backward", single, mesh, Checks::each_plugin, call);
     hoist(single, std::min(first, single.ops.size()));
     std::fill(gradients.begin(), gradients.end(), TensorId{});
     for (const Gradient& gradient : list) gradients[number[size_t(gradient.parameter.value)]] = gradient.tensor;
@@ -200,10 +235,21 @@ BuiltProgram build(std::span<const NamedPlugin> plugins, const BatchShape& batch
     Builder reduce(step);
     reduce.stage = Stage::reduce;
     GradientStage gradient_stage(reduce, list, mesh);
-    rewrite(plugins, "gradients", step, mesh, checks, [&](Plugin& plugin) {
+    const auto call = [&](Plugin& plugin) {
       reduce.role = Role::gradient;
       plugin.gradients(gradient_stage);
-    });
+    };
+    rewrite(order.early, "gradients", step, mesh, checks, call);
+    exchanges->once(gradient_stage);
+    if (checks == Checks::each_plugin) verify(step, "exchanging gradients", &mesh);
+    if (exchanges->has_late()) {
+      rewrite(order.unscaling(), "gradients", step, mesh, checks, call);
+      exchanges->late(gradient_stage);
+      if (checks == Checks::each_plugin) verify(step, "exchanging unscaled gradients", &mesh);
+      rewrite(order.others(), "gradients", step, mesh, checks, call);
+    } else {
+      rewrite(order.rest, "gradients", step, mesh, checks, call);
+    }
     require_summed(list, plugin_path);
     Builder update(step);
     update.stage = Stage::update;

@@ -17,6 +17,20 @@ int64_t alignment_of(const Program& program) {
   return std::any_of(program.tensors.begin(), program.tensors.end(), stored) ? kStorageAlignment : kAlignment;
 }
 
+// A send may last until its receiver gets to its receive, and in a ring all are both: so that no receive waits for a
+// send before it by way of memory, what a send touches stays until the next receive.
+void keep_what_is_sent(const Program& program, std::vector<int32_t>& last) {
+  int32_t next = -1;  // receive
+  for (int32_t i = int32_t(program.ops.size()); i-- > 0;) {
+    const Op& op = program.ops[size_t(i)];
+    if (op.stream == Stream::receive) next = i;
+    if (op.stream != Stream::send || next < 0) continue;
+    for (const auto* list : {&op.inputs, &op.outputs})
+      for (TensorId id : *list)
+        if (id) last[size_t(program.whole(id).value)] = std::max(last[size_t(program.whole(id).value)], next);
+  }
+}
+
 // The buffers of all transient tensors: an output takes over the buffer of an input that dies at the op, where the op
 // kind allows it or the input is the output's addend.
 void make_buffers(const Program& program, int64_t alignment, MemoryPlan& plan) {
@@ -27,6 +41,7 @@ void make_buffers(const Program& program, int64_t alignment, MemoryPlan& plan) {
       if (id) last[program.whole(id).value] = int32_t(i);
     for (TensorId id : program.ops[i].outputs) last[program.whole(id).value] = int32_t(i);
   }
+  keep_what_is_sent(program, last);
   const int32_t end = int32_t(program.ops.size()) - 1;
   plan.buffer_of.assign(count, -1);
   const auto add = [&](TensorId id, int32_t first) {

@@ -24,7 +24,7 @@ const Link& link_of(const OpView& view, const Rates& rates) {
 // A straight line between samples, through the last two beyond them; less than the smallest takes as long as that.
 double exchange_seconds(const OpView& view, const Rates& rates) {
   const Link& link = link_of(view, rates);
-  const double bytes = wire_bytes(view, rates);
+  const double bytes = view.op().stream == Stream::receive ? cost_of(view).wire : wire_bytes(view, rates);
   const std::vector<Sample>* found = find(link.samples, view.op().kind->name);
   if (!found) found = find(link.samples, "all_reduce");
   if (!found) return link.latency + bytes / link.bandwidth;
@@ -105,7 +105,8 @@ double seconds_by(const std::vector<Sample>& samples, const Cost& cost, bool hal
 }
 
 double wire_bytes(const OpView& view, const Rates& rates) {
-  if (view.op().stream != Stream::exchange) return 0;
+  if (!is_exchange(view.op().stream) || view.op().stream == Stream::receive) return 0;
+  if (view.op().stream == Stream::send) return cost_of(view).wire;
   const double ranks = link_of(view, rates).ranks;
   return cost_of(view).wire * (ranks - 1) / ranks;
 }
@@ -122,6 +123,9 @@ double seconds_of(const OpView& view, const Rates& rates) {
     case Stream::write:
       return rates.storage_latency + bytes / rates.write;
     case Stream::exchange:
+    case Stream::model_exchange:
+    case Stream::send:
+    case Stream::receive:
       return exchange_seconds(view, rates);
     default:
       const bool half = size_of(dtype_of(view)) == 2, on_host = stream == Stream::host;

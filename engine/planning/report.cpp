@@ -53,6 +53,10 @@ bool uses(const Program& program, Stream stream) {
   return std::any_of(program.ops.begin(), program.ops.end(), [&](const Op& op) { return op.stream == stream; });
 }
 
+bool exchanges(const Program& program) {
+  return std::any_of(program.ops.begin(), program.ops.end(), [](const Op& op) { return is_exchange(op.stream); });
+}
+
 // Rates that play no part in a step of the program are not worth a line.
 bool matters(const Program& program, std::string_view figure) {
   const bool half = size_of(compute_dtype(program)) == 2;
@@ -81,7 +85,7 @@ std::string prediction_text(const PlannedProgram& planned) {
     row("waiting for NVMe", stalls.storage());
     row("waiting for copies", stalls.copies());
     if (stalls.host() > 0) row("waiting for host", stalls.host());
-    if (uses(program, Stream::exchange)) row("waiting for ranks", stalls.ranks());
+    if (exchanges(program)) row("waiting for ranks", stalls.ranks());
     row("running again", stalls.restoring);
   }
   text += "streams busy:";
@@ -90,7 +94,7 @@ std::string prediction_text(const PlannedProgram& planned) {
       text += fmt::format(" {} {:.0f}%", name_of(Stream(s)),
                           100 * predicted.busy[size_t(s)] / std::max(predicted.seconds, 1e-12));
   text += "\n";
-  if (uses(program, Stream::exchange))
+  if (exchanges(program))
     text += fmt::format("on the wire: {} from each rank\n", bytes_text(int64_t(predicted.wire_bytes)));
   text += fmt::format("\n{:<40}{:>8}{:>10}{:>8}\n", "predicted by kind", "calls", "ms", "share");
   constexpr size_t kMost = 16;

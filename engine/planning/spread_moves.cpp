@@ -11,9 +11,9 @@ constexpr double kMargin = 1.25;  // predictions are not exact: start this much 
 
 bool is_move(const Op& op) {
   return op.stream == Stream::to_device || op.stream == Stream::to_host || op.stream == Stream::read ||
-         op.stream == Stream::write || (op.stream == Stream::exchange && op.purpose == Purpose::restore);
+         op.stream == Stream::write || (is_exchange(op.stream) && op.purpose == Purpose::restore);
 }
-bool is_copy(const Op& op) { return is_move(op) && op.stream != Stream::exchange; }
+bool is_copy(const Op& op) { return is_move(op) && !is_exchange(op.stream); }
 
 class Spreader {
  public:

@@ -109,6 +109,7 @@ std::vector<TensorId> GradientStage::over_all(std::string_view each, std::string
     std::vector<std::string> axes;
     for (const Split& split : build_[gradient.tensor].layout)
       if (mesh_.size(split.axis) > 1) axes.push_back(split.axis);
+    axes.insert(axes.end(), gradient.partial.begin(), gradient.partial.end());
     parts[axes].push_back(build_.emit(each, {gradient.tensor}));
   }
   std::vector<TensorId> values;

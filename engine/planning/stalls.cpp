@@ -43,7 +43,7 @@ const Stalls& StallFinder::find(const std::vector<Span>& spans) {
     const double seconds = std::max(0.0, span.finish - span.start);
     const int32_t cause = released_by(i, spans);
     if (last < 0 || span.finish > spans[size_t(last)].finish) last = i;
-    if (op.stream == Stream::exchange) stalls_.exchanging += seconds;
+    if (is_exchange(op.stream)) stalls_.exchanging += seconds;
     if (op.stream == Stream::compute) {
       if (op.purpose == Purpose::restore) stalls_.restoring += seconds;
       if (cause >= 0 && program_.ops[size_t(cause)].stream != Stream::compute)

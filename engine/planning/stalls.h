@@ -21,7 +21,11 @@ struct Stalls {
   double exchanging = 0;                  // what exchanges took, hidden behind compute or not
   double storage() const { return waited[int(Stream::read)] + waited[int(Stream::write)]; }
   double copies() const { return waited[int(Stream::to_device)] + waited[int(Stream::to_host)]; }
-  double ranks() const { return waited[int(Stream::exchange)]; }
+  double ranks() const {
+    double sum = 0;
+    for (int s = int(Stream::exchange); s < kStreams; ++s) sum += waited[size_t(s)];
+    return sum;
+  }
   double host() const { return waited[int(Stream::host)]; }
   double total() const;
 };

@@ -62,13 +62,18 @@ std::vector<TensorId> Builder::emit_all(std::string_view kind, std::vector<Tenso
   op.block = block_index;
   op.microbatch = microbatch;
   const std::vector<TensorSpec> specs = op.kind->shape(OpView(*program_, op));
+  const std::vector<Layout> layouts =
+      op.kind->layout ? op.kind->layout(OpView(*program_, op)) : std::vector<Layout>(specs.size());
   outputs.resize(specs.size());
   for (size_t i = 0; i < specs.size(); ++i)
     if (!outputs[i]) {
       std::string name = scoped(result.empty() ? kind : result);
       if (i > 0) name += "." + std::to_string(i);
-      outputs[i] =
-          program_->add({.name = std::move(name), .shape = specs[i].shape, .dtype = specs[i].dtype, .role = role});
+      outputs[i] = program_->add({.name = std::move(name),
+                                  .shape = specs[i].shape,
+                                  .dtype = specs[i].dtype,
+                                  .role = role,
+                                  .layout = layouts[i]});
     }
   op.outputs = outputs;
   program_->ops.push_back(std::move(op));

@@ -20,7 +20,9 @@ class Users {
   bool used(TensorId id) const { return used_[size_t(id.value)]; }
 
   bool stays(const Op& op) const {
-    if (op.outputs.empty() || (op.kind->exchange && op.inputs.empty())) return true;
+    // What is sent and received stays: the other rank counts on it.
+    if (op.outputs.empty() || op.stream == Stream::send || op.stream == Stream::receive) return true;
+    if (op.kind->exchange && op.inputs.empty()) return true;
     return std::any_of(op.outputs.begin(), op.outputs.end(), [&](TensorId id) {
       const TensorId whole = program_.whole(id);
       return used(id) || used(whole) || program_[id].step_output || program_[whole].persistent;

@@ -5,6 +5,7 @@
 #include <shared_mutex>
 
 #include "engine/program/registering.h"
+#include "strata/mesh.h"
 
 namespace strata {
 namespace {
@@ -101,13 +102,22 @@ Communicator& Binding::group() const {
               ExitCode::failed);
 }
 
+Stream stream_of(const OpKind& kind, const Attributes& attributes) {
+  if (!kind.exchange) return Stream::compute;
+  if (kind.name == "send") return Stream::send;
+  if (kind.name == "receive") return Stream::receive;
+  const std::string axis = attributes.has("axis") ? attributes.string("axis") : std::string(kDataAxis);
+  return axis == kDataAxis || axis == kReplicateAxis || axis == kShardAxis ? Stream::exchange : Stream::model_exchange;
+}
+
 Op make_op(std::string_view kind, std::vector<TensorId> inputs, std::vector<TensorId> outputs, Attributes attributes) {
   const OpKind& found = find_kind(kind);
+  const Stream stream = stream_of(found, attributes);
   return {.kind = &found,
           .inputs = std::move(inputs),
           .outputs = std::move(outputs),
           .attributes = std::move(attributes),
-          .stream = found.exchange ? Stream::exchange : Stream::compute};
+          .stream = stream};
 }
 
 Cost cost_of(const OpView& view) {

@@ -53,7 +53,9 @@ std::string_view name_of(Purpose purpose) {
 }
 
 std::string_view name_of(Stream stream) {
-  constexpr std::string_view names[] = {"compute", "host", "to_device", "to_host", "read", "write", "exchange"};
+  constexpr std::string_view names[] = {"compute", "host",     "to_device",      "to_host", "read",
+                                        "write",   "exchange", "model_exchange", "send",    "receive"};
+  static_assert(std::size(names) == kStreams);
   return names[int(stream)];
 }
 

@@ -1,4 +1,5 @@
 // Checks a program after every pass and names the pass that broke it; what is checked stands in program.h (verify).
+#include <algorithm>
 #include <set>
 #include <string>
 #include <unordered_set>
@@ -189,9 +190,10 @@ class Verifier {
   void check_stream(const Op& op) {
     if (!op.kind->exchange && op.stream == Stream::compute) return;
     const std::string stream(name_of(op.stream));
-    if (op.kind->exchange != (op.stream == Stream::exchange))
+    const bool right = op.kind->exchange ? op.stream == stream_of(*op.kind, op.attributes) : !is_exchange(op.stream);
+    if (!right)
       refuse(op, op.kind->exchange ? "is an exchange, but on the stream " + stream + "; exchanges never leave theirs."
-                                   : "is on the stream of exchanges, but is none.");
+                                   : "is on a stream of exchanges, but is none.");
     if (op.kind->exchange) check_exchange(op);
     if (moves_bytes(op.stream) && op.kind->name != "move")
       refuse(op, "is on the stream " + stream + ", which is for moves alone.");
@@ -231,9 +233,22 @@ class Verifier {
       if (name == "axis" && std::holds_alternative<std::string>(value)) {
         if (mesh_ && mesh_->size(std::get<std::string>(value)) < 2)
           refuse(op, "is an exchange over axis \"" + std::get<std::string>(value) + "\", which has one rank here.");
+        check_layouts(op);
         return;
       }
     refuse(op, "is an exchange, but no attribute \"axis\" names the ranks.");
+  }
+
+  // Where an exchange leaves its results split as its kind says, the next one finds the pieces that it looks for.
+  void check_layouts(const Op& op) const {
+    if (!op.kind->layout) return;
+    const std::vector<Layout> layouts = op.kind->layout(OpView(program_, op));
+    const auto same = [](const Split& a, const Split& b) {
+      return a.dimension == b.dimension && a.axis == b.axis && a.full == b.full;
+    };
+    for (size_t o = 0; o < op.outputs.size(); ++o)
+      if (!std::ranges::equal(program_[op.outputs[o]].layout, layouts[o], same))
+        refuse(op, "makes " + program_[op.outputs[o]].name + ", which is not split as the kind leaves it.");
   }
 
   // Written before it is read, and once.

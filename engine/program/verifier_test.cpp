@@ -181,7 +181,7 @@ TEST(Verifier, Streams) {
                  [&](Example& e) { reduce(e).stream = Stream::host; });
   EXPECT_VERDICT("op 3 (all_reduce) is an exchange, but on the stream compute",
                  [&](Example& e) { reduce(e).stream = Stream::compute; });
-  EXPECT_VERDICT("op 0 (gelu) is on the stream of exchanges, but is none.",
+  EXPECT_VERDICT("op 0 (gelu) is on a stream of exchanges, but is none.",
                  [](Example& e) { e.program.ops[0].stream = Stream::exchange; });
   EXPECT_VERDICT("is an exchange of tensors on the tier host; they are on the device.",
                  [&](Example& e) { reduce(e).tier = Tier::host; });

@@ -25,6 +25,12 @@ int64_t free_bytes(Device* device, int64_t budget) {
   return free;
 }
 
+std::vector<const Program*> programs_of(const RunPlans& plans) {
+  std::vector<const Program*> programs{&plans.main.program()};
+  if (plans.validation) programs.push_back(&plans.validation->program());
+  return programs;
+}
+
 std::vector<const MemoryPlan*> plans_beside(const RunPlans& plans) {
   if (!plans.validation) return {};
   return {&plans.validation->memory};
@@ -52,7 +58,7 @@ Assembly::Assembly(const Session& session, World& world, RunPlans own, Device* s
       device(shared ? shared : own_device_.get()),
       free_before(free_bytes(device, session.device.memory.count)),
       storage(program(), plans.main.memory, plans_beside(plans), session.storage_faults, device),
-      groups(make_groups(world, session.mesh, device, session.network, session.run.reproducible)),
+      groups(make_groups(world, session.mesh, device, session.network, session.run.reproducible, programs_of(plans))),
       executor(program(), plans.main.memory, storage, session.device.backend, threads,
                std::max(1, int(session.host.threads)), &groups, patience(session.network.timeout)) {
   require_same_exchanges(world, session.mesh, executor.exchanges());

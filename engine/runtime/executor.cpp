@@ -143,8 +143,8 @@ std::vector<void*> Executor::inputs_of(const Op& op) const {
 
 // Null where there is none: a kernel that asks for it says so.
 Communicator* Executor::group_of(const Op& op) const {
-  if (op.stream != Stream::exchange || !groups_ || !op.attributes.has("axis")) return nullptr;
-  const auto found = groups_->find(op.attributes.string("axis"));
+  if (!is_exchange(op.stream) || !groups_) return nullptr;
+  const auto found = groups_->find(strata::group_of(op, *groups_));
   return found == groups_->end() ? nullptr : found->second.get();
 }
 
@@ -257,12 +257,26 @@ void Executor::watch(double patience) {
       patience, std::min(60.0, patience));
 }
 
+std::string pair_name(std::string_view axis, int from, int to) {
+  return std::string(axis) + " " + std::to_string(from) + ">" + std::to_string(to);
+}
+
+std::string group_of(const Op& op, const Groups& groups) {
+  if (!op.attributes.has("axis")) return "";
+  const std::string axis = op.attributes.string("axis");
+  const auto along = groups.find(axis);
+  if ((op.stream != Stream::send && op.stream != Stream::receive) || along == groups.end()) return axis;
+  const int size = along->second->size(), own = along->second->rank();
+  const int other = int(((own + op.attributes.integer("offset")) % size + size) % size);
+  return op.stream == Stream::send ? pair_name(axis, own, other) : pair_name(axis, other, own);
+}
+
 bool exchanges_in_queue(const Groups& groups) {
   return std::any_of(groups.begin(), groups.end(), [](const auto& group) { return group.second->asynchronous(); });
 }
 
 bool Executor::in_queue(Stream stream) const {
-  return device_ && (on_device(stream) || (stream == Stream::exchange && exchanges_in_queue_));
+  return device_ && (on_device(stream) || (is_exchange(stream) && exchanges_in_queue_));
 }
 
 // Whether the next step is captured as one graph, or runs as one.
@@ -481,7 +495,7 @@ std::string Executor::first_non_finite() {
       return program_.tensors[t].name;
   for (int32_t i = 0; i < int32_t(steps_.size()); ++i) {
     if (program_.ops[i].stage == Stage::update) continue;
-    if (program_.ops[i].stream == Stream::exchange) return "";  // other ranks do not come along
+    if (is_exchange(program_.ops[i].stream)) return "";  // other ranks do not come along
     steps_[i].launch();
     for (TensorId id : program_.ops[i].outputs)
       if (program_[id].home != Tier::nvme && !finite(program_[id], pointer(id))) return program_[id].name;

@@ -28,6 +28,11 @@ struct NonFinite : Error {
 
 // The groups of ranks that a program's exchanges name: by mesh axis.
 using Groups = std::map<std::string, std::unique_ptr<Communicator>, std::less<>>;
+// The name of the group of two in which coordinate `from` of an axis sends to `to`. Each way has its own, so that no
+// communicator is used by two streams at once.
+std::string pair_name(std::string_view axis, int from, int to);
+// The name of the group that an exchange uses: its axis, or the pair of a send or receive.
+std::string group_of(const Op& op, const Groups& groups);
 // Whether exchanges are put into a device's queue: groups of axes are then all asynchronous.
 bool exchanges_in_queue(const Groups& groups);
 

@@ -81,7 +81,7 @@ std::vector<Axis> exchanged_over(const RatesWanted& wanted) {
   std::set<std::string> names;
   const auto add = [&](const std::vector<Op>& ops) {
     for (const Op& op : ops)
-      if (op.stream == Stream::exchange && op.attributes.has("axis")) names.insert(op.attributes.string("axis"));
+      if (is_exchange(op.stream) && op.attributes.has("axis")) names.insert(op.attributes.string("axis"));
   };
   if (wanted.program) {
     add(wanted.program->ops);
@@ -427,7 +427,7 @@ void learn_rates(const RatesWanted& wanted, const Program& program, const std::v
       group.half = size_of(dtype_of(view)) == 2, group.on_host = stream == Stream::host;
       double& best = fastest[group.half];
       if (took > 1e-3) best = std::max(best, cost.flops / took);
-    } else if (stream == Stream::exchange) {
+    } else if (is_exchange(stream)) {
       const double handed_on = wire_bytes(view, rates);
       auto& [group, predicted] = exchanges[{view.attributes().has("axis") ? view.attributes().string("axis") : "",
                                             view.op().kind->name, handed_on}];

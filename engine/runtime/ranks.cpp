@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <functional>
 #include <map>
 #include <numeric>
 #include <set>
@@ -13,10 +14,63 @@
 #include "comm/staged.h"
 #include "engine/planning/localize.h"
 #include "strata/error.h"
+#include "strata/op_kind.h"
 
 namespace strata {
 
-Groups make_groups(World& world, const Mesh& mesh, Device* device, const NetworkSection& network, bool reproducible) {
+namespace {
+
+using Makes = std::function<std::unique_ptr<Communicator>(const std::string&, const std::vector<int>&, Stream)>;
+
+// By axis, how many coordinates on from its own a rank sends to, of any rank's programs.
+std::map<std::string, std::set<int>> sends_of(World& world, const Mesh& mesh,
+                                              const std::vector<const Program*>& programs) {
+  std::string mine;
+  for (const Program* program : programs)
+    for (const Op& op : program->ops)
+      if (op.stream == Stream::send || op.stream == Stream::receive) {
+        const std::string axis = op.attributes.string("axis");
+        const int64_t offset = op.attributes.integer("offset") * (op.stream == Stream::send ? 1 : -1);
+        const int64_t size = mesh.size(axis), on = (offset % size + size) % size;
+        const std::string one = axis + " " + std::to_string(on) + "\n";
+        if (on != 0 && mine.find(one) == std::string::npos) mine += one;
+      }
+  std::map<std::string, std::set<int>> sends;
+  for (const std::string& text : world.gather(mine)) {
+    std::istringstream lines(text);
+    int on = 0;
+    for (std::string axis; lines >> axis >> on;) sends[axis].insert(on);
+  }
+  return sends;
+}
+
+// One group for each pair of this rank's. Pairs are made in at most three rounds, in each of which a rank is in one
+// pair at most: in every second place of the circle that sending by `offset` makes, and a last one where it is odd.
+void make_pairs(Groups& groups, const Axis& axis, int offset, bool all_call, const Makes& make) {
+  const int circles = std::gcd(axis.size, offset), length = axis.size / circles;
+  const auto round_of = [&](int sender) {
+    int steps = 0;
+    for (int at = sender % circles; at != sender; at = (at + offset) % axis.size) ++steps;
+    return length % 2 == 1 && steps == length - 1 ? 2 : steps % 2;
+  };
+  const int own = axis.coordinate, to = (own + offset) % axis.size, from = (own - offset + axis.size) % axis.size;
+  for (int round = 0; round < (length % 2 == 1 ? 3 : 2); ++round) {
+    const bool sends = round_of(own) == round, receives = round_of(from) == round;
+    if (!sends && !receives) {
+      if (all_call) make(axis.name + " alone", {axis.members[size_t(own)]}, Stream::send);
+      continue;
+    }
+    std::vector<int> members{axis.members[size_t(own)], axis.members[size_t(sends ? to : from)]};
+    std::sort(members.begin(), members.end());
+    const std::string name = sends ? pair_name(axis.name, own, to) : pair_name(axis.name, from, own);
+    groups[name] = make(name, members, sends ? Stream::send : Stream::receive);
+  }
+}
+
+}  // namespace
+
+Groups make_groups(World& world, const Mesh& mesh, Device* device, const NetworkSection& network, bool reproducible,
+                   const std::vector<const Program*>& programs) {
   Groups groups;
   if (world.size() == 1) return groups;
   bool own = device && (network.provider == kDeviceProvider || (network.provider == "auto" && !reproducible));
@@ -29,15 +83,17 @@ Groups make_groups(World& world, const Mesh& mesh, Device* device, const Network
           "\" needs a device for each rank, but ranks share one; start fewer ranks a host, or set it to \"auto\".");
     own = !shared;
   }
+  const Makes make = [&](const std::string& name, const std::vector<int>& members, Stream stream) {
+    if (own) return device->group(world, name, members, stream, network.timeout);
+    std::unique_ptr<Communicator> group = world.group(name, members);
+    return device ? staged_communicator(std::move(group), *device) : std::move(group);
+  };
+  const OpKind& sum = find_kind("all_reduce");
   for (const Axis& axis : mesh.groups())
-    if (axis.size > 1) {
-      if (own)
-        groups[axis.name] = device->group(world, axis.name, axis.members, network.timeout);
-      else if (device)
-        groups[axis.name] = staged_communicator(world.group(axis.name, axis.members), *device);
-      else
-        groups[axis.name] = world.group(axis.name, axis.members);
-    }
+    if (axis.size > 1) groups[axis.name] = make(axis.name, axis.members, stream_of(sum, {{"axis", axis.name}}));
+  if (!programs.empty())
+    for (const auto& [name, offsets] : sends_of(world, mesh, programs))
+      for (int offset : offsets) make_pairs(groups, mesh[name], offset, own, make);
   std::vector<int> all(static_cast<size_t>(world.size()));
   std::iota(all.begin(), all.end(), 0);
   groups["loop"] = world.group("loop", all);

@@ -11,11 +11,12 @@
 
 namespace strata {
 
-// One group for each axis with several ranks, for the exchange stream, and "loop" over all ranks for the step loop's
-// own thread. None for a world of one. With a device, groups are its own (on cuda NCCL's) where every rank has one to
+// One group for each axis with several ranks, for the stream of that axis's exchanges; one for each pair of ranks of
+// which one sends to the other in a step of these programs, for the streams send and receive (pair_name); and "loop"
+// over all ranks for the step loop's own thread. No group is used by two streams. None for a world of one. With a device, groups are its own (on cuda NCCL's) where every rank has one to
 // itself, network.provider is "auto" or names them, and sums may be in their order; others go through host memory.
 Groups make_groups(World& world, const Mesh& mesh, Device* device = nullptr, const NetworkSection& network = {},
-                   bool reproducible = false);
+                   bool reproducible = false, const std::vector<const Program*>& programs = {});
 
 // Where this rank's files of the NVMe tier go: a folder of its own, made here, when there are several ranks.
 std::string rank_directory(const std::string& directory, const World& world);

@@ -58,16 +58,16 @@ class Pieces {
 enum class Reduction : uint8_t { sum, max };
 
 // Sums are taken in a balanced tree over the ranks, ((0 + 1) + (2 + 3)) + …, split at the largest power of two below
-// their number: the same bits on every rank, in every run, and for every way the bytes take. bf16 is summed in fp32
-// and rounded once. Errors (Error, failed) name the rank that is missing and the operation; after one, the group is of
-// no use any more.
+// their number: the same bits on every rank, in every run, and for every way the bytes take. bf16 and f16 are summed in
+// fp32 and rounded once. Errors (Error, failed) name the rank that is missing and the operation; after one, the group
+// is of no use any more.
 class Communicator {
  public:
   virtual ~Communicator() = default;
   virtual int rank() const = 0;
   virtual int size() const = 0;
 
-  // In place, over all ranks. f32, f64, bf16, i32. Bytes are equal on all ranks.
+  // In place, over all ranks. f32, f64, bf16, f16, i32. Bytes are equal on all ranks.
   virtual void all_reduce(const Pieces& data, DType dtype, Reduction reduction = Reduction::sum) = 0;
   // parts[r]: what this rank contributes to rank r's result. Own part: result, which may be parts[rank()] itself.
   virtual void reduce_scatter(const std::vector<Pieces>& parts, const Pieces& result, DType dtype,
@@ -82,6 +82,11 @@ class Communicator {
   virtual void barrier() = 0;
   // Within this rank's memory, in order with its operations.
   virtual void copy_bytes(void* to, const void* from, int64_t bytes) { std::memcpy(to, from, size_t(bytes)); }
+  // The same for `rows` rows of `bytes` bytes each, that begin `to_step` and `from_step` bytes after one another.
+  virtual void copy_rows(void* to, int64_t to_step, const void* from, int64_t from_step, int64_t bytes, int64_t rows) {
+    for (int64_t r = 0; r < rows; ++r)
+      copy_bytes(static_cast<std::byte*>(to) + r * to_step, static_cast<const std::byte*>(from) + r * from_step, bytes);
+  }
 
   // Operations of an asynchronous group go into a queue of a device, and calls return at once. Who waits for that queue
   // calls `watch` meanwhile: it throws Error (failed), naming the rank, when one has failed or has not come for too

@@ -39,6 +39,9 @@ class Device {
   virtual void release(Tier tier, void* memory) = 0;
   virtual void copy(void* to, const void* from, int64_t bytes) = 0;  // either way or within; returns when done
   virtual void copy(void* to, const void* from, int64_t bytes, Stream stream) = 0;  // put into the queue
+  // `rows` rows of `bytes` bytes, `to_step` and `from_step` bytes after one another; returns when done.
+  virtual void copy_rows(void* to, int64_t to_step, const void* from, int64_t from_step, int64_t bytes,
+                         int64_t rows) = 0;
 
   // An open file (for direct I/O) for transfers within this memory of the device; both outlive it. Throws Error (usage)
   // where the device or the file cannot do that.
@@ -55,10 +58,11 @@ class Device {
   virtual void synchronize() = 0;                   // the calling thread waits for everything; throws what failed
   virtual bool idle() = 0;                          // nothing is under way; throws what failed on the device
 
-  // A group whose operations go into the exchange stream's queue; called by all ranks of the world in the same order,
-  // each with the members of its own group. Each rank has a device of its own. Throws Error where that cannot be.
+  // A group whose operations go into the queue of a stream of exchanges; called by all ranks of the world in the same
+  // order, each with the members of its own group. Each rank has a device of its own. Throws Error where that cannot
+  // be.
   virtual std::unique_ptr<Communicator> group(World& world, const std::string& name, const std::vector<int>& members,
-                                              double timeout_seconds) = 0;
+                                              Stream stream, double timeout_seconds) = 0;
 
   // Everything put into queues between begin and end becomes one graph, and is not run; run_graph runs it.
   virtual void begin_capture() = 0;

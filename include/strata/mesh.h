@@ -41,7 +41,7 @@ class Mesh {
   int rank_ = 0, size_ = 1;
   Sizes sizes_;
   std::vector<Axis> axes_;
-  Axis data_{.name = std::string(kDataAxis)};
+  Axis data_{.name = std::string(kDataAxis), .members = {}};
 };
 
 }  // namespace strata

@@ -88,6 +88,7 @@ class Binding : public OpView {
   }  // 64-byte aligned
   Threads& threads() const { return *threads_; }
   // Of the mesh axis that attribute "axis" names; for kinds that are exchanges (OpKind::exchange), an Error for others.
+  // For send and receive it is a group of two.
   Communicator& group() const;
   void* queue() const { return queue_; }  // of an asynchronous device: on cuda a cudaStream_t
   // Where a kernel that cannot throw because it runs later leaves a number other than 0; see Kernel::fault.
@@ -149,8 +150,11 @@ struct OpKind {
   std::vector<std::pair<std::string, std::string>> fusions{};
   bool half = false;  // kernels take bf16 and f16 where they take f32; for others mixed precision casts around the op
   // Kernels exchange with the other ranks of the mesh axis that attribute "axis" names (Binding::group): the kind's ops
-  // run on the exchange stream, on tensors of the device, and no pass moves them elsewhere.
+  // run on a stream of exchanges (stream_of), on tensors of the device, and no pass moves them elsewhere.
   bool exchange = false;
+  // How each output is split over the mesh, from how the inputs are. Builder gives it to the outputs that it makes; of
+  // exchanges the verifier checks it. Empty: what Builder makes is not split.
+  std::function<std::vector<Layout>(const OpView&)> layout{};
   std::map<std::string, Kernel, std::less<>> kernels{};  // by backend: "cpu", "reference", …
 };
 
@@ -165,7 +169,11 @@ const OpKind& find_kind(std::string_view name);  // Error with the nearest name 
 std::vector<const OpKind*> all_kinds();
 Cost cost_of(const OpView& view);
 
-// An op on the stream of its kind: the exchange stream for an exchange, compute for any other.
+// The stream of an op: compute, but for exchanges. Those named send and receive have streams of their own; of the
+// others the axis decides: `exchange` for those that split the batch, `model_exchange` for any other.
+Stream stream_of(const OpKind& kind, const Attributes& attributes);
+
+// An op on the stream of its kind.
 Op make_op(std::string_view kind, std::vector<TensorId> inputs, std::vector<TensorId> outputs,
            Attributes attributes = {});
 

@@ -21,7 +21,9 @@ struct Capabilities {
   std::vector<std::string> requires_{};
   std::vector<std::string> conflicts{};
   std::vector<std::string> after{};  // as `requires_`, but only where something enabled provides it
-  bool early = false;  // before those that do not say so: what completes gradients, so that others see them whole
+  // Before those that do not say so. In the stages `backward` and `gradients` such a plugin sees gradients as this rank
+  // made them; they are exchanged before the others see them.
+  bool early = false;
 };
 
 // The step loop as run-time hooks see it.
@@ -69,6 +71,7 @@ class Plugin {
   // Planning, in this order. Throwing Error refuses the plan; the engine adds the plugin's name.
   virtual void model(ModelStage&) {}
   virtual void forward(ProgramStage&) {}
+  virtual void exchange(ExchangeStage&) {}
   virtual void backward(ProgramStage&) {}
   virtual void schedule(ScheduleStage&) {}
   virtual void gradients(GradientStage&) {}

@@ -16,9 +16,12 @@ namespace strata {
 
 struct OpKind;
 
-// Hardware queues; ops on one stream run in program order, streams run side by side.
-enum class Stream : uint8_t { compute, host, to_device, to_host, read, write, exchange };
-inline constexpr int kStreams = 7;
+// Hardware queues; ops on one stream run in program order, streams run side by side. Exchanges have four, so that none
+// waits behind another of a different class: over the axes that split the batch (exchange), over any other axis
+// (model_exchange), and both ways between two ranks.
+enum class Stream : uint8_t { compute, host, to_device, to_host, read, write, exchange, model_exchange, send, receive };
+inline constexpr int kStreams = 10;
+inline bool is_exchange(Stream stream) { return stream >= Stream::exchange; }
 std::string_view name_of(Stream);
 
 // Parts of the step, in order. The step loop calls plugins at the start and end of each.
@@ -126,7 +129,8 @@ class Mesh;
 // - dimensions have no names, or one each, and hold whole numbers of their units;
 // - parts lie within their whole; splits are of dimensions that exist and within the full size, and with a mesh each is
 //   the share of the mesh's rank;
-// - exchanges are on the exchange stream and name an axis, with a mesh one of several ranks; nothing else is there;
+// - exchanges are on the stream of their class and name an axis, with a mesh one of several ranks; nothing else is
+//   there; what they make is split as their kinds say;
 //   streams that move bytes hold moves between the tiers of their name, the host's ops whose operands are on the host;
 //   nothing but a move touches the NVMe tier;
 // - the ops of resting forms are well formed, and restoring writes the tensor.

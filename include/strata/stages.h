@@ -1,5 +1,5 @@
 // The stages of planning as plugins see them. Each is called once per plan, in this order:
-// model, forward, backward, schedule, gradients, update, placement.
+// model, forward, exchange, backward, schedule, gradients, update, placement.
 #pragma once
 #include <functional>
 #include <initializer_list>
@@ -9,19 +9,10 @@
 #include <vector>
 
 #include "strata/builder.h"
+#include "strata/exchange.h"
 #include "strata/mesh.h"
 
 namespace strata {
-
-// Sizes of the batch, known from [data] before the model is built.
-struct BatchShape {
-  int64_t micro_batch = 1;      // sequences in one microbatch (B)
-  int64_t microbatches = 1;     // microbatches in one optimizer step of this rank
-  int64_t sequence_length = 1;  // tokens in one sequence (T)
-  bool reproducible = false;    // sums do not depend on the layout
-  int64_t ranks = 1;            // that see other sequences of the same step
-  int64_t sequences() const { return micro_batch * microbatches * ranks; }  // of one step, all ranks
-};
 
 // What the program is for: a loss to train on, a loss to report (no dropout), or next-token logits.
 enum class Goal { train, evaluate, logits };
@@ -55,30 +46,6 @@ class ModelStage {
   std::map<std::string, std::vector<std::function<TensorId(Builder&, TensorId, const Module&)>>, std::less<>> wraps_;
 };
 
-// A parameter's gradient, complete over all microbatches. `scale` is a pending factor (f64 {1}) that update kernels
-// multiply in as they read, so that scaling costs no pass over memory; invalid means 1.
-// A scale that is NaN says that the step overflowed: update kernels then change nothing (loss scaling skips a step).
-struct Gradient {
-  TensorId parameter;
-  TensorId tensor;
-  TensorId scale;
-  // Axes of the mesh's grid over which it is still to be summed. Its layout is its parameter's; who sums over an axis,
-  // or leaves each rank its share of the sum, takes that axis out and changes no other.
-  std::vector<std::string> partial;
-};
-// Takes the axes that split the batch out of `partial` and returns the name of the group that sums over them: "data",
-// or one of its axes; "" when there is nothing to sum.
-std::string take_data_axes(const Mesh& mesh, std::vector<std::string>& partial);
-
-// The name under which the model declared the gradient's parameter, also where the gradient or the parameter is one
-// rank's part (ZeRO) or the parameter is a master of mixed precision. Ask while planning, and hand it to an op as an
-// attribute: the tensors that an op gets in the end may be copies with names of their own.
-std::string parameter_name(const Program& program, const Gradient& gradient);
-
-// Gradients in the order in which they become final, cut into groups of at least `bytes` (but for the last).
-std::vector<std::vector<size_t>> buckets_of(const Program& program, const std::vector<Gradient>& gradients,
-                                            int64_t bytes);
-
 // Where differentiation starts: a tensor and the gradient that it is given: data, or what an op of stage backward writes.
 // Without a gradient the tensor is a loss (gradient 1).
 struct Root {
@@ -95,7 +62,7 @@ struct ProgramStage {
   BatchShape batch;
   Goal goal = Goal::train;
   Mesh mesh{};                                 // as rank 0 sees it: every rank plans the same
-  std::vector<Gradient>* gradients = nullptr;  // backward: of one microbatch; a plugin may reduce them there
+  std::vector<Gradient>* gradients = nullptr;  // backward: of one microbatch
   TensorId loss_gradient{};                    // forward: the f64 {1} gradient of each loss; invalid means 1
   DType gradient_dtype = DType::f32;           // forward: of parameters' gradients; in a 16-bit type they are summed so
   std::vector<Root> roots{};                   // forward: where differentiation starts beside Program::losses
@@ -129,7 +96,8 @@ struct ScheduleStage {
   void cut(std::vector<int> first_blocks);
 };
 
-// stage `gradients`: reduce, compress, unscale, clip. Ops emitted here run as soon as their inputs are final.
+// stage `gradients`: unscale, clip; what a plugin does that says `early` comes before gradients are exchanged. Ops
+// emitted here run as soon as their inputs are final.
 class GradientStage {
  public:
   GradientStage(Builder& builder, std::vector<Gradient>& gradients, const Mesh& mesh)
@@ -146,7 +114,8 @@ class GradientStage {
   // Multiplies the pending scale in, for ops that need the final values.
   void materialize(Gradient& gradient);
   // One value over everything that all ranks' gradients hold, each element counted once: `each` makes it of one
-  // gradient, `together` adds up any number of them and then what the ranks of an axis that splits a gradient made.
+  // gradient, `together` adds up any number of them and then what the ranks of an axis that splits a gradient made, or
+  // over which it is still partial: then what each rank adds to the sum counts for itself.
   // Returns one value for each set of such axes; `together` adds those up too.
   std::vector<TensorId> over_all(std::string_view each, std::string_view together);
 

@@ -1,5 +1,5 @@
 // ZeRO (Rajbhandari et al., arXiv 1910.02054): optimizer states, gradients and parameters split over the ranks of a
-// group, by rows. Stage 1 sums gradients onto the rank that updates them once a step, stage 2 once a microbatch; both
+// group, by rows. Stage 1 wants gradients on the rank that updates them once a step, stage 2 once a microbatch; both
 // gather updated parameters. Stage 3 keeps parameters split and gathers them before use: a resting form whose
 // restoring op is a gather, so that when to gather again is the residency planner's decision.
 #include <algorithm>
@@ -10,19 +10,15 @@
 
 namespace {
 
-using strata::Builder;
-using strata::Gradient;
 using strata::Op;
 using strata::Program;
 using strata::RestingForm;
 using strata::Role;
-using strata::Shape;
 using strata::Stage;
 using strata::Tensor;
 using strata::TensorId;
 
 const std::string kAxis{strata::kShardAxis};  // ranks that share what is split
-const std::string kCopies{strata::kReplicateAxis};
 
 class Zero final : public strata::Plugin {
  public:
@@ -45,29 +41,13 @@ class Zero final : public strata::Plugin {
     return c;
   }
 
-  // Stage 2 and 3: gradients of each microbatch go to their rank at once, and only shares accumulate.
-  void backward(strata::ProgramStage& stage) override {
-    ranks_ = stage.mesh.size(kAxis);
-    if (stage.mesh.size("data") == 1 || stage_ < 2 || stage.batch.reproducible) return;
-    Builder build(stage.program);
-    build.stage = Stage::backward;
-    reduce(build, stage.mesh, *stage.gradients);
-  }
-
-  void gradients(strata::GradientStage& stage) override {
+  // Stages 2 and 3: gradients of each microbatch go to their rank at once, and only shares accumulate.
+  void exchange(strata::ExchangeStage& stage) override {
     ranks_ = stage.mesh().size(kAxis);
-    if (stage.mesh().size("data") == 1) return;
-    for (Gradient& gradient : stage.gradients()) stage.materialize(gradient);
-    reduce(stage.build(), stage.mesh(), stage.gradients());
-    Program& program = stage.build().program();
-    for (Gradient& gradient : stage.gradients()) {  // from here on the parameter is this rank's part
-      const Tensor parameter = program[gradient.parameter];
-      if (ranks_ == 1 || !splits(parameter)) continue;
-      Shape shape = parameter.shape;
-      shape[0] = strata::share_of(shape[0], 0, ranks_).count();
-      gradient.parameter = program.add_part(gradient.parameter, parameter.name + ".part", shape, 0);
-      program[gradient.parameter].layout = with_rows_split(parameter);
-    }
+    for (const strata::Gradient& gradient : stage.gradients())
+      stage.want(gradient, {.shared_over = ranks_ > 1 && splits(stage.program()[gradient.parameter]) ? kAxis : "",
+                            .each_microbatch = stage_ >= 2 && !stage.batch().reproducible,
+                            .bucket = bucket_.count});
   }
 
   void placement(strata::ProgramStage& stage) override {
@@ -88,37 +68,6 @@ class Zero final : public strata::Plugin {
     strata::Layout layout = tensor.layout;
     layout.push_back({.dimension = 0, .axis = kAxis, .full = tensor.shape[0]});
     return layout;
-  }
-
-  // Sums what is partial: shares of rows to their rank, and what is not split to all.
-  void reduce(Builder& build, const strata::Mesh& mesh, std::vector<Gradient>& gradients) {
-    const auto exchange = [&](const char* kind, const std::vector<size_t>& list, strata::Attributes attributes) {
-      if (list.empty()) return;
-      std::vector<TensorId> tensors;
-      for (size_t g : list) tensors.push_back(gradients[g].tensor);
-      build.role = Role::gradient;
-      const std::vector<TensorId> sums = build.emit_all(kind, tensors, std::move(attributes));
-      for (size_t i = 0; i < list.size(); ++i) {
-        build.program()[sums[i]].layout = build[tensors[i]].layout;
-        gradients[list[i]].tensor = sums[i];
-      }
-    };
-    for (const std::vector<size_t>& bucket : buckets_of(build.program(), gradients, bucket_.count)) {
-      std::vector<size_t> split, copied;
-      std::map<std::string, std::vector<size_t>> whole;  // by the group that sums
-      for (size_t g : bucket) {
-        std::vector<std::string>& partial = gradients[g].partial;
-        const bool to_share = ranks_ > 1 && splits(build[gradients[g].parameter]) && std::erase(partial, kAxis) > 0;
-        const std::string group = take_data_axes(mesh, partial);
-        if (to_share) split.push_back(g);
-        if (!group.empty()) (to_share ? copied : whole[group]).push_back(g);
-      }
-      exchange("reduce_scatter", split, {{"axis", kAxis}, {"size", int64_t(ranks_)}});
-      for (size_t g : split)
-        build.program()[gradients[g].tensor].layout = with_rows_split(build[gradients[g].parameter]);
-      exchange("all_reduce", copied, {{"axis", kCopies}, {"reduction", "sum"}});
-      for (const auto& [group, list] : whole) exchange("all_reduce", list, {{"axis", group}, {"reduction", "sum"}});
-    }
   }
 
   // Stages 1 and 2: after the last op that writes a part, its parameter is gathered, in buckets.

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Two ranks with the exchange in bf16 against data_parallel: test.sh STRATA PLUGIN_FOLDER
+# Two ranks with the exchange in bf16 against full precision, under data_parallel and every stage of zero: test.sh
+# STRATA PLUGIN_FOLDER
 set -euo pipefail
 strata=$1 plugins=$2
 work=$(mktemp -d)
@@ -27,18 +28,31 @@ data = 2
 [plugins.sm3]
 [plugins.clip]
 TOML
-"$strata" plan config.toml --set plugins.bf16_exchange.enabled=true --program >program
-grep -q ':bf16(.* = all_reduce(' program
-"$strata" train config.toml --set plugins.data_parallel.enabled=true --set 'run.directory="exact"' >/dev/null
-"$strata" train config.toml --set plugins.bf16_exchange.enabled=true --set 'run.directory="bf16"' >/dev/null
-status=0
-"$strata" plan config.toml --set plugins.bf16_exchange.enabled=true --set plugins.zero.stage=1 >out 2>error || status=$?
-[[ $status == 2 ]] && grep -q 'cannot work together' error
+train() {  # NAME OPTIONS...
+  local name=$1
+  shift
+  "$strata" train config.toml --set "run.directory=\"$name\"" "$@" >/dev/null
+}
+for strategy in data_parallel.enabled=true zero.stage=1 zero.stage=2 zero.stage=3; do
+  options=(--set "plugins.$strategy" --set plugins.bf16_exchange.enabled=true)
+  exchange=all_reduce
+  [[ $strategy == zero* ]] && exchange=reduce_scatter
+  "$strata" plan config.toml "${options[@]}" --program >program
+  grep -q ":bf16(.* = $exchange(" program
+  if grep -q ":f32([0-9]*, .* = $exchange(" program; then
+    echo "$strategy: matrices cross in f32"
+    exit 1
+  fi
+  train "$strategy" "${options[@]}"
+done
+train exact --set plugins.data_parallel.enabled=true
 python3 - <<'PYTHON'
 import json
 log = lambda directory: [json.loads(line)["loss"] for line in open(f"{directory}/log.jsonl")]
-exact, bf16 = log("exact"), log("bf16")
-assert len(exact) == 10 and exact[0] == bf16[0] and exact != bf16, (exact, bf16)
-assert all(abs(a - b) < 2e-2 * a for a, b in zip(exact, bf16)), (exact, bf16)
+exact = log("exact")
+for directory in ("data_parallel.enabled=true", "zero.stage=1", "zero.stage=2", "zero.stage=3"):
+    bf16 = log(directory)
+    assert len(exact) == 10 and abs(exact[0] - bf16[0]) < 1e-6 * exact[0] and exact != bf16, (exact, bf16)
+    assert all(abs(a - b) < 2e-2 * a for a, b in zip(exact, bf16)), (directory, exact, bf16)
 PYTHON
 echo "bf16_exchange: as expected"

@@ -1,0 +1,275 @@
+// Results and forms of gradients become exchanges; see gradient_exchange.h and strata/exchange.h.
+#include "engine/planning/gradient_exchange.h"
+
+#include <algorithm>
+#include <map>
+#include <set>
+
+#include "strata/communicator.h"
+
+namespace strata {
+namespace {
+
+Split share_of_rows(const Tensor& tensor, const std::string& axis) {
+  return {.dimension = 0, .axis = axis, .full = tensor.shape[0]};
+}
+
+[[noreturn]] void refuse_second(const std::string& what, const std::string& parameter, const std::string& axis,
+                                const std::string& first, const std::string& second) {
+  throw Error("plugins \"" + first + "\" and \"" + second + "\" both set the " + what + " of the gradient of " +
+              parameter + " over axis \"" + axis + "\"; enable only one of them.");
+}
+
+}  // namespace
+
+void ExchangeStage::want(const Gradient& gradient, const GradientResult& result, std::string_view axis) {
+  const std::string name = parameter_name(program_, gradient);
+  const Shape& shape = program_[gradient.parameter].shape;
+  if (result.bucket <= 0) throw Error("the bucket of an exchange must be positive.");
+  if (!result.shared_over.empty()) {
+    const auto parts = mesh_.parts_of(axis);
+    if (std::find(parts.begin(), parts.end(), result.shared_over) == parts.end())
+      throw Error("the gradient of " + name + " is wanted in shares over axis \"" + result.shared_over +
+                  "\", which is no part of axis \"" + std::string(axis) + "\".");
+    if (shape[0] < mesh_.size(result.shared_over))
+      throw Error("the gradient of " + name + " " + text(shape) + " has fewer rows than the " +
+                  std::to_string(mesh_.size(result.shared_over)) + " ranks of axis \"" + result.shared_over +
+                  "\" that are to share it.");
+  }
+  for (std::string_view part : mesh_.parts_of(axis)) {
+    const auto [at, is_first] =
+        wanted_[name].emplace(part, Wanted{.result = result, .axis = std::string(axis), .by = plugin_});
+    if (!is_first) refuse_second("result", name, std::string(part), at->second.by, plugin_);
+  }
+}
+
+void ExchangeStage::form(const Gradient& gradient, const ExchangeForm& form, std::string_view axis) {
+  const std::string name = parameter_name(program_, gradient);
+  STRATA_CHECK(form.exchange);
+  const auto [known, is_new] = form_named_.emplace(std::pair(plugin_, form.name), forms_.size());
+  if (is_new) forms_.push_back(form);
+  for (std::string_view part : mesh_.parts_of(axis)) {
+    const auto [at, is_first] = formed_[name].emplace(part, Formed{.form = known->second, .by = plugin_});
+    if (!is_first) refuse_second("form", name, std::string(part), at->second.by, plugin_);
+  }
+}
+
+std::vector<TensorId> GradientBucket::sum(const std::vector<TensorId>& tensors) {
+  build_.role = Role::gradient;
+  Attributes attributes{{"axis", axis_}};
+  if (shares_)
+    attributes.set("size", int64_t(mesh_.size(axis_)));
+  else
+    attributes.set("reduction", std::string("sum"));
+  const std::vector<TensorId> sums = build_.emit_all(shares_ ? "reduce_scatter" : "all_reduce", tensors, attributes);
+  for (size_t i = 0; i < sums.size(); ++i) {
+    const Tensor& from = build_[tensors[i]];
+    Layout layout = from.layout;
+    if (shares_) layout.push_back(share_of_rows(from, axis_));
+    build_.program()[sums[i]].layout = layout;
+  }
+  return sums;
+}
+
+TensorId GradientBucket::emit(std::string_view kind, const std::vector<TensorId>& inputs, Attributes attributes) {
+  build_.role = Role::gradient;
+  const TensorId result = build_.emit(kind, inputs, std::move(attributes));
+  if (build_[result].shape != build_[inputs.at(0)].shape)
+    throw Error("op kind \"" + std::string(kind) + "\" does not work element by element: of " +
+                text(build_[inputs[0]].shape) + " it makes " + text(build_[result].shape) + ".");
+  build_.program()[result].layout = build_[inputs[0]].layout;
+  return result;
+}
+
+int GradientExchanges::form_of(const std::string& parameter, const std::string& axis) const {
+  const auto found = stage_.formed_.find(parameter);
+  if (found == stage_.formed_.end()) return kFull;
+  const auto at = found->second.find(axis);
+  return at == found->second.end() ? kFull : int(at->second.form);
+}
+
+GradientExchanges::When GradientExchanges::when(const std::string& parameter, const std::string& axis,
+                                                const Wanted& wanted) const {
+  const int form = form_of(parameter, axis);
+  if (form != kFull && scaled_ && stage_.forms_[size_t(form)].needs_finite) return When::late;
+  return wanted.result.each_microbatch ? When::each_microbatch : When::once;
+}
+
+bool GradientExchanges::has_late() const {
+  for (const auto& [parameter, axes] : stage_.wanted_)
+    for (const auto& [axis, wanted] : axes)
+      if (when(parameter, axis, wanted) == When::late) return true;
+  return false;
+}
+
+// Gradients that are cut into buckets together.
+struct GradientExchanges::Class {
+  std::string axis;  // as it was wanted: `data` stands for two of the grid
+  int64_t bucket = 0;
+  std::vector<size_t> gradients{};
+};
+
+void GradientExchanges::each_microbatch(Program& single, std::vector<Gradient>& gradients) {
+  for (const auto& [parameter, axes] : stage_.wanted_)
+    for (const auto& [axis, wanted] : axes)
+      if (wanted.result.each_microbatch && when(parameter, axis, wanted) == When::late && stage_.mesh_.size(axis) > 1) {
+        const auto& formed = stage_.formed_.at(parameter).at(axis);
+        throw Error("plugin \"" + wanted.by + "\" wants the gradient of " + parameter +
+                    " summed in each microbatch, but the form \"" + stage_.forms_[formed.form].name +
+                    "\" of plugin \"" + formed.by +
+                    "\" needs finite gradients, which with loss scaling are known at the end of a step alone; sum once "
+                    "a step, or train without loss scaling (bf16, f32).");
+      }
+  Builder build(single);
+  build.stage = Stage::backward;
+  emit(build, gradients, When::each_microbatch, nullptr);
+}
+
+void GradientExchanges::once(GradientStage& stage) {
+  const Mesh& mesh = stage_.mesh_;
+  emit(stage.build(), stage.gradients(), When::once, &stage);
+  Program& program = stage.build().program();
+  for (Gradient& gradient : stage.gradients()) {
+    const auto found = stage_.wanted_.find(parameter_name(program, gradient));
+    if (found == stage_.wanted_.end()) continue;
+    for (const auto& [axis, wanted] : found->second) {
+      if (wanted.result.shared_over != axis || mesh.size(axis) == 1) continue;
+      const Tensor parameter = program[gradient.parameter];
+      Shape shape = parameter.shape;
+      shape[0] = share_of(shape[0], 0, mesh.size(axis)).count();
+      gradient.parameter = program.add_part(gradient.parameter, parameter.name + ".part", shape, 0);
+      program[gradient.parameter].layout = parameter.layout;
+      program[gradient.parameter].layout.push_back(share_of_rows(parameter, axis));
+    }
+  }
+}
+
+// One scale stays pending on all gradients, as it was before: who looks at them all (clip) takes it for a factor.
+void GradientExchanges::late(GradientStage& stage) {
+  emit(stage.build(), stage.gradients(), When::late, &stage);
+  for (Gradient& gradient : stage.gradients())
+    if (const auto mark = marks_.find(gradient.scale); mark != marks_.end()) {
+      stage.materialize(gradient);
+      gradient.scale = mark->second;
+    }
+}
+
+void GradientExchanges::emit(Builder& build, std::vector<Gradient>& gradients, When now, GradientStage* stage) {
+  std::vector<Class> classes;
+  for (size_t g = 0; g < gradients.size(); ++g) {
+    const auto found = stage_.wanted_.find(parameter_name(build.program(), gradients[g]));
+    if (found == stage_.wanted_.end()) continue;
+    std::set<std::string> seen;
+    for (const auto& [axis, wanted] : found->second) {
+      if (!seen.insert(wanted.axis).second) continue;
+      const auto same = [&, &wanted = wanted](const Class& c) {
+        return c.axis == wanted.axis && c.bucket == wanted.result.bucket;
+      };
+      auto at = std::find_if(classes.begin(), classes.end(), same);
+      if (at == classes.end()) at = classes.insert(classes.end(), Class{wanted.axis, wanted.result.bucket});
+      at->gradients.push_back(g);
+    }
+  }
+  for (const Class& one : classes) exchange_class(build, gradients, one, now, stage);
+}
+
+// What is summed over two axes in one form is one exchange over both. Shares come first: what they leave to be summed
+// over other axes is less.
+void GradientExchanges::exchange_class(Builder& build, std::vector<Gradient>& gradients, const Class& one, When now,
+                                       GradientStage* stage) {
+  const Mesh& mesh = stage_.mesh_;
+  std::vector<std::string> all;
+  for (std::string_view axis : mesh.parts_of(one.axis))
+    if (mesh.size(axis) > 1) all.emplace_back(axis);
+  std::vector<Gradient> members;
+  for (size_t g : one.gradients) members.push_back(gradients[g]);
+  using Lists = std::map<std::pair<std::string, int>, std::vector<size_t>>;  // by group and form
+  for (const std::vector<size_t>& bucket : buckets_of(build.program(), members, one.bucket)) {
+    Lists shares, copies, whole;
+    for (size_t member : bucket) {
+      const size_t g = one.gradients[member];
+      const std::string parameter = parameter_name(build.program(), gradients[g]);
+      const auto& wanted = stage_.wanted_.at(parameter);
+      bool shared = false;
+      std::map<int, std::vector<std::string>> left;  // axes by form
+      for (const std::string& axis : all) {
+        const Wanted& asked = wanted.at(axis);
+        if (when(parameter, axis, asked) != now || std::erase(gradients[g].partial, axis) == 0) continue;
+        const int form = form_of(parameter, axis);
+        if (asked.result.shared_over == axis)
+          shared = true, shares[{axis, form}].push_back(g);
+        else
+          left[form].push_back(axis);
+      }
+      for (const auto& [form, axes] : left)
+        if (axes.size() == all.size())
+          whole[{one.axis, form}].push_back(g);
+        else
+          for (const std::string& axis : axes) (shared ? copies : whole)[{axis, form}].push_back(g);
+    }
+    for (const auto& [key, list] : shares) exchange(build, gradients, list, key.first, true, key.second, stage);
+    for (const Lists* lists : {&copies, &whole})
+      for (const auto& [key, list] : *lists) exchange(build, gradients, list, key.first, false, key.second, stage);
+  }
+}
+
+void GradientExchanges::exchange(Builder& build, std::vector<Gradient>& gradients, const std::vector<size_t>& list,
+                                 const std::string& group, bool shares, int form, GradientStage* stage) {
+  GradientBucket bucket(build, stage_.mesh_, group, shares);
+  const bool marks = form != kFull && stage_.forms_[size_t(form)].needs_finite;
+  for (size_t g : list) {
+    Gradient& gradient = gradients[g];
+    const TensorId scale = gradient.scale;
+    const bool marked =
+        std::any_of(marks_.begin(), marks_.end(), [&](const auto& known) { return known.second == scale; });
+    if (stage && !marked) stage->materialize(gradient);
+    if (marks && scale && !marked) {  // the gradient is NaN by now; that updates are to skip it stays a scalar
+      TensorId& one = marks_[scale];
+      build.role = Role::workspace;
+      if (!one) one = build.emit("overflow_mark", {scale});
+      gradient.scale = one;
+    }
+    bucket.gradients_.push_back(gradient.tensor);
+    bucket.overflow_.push_back(gradient.scale);
+    bucket.parameters_.push_back(parameter_name(build.program(), gradient));
+  }
+  build.role = Role::gradient;
+  const std::vector<TensorId> results =
+      form == kFull ? bucket.sum(bucket.gradients_) : made_by(stage_.forms_[size_t(form)], bucket);
+  for (size_t i = 0; i < list.size(); ++i) gradients[list[i]].tensor = results[i];
+}
+
+// What a form makes of a bucket, if it is what is wanted.
+std::vector<TensorId> GradientExchanges::made_by(const ExchangeForm& form, GradientBucket& bucket) {
+  const std::string name = "the exchange form \"" + form.name + "\"";
+  std::vector<TensorId> results;
+  try {
+    results = form.exchange(bucket);
+  } catch (const Error& error) {
+    throw Error(name + ": " + error.what(), error.code());
+  }
+  Program& program = bucket.build().program();
+  if (results.size() != bucket.size())
+    throw Error(name + " made " + std::to_string(results.size()) + " results of " + std::to_string(bucket.size()) +
+                    " gradients.",
+                ExitCode::failed);
+  for (size_t i = 0; i < results.size(); ++i) {
+    const Tensor gradient = program[bucket.gradient(i)];
+    Tensor& result = program[results[i]];
+    Shape shape = gradient.shape;
+    Layout layout = gradient.layout;
+    if (bucket.shares()) {
+      layout.push_back(share_of_rows(gradient, bucket.axis()));
+      shape[0] = share_of(shape[0], 0, bucket.mesh().size(bucket.axis())).count();
+    }
+    if (result.shape != shape || result.dtype != gradient.dtype)
+      throw Error(name + " made " + std::string(name_of(result.dtype)) + text(result.shape) + " of the gradient of " +
+                      bucket.parameter(i) + ", but " + std::string(name_of(gradient.dtype)) + text(shape) +
+                      " is wanted.",
+                  ExitCode::failed);
+    result.layout = layout;
+  }
+  return results;
+}
+
+}  // namespace strata

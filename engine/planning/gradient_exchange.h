@@ -1,0 +1,49 @@
+// Emits the exchanges of gradients: what plugins asked for in stage `exchange` (strata/exchange.h) becomes ops, bucket
+// by bucket, of each microbatch or once a step. Knows results and forms; what goes over the wire is the forms' matter.
+#pragma once
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "strata/stages.h"
+
+namespace strata {
+
+class GradientExchanges {
+ public:
+  // `scaled`: gradients carry a loss scale until they are unscaled, in stage `gradients`.
+  GradientExchanges(ExchangeStage stage, bool scaled) : stage_(std::move(stage)), scaled_(scaled) {}
+  ExchangeStage& stage() { return stage_; }
+  void turn_of(const std::string& plugin) { stage_.plugin_ = plugin; }
+
+  // In the program of one microbatch: what is wanted of each. Throws Error where a form cannot be used so.
+  void each_microbatch(Program& single, std::vector<Gradient>& gradients);
+  // In the program of a step: the rest, but for forms that need finite values where there is a loss scale. From then on
+  // the parameter of a gradient that is wanted in shares is this rank's part.
+  void once(GradientStage& stage);
+  // What was left, when gradients have been unscaled.
+  bool has_late() const;
+  void late(GradientStage& stage);
+
+ private:
+  using Wanted = ExchangeStage::Wanted;
+  struct Class;
+  enum class When { each_microbatch, once, late };
+  When when(const std::string& parameter, const std::string& axis, const Wanted& wanted) const;
+  void emit(Builder& build, std::vector<Gradient>& gradients, When when, GradientStage* stage);
+  void exchange_class(Builder& build, std::vector<Gradient>& gradients, const Class& one, When when,
+                      GradientStage* stage);
+  // Which form sums the gradient over that axis of the grid; kFull for the engine's own.
+  static constexpr int kFull = -1;
+  int form_of(const std::string& parameter, const std::string& axis) const;
+  void exchange(Builder& build, std::vector<Gradient>& gradients, const std::vector<size_t>& list,
+                const std::string& group, bool shares, int form, GradientStage* stage);
+  static std::vector<TensorId> made_by(const ExchangeForm& form, GradientBucket& bucket);
+
+  ExchangeStage stage_;
+  bool scaled_;
+  std::map<TensorId, TensorId> marks_;  // by scale: NaN where it is NaN, otherwise 1
+};
+
+}  // namespace strata
