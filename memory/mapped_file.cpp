@@ -6,7 +6,9 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <cstdint>
 #include <cstring>
 
 #include "strata/error.h"
@@ -34,6 +36,19 @@ MappedFile::MappedFile(const std::string& path) : path_(path) {
 
 MappedFile::~MappedFile() {
   if (data_) munmap(const_cast<std::byte*>(data_), size_);
+}
+
+// Around a fault the kernel maps what is cached of the file, up to the whole 2 MiB that one page table covers (seen
+// with Linux 6.18 and ext4), so windows of that size go; a thread that reads there at this moment faults its page in
+// again.
+void MappedFile::release(size_t first, size_t bytes) const {
+  constexpr uintptr_t kWindow = 2 << 20;  // of addresses, as page tables are
+  if (bytes == 0) return;
+  const uintptr_t base = reinterpret_cast<uintptr_t>(data_);
+  const uintptr_t begin = std::max(base, (base + first) / kWindow * kWindow);
+  const uintptr_t end = std::min(base + size_, (base + first + bytes + kWindow - 1) / kWindow * kWindow);
+  // Advice alone: the one failure that can occur here, memory locked with mlockall, means it is to stay resident.
+  (void)madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);
 }
 
 }  // namespace strata

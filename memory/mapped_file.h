@@ -18,6 +18,8 @@ class MappedFile {
         size_(std::exchange(other.size_, 0)) {}
   MappedFile& operator=(MappedFile&&) = delete;
   std::span<const std::byte> bytes() const { return {data_, size_}; }
+  // These bytes are not needed for now: the process's memory no longer holds them; a later access reads them again.
+  void release(size_t first, size_t bytes) const;
   const std::string& path() const { return path_; }
 
  private:

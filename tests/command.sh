@@ -179,8 +179,8 @@ expect 0 'resuming after step' "$strata" train config.toml --set run.directory=k
 # Saved behind training: the same, and its memory is in the plan.
 expect 0 '' "$strata" train config.toml --set run.directory=behind --set run.save_behind=true --set run.checkpoint_every=1
 cmp again/step-00000006/tensors-00000.safetensors behind/step-00000006/tensors-00000.safetensors || fail "saved behind: parameters differ"
-"$strata" plan config.toml --set run.save_behind=true | grep -q 'for saving behind training' || fail "plan does not tell of the copy"
-expect 2 'run.save_behind copies' "$strata" train config.toml --set run.directory=bad --set run.save_behind=true --set 'host.memory="10KiB"'
+"$strata" plan config.toml --set run.save_behind=true | grep -q 'saving behind  ' || fail "plan does not tell of the copy"
+expect 2 'for what run.save_behind copies, but host.memory allows 1.95 MiB' "$strata" train config.toml --set run.directory=bad --set run.save_behind=true --set 'host.memory="2000KiB"'
 
 # Generation, export and import.
 expect 0 '' "$strata" generate config.toml --tokens 20 --prompt 'line'

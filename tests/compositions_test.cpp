@@ -11,6 +11,7 @@
 #include "strata/layout.h"
 #include "tests/backends.h"
 #include "tests/harness.h"
+#include "tests/ordering.h"
 #if defined(STRATA_EMULATED_CUDA)
 #include "cuda/emulated/machine.h"
 #endif
@@ -99,6 +100,7 @@ Outcome outcome(const std::string& text, int ranks, int batch, const std::string
         const std::unique_ptr<Device> device = backend == "cuda" ? test::rank_device(world.rank()) : nullptr;
         test::Runner runner(text, {}, Goal::train, {}, ranks > 1 ? &world : nullptr, backend, device.get());
         runner.poisoned = poisoned;
+        test::expect_ordered(runner.built.program, runner.plan);
         std::mt19937 random(7);
         std::vector<int32_t> tokens(size_t(batch * kSequence)), targets(tokens.size());
         for (int step = 0; step < kSteps; ++step) {
@@ -108,7 +110,8 @@ Outcome outcome(const std::string& text, int ranks, int batch, const std::string
           if (world.rank() == 0) result.losses.push_back(loss);
         }
         for (const Tensor& tensor : runner.storage->persistent_tensors()) {
-          const auto* data = static_cast<const std::byte*>(runner.storage->view(tensor));
+          const std::vector<std::byte> bytes = runner.storage->copy(tensor);
+          const std::byte* const data = bytes.data();
           const std::lock_guard lock(mutex);
           std::vector<std::byte>& whole = result.tensors[tensor.name];
           whole.resize(size_t(elements(tensor.full_shape()) * size_of(tensor.dtype)));

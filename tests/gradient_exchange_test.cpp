@@ -173,7 +173,7 @@ TEST(GradientExchange, AFormThatNeedsFiniteValuesComesAfterUnscaling) {
     const std::string huge = toml(2, wanting + half + "33554432.0\n");  // 2^25: some steps overflow, some do not
     SCOPED_TRACE(huge);
     const auto scale = [](test::Runner& r) {
-      return *static_cast<const double*>(r.storage->view(r.built.program[r.built.program.find("loss_scale")]));
+      return *static_cast<const double*>(r.storage->persistent("loss_scale"));
     };
     double end = 0;
     const auto expected = losses(2, huge, {}, [&](test::Runner& r) { end = scale(r); });

@@ -97,7 +97,8 @@ class Runner final {
     const TensorId id = built.program.find(name);
     const Tensor& tensor = built.program[id];
     if (!tensor.persistent) return values(id);
-    const float* data = static_cast<const float*>(storage->view(tensor));
+    const std::vector<std::byte> bytes = storage->copy(tensor);
+    const auto* data = reinterpret_cast<const float*>(bytes.data());
     return {data, data + elements(tensor.shape)};
   }
   double scalar(std::string_view name) const { return steps_.scalar(name); }

@@ -140,8 +140,8 @@ wait $! || fail "other folders on rank 1: $(cat error1)"
 losses alone/log.jsonl | cmp - <(losses paths/log.jsonl) || fail "other folders on rank 1 change the losses"
 # Other numbers of processors a rank (another one shares its host): all compute with as many threads as the smallest has.
 if (($(nproc) > 1)); then
-  $(launched 1 2) env LOCAL_WORLD_SIZE="$(nproc)" "$strata" train config.toml --set run.directory=uneven --set device.threads=0 >out1 2>error1 &
-  expect 0 "ranks have 1 to $(nproc) processors; all compute with 1 thread, " $(launched 0 2) env LOCAL_WORLD_SIZE=1 "$strata" train config.toml --set run.directory=uneven --set device.threads=0
+  $(launched 1 2) env STRATA_SECRET=uneven-numbers-of-processors LOCAL_WORLD_SIZE="$(nproc)" "$strata" train config.toml --set run.directory=uneven --set device.threads=0 >out1 2>error1 &
+  expect 0 "ranks have 1 to $(nproc) processors; all compute with 1 thread, " $(launched 0 2) env STRATA_SECRET=uneven-numbers-of-processors LOCAL_WORLD_SIZE=1 "$strata" train config.toml --set run.directory=uneven --set device.threads=0
   wait $! || fail "a rank with fewer processors: $(cat error1)"
   losses alone/log.jsonl | cmp - <(losses uneven/log.jsonl) || fail "other numbers of processors change the losses"
 fi

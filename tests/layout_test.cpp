@@ -186,8 +186,22 @@ TEST(Layouts, CheckpointsGiveBackEveryElement) {
     for (int rank = 0; rank < ranks_of(to); ++rank) {
       const Tensor tensor = of_rank(loaded, Mesh(rank, to));
       std::vector<float> mine(size_t(elements(tensor.shape)), -1);
-      read_into(checkpoint, tensor, mine.data());
+      read_into(checkpoint, tensor, mine.data(), 0, elements(tensor.shape));
       ASSERT_EQ(mine, cut(tensor));
+      // The same a few elements at a time, and any run of them by itself.
+      std::fill(mine.begin(), mine.end(), -1.0f);
+      for (int64_t at = 0, count = 0; at < elements(tensor.shape); at += count) {
+        count = draw(random, 1, elements(tensor.shape) - at);
+        read_into(checkpoint, tensor, mine.data() + at, at, count);
+      }
+      ASSERT_EQ(mine, cut(tensor));
+      const int64_t first = draw(random, 0, elements(tensor.shape)),
+                    count = draw(random, 0, elements(tensor.shape) - first);
+      std::vector<float> some(size_t(count) + 1, -1);
+      read_into(checkpoint, tensor, some.data(), first, count);
+      std::vector<float> expected(mine.begin() + first, mine.begin() + first + count);
+      expected.push_back(-1);
+      ASSERT_EQ(some, expected);
     }
   }
 }

@@ -5,6 +5,7 @@
 #include "engine/runtime/saver.h"
 #include "strata/layout.h"
 #include "tests/harness.h"
+#include "tests/ordering.h"
 
 namespace strata {
 namespace {
@@ -188,6 +189,41 @@ TEST(Ranks, EveryCombinationAgrees) {
   }
 }
 
+// Each rank's waits order whatever touches the same bytes, parts of tensors and blocks of the disk included; nothing runs.
+TEST(Ranks, WaitsOrderWhatSharesBytes) {
+  test::TemporaryFolder folder;
+  size_t number = 1;  // of those that are kept under sanitizers one is Adafactor with ZeRO 2 on NVMe
+  for (const std::string optimizer : {"[plugins.adamw]\n", "[plugins.adafactor]\nbeta1 = 0.9\n", "[plugins.sm3]\n"})
+    for (const std::string& exchange : kExchanges)
+      for (const std::string tier : {"host", "nvme"})
+        for (const std::string more : {"", "[host]\nthreads = 1\n"}) {
+          if (test::left_out(number++)) continue;
+          const std::string text =
+              toml(4, 1, optimizer + exchange + offload(folder.path(), tier) + more, "", "replicate = 2\n");
+          SCOPED_TRACE(text);
+          run_local(4, [&](World& world) {
+            const test::Runner runner(text, {}, Goal::train, {}, &world);
+            test::expect_ordered(runner.built.program, runner.plan);
+          });
+          if (HasFailure()) return;
+        }
+}
+
+// The outcome does not hang on which stream is ahead.
+TEST(Ranks, RunsAreEqualToTheBit) {
+  test::TemporaryFolder folder;
+  size_t number = 1;  // under sanitizers stage 2
+  for (const std::string& exchange : kExchanges) {
+    if (test::left_out(number++)) continue;
+    const std::string text = toml(4, 1, "[plugins.adafactor]\nbeta1 = 0.9\n" + exchange + offload(folder.path(), "nvme"),
+                                  "", "replicate = 2\n");
+    SCOPED_TRACE(text);
+    const Outcome first = outcome(4, text);
+    expect_same(outcome(4, text), first, "");
+    if (HasFailure()) return;
+  }
+}
+
 // Rajbhandari et al., section 5 and figure 1, for fp32: parameters, gradients, AdamW's states of 4, 4 and 8 bytes a
 // parameter, each divided by the ranks as the stage says. Vectors, 0.6% here, stay whole.
 TEST(Ranks, MemoryFollowsTheFormula) {
@@ -368,12 +404,12 @@ TEST(Ranks, CheckpointsFitAnyLayout) {
       if (behind && from.empty()) return;
       for (const Tensor& tensor : runner.storage->persistent_tensors()) {
         if (tensor.role == Role::scalar) continue;
-        const auto* data = static_cast<const std::byte*>(runner.storage->view(tensor));
+        const std::vector<std::byte> data = runner.storage->copy(tensor);
         std::lock_guard lock(mutex);
         auto& whole = tensors[tensor.name];
         whole.resize(size_t(elements(tensor.full_shape()) * size_of(tensor.dtype)));
         const int64_t row = tensor.bytes() / tensor.shape[0];
-        std::copy(data, data + tensor.bytes(), whole.begin() + box_of(tensor).offset[0] * row);
+        std::copy(data.begin(), data.end(), whole.begin() + box_of(tensor).offset[0] * row);
       }
     };
     run_local(layout.ranks, body, 30);

@@ -2,8 +2,10 @@
 #include <cstring>
 #include <random>
 
+#include "engine/planning/predict.h"
 #include "tests/backends.h"
 #include "tests/harness.h"
+#include "tests/ordering.h"
 
 namespace strata {
 namespace {
@@ -173,8 +175,9 @@ struct RandomProgram {
     for (size_t t = 0; t < program.tensors.size(); ++t) {
       const Tensor& tensor = program.tensors[t];
       if (!tensor.persistent && !tensor.step_output) continue;
-      const auto* data =
-          static_cast<const float*>(tensor.persistent ? storage.view(tensor) : executor.pointer({int32_t(t)}));
+      const std::vector<std::byte> bytes = tensor.persistent ? storage.copy(tensor) : std::vector<std::byte>();
+      const auto* data = static_cast<const float*>(tensor.persistent ? static_cast<const void*>(bytes.data())
+                                                                     : executor.pointer({int32_t(t)}));
       all.emplace_back(data, data + elements(tensor.shape));
     }
     return all;
@@ -228,12 +231,14 @@ void check_random_programs(const std::string& backend, int count) {
       }
     }
     verify(resting.program, "residency");
-    if (settings.device_budget > 0) {
-      EXPECT_LE(plan.device().total_bytes(), settings.device_budget);
-    } else {
-      EXPECT_LE(plan.device().total_bytes(), all);
+    test::expect_ordered(resting.program, plan);
+    const int64_t budget = settings.device_budget + (settings.one_memory() ? settings.host_budget : 0);
+    EXPECT_LE(plan.device().total_bytes(), budget > 0 ? budget : all);
+    if (settings.one_memory()) {
+      EXPECT_EQ(plan[Tier::host].total_bytes(), 0);
+    } else if (settings.host_budget > 0) {
+      EXPECT_LE(plan[Tier::host].total_bytes(), settings.host_budget);
     }
-    if (settings.host_budget > 0) EXPECT_LE(plan[Tier::host].total_bytes(), settings.host_budget);
     for (bool poisoned : {false, true}) {
       if (poisoned && backend == "cuda") continue;
       const auto actual = resting.results(plan, poisoned, backend);
@@ -249,6 +254,58 @@ TEST(Residency, RandomProgramsUnderRandomBudgets) { check_random_programs("cpu",
 #if defined(STRATA_EMULATED_CUDA)
 // On a device that the host cannot look into and a disk cannot reach, with streams served in random order.
 TEST(Residency, RandomProgramsOnADevice) { check_random_programs("cuda", 40); }
+#endif
+
+// Plans of random programs over a series of budgets: a larger budget never gives a slower plan, the smallest that a
+// refusal names does, and with a byte less the refusal names it again.
+void check_series_of_budgets(const std::string& backend, int count) {
+  test::TemporaryFolder folder;
+  const uint32_t base = std::random_device{}();
+  const Rates rates{.memory = 4e8, .copy = 2e8, .read = 1e8, .write = 1e8, .storage_latency = 1e-6};
+  int refused = 0, slower = 0;
+  for (uint32_t seed = base; seed < base + uint32_t(count); ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    RandomProgram resting(seed);
+    const int64_t all = plan_memory(resting.program, backend, 2, kStorageAlignment).device().total_bytes();
+    resting.let_rest(folder.path());
+    const int64_t host = seed % 2 && backend == "cuda" ? all / 2 : 0;
+    // The predicted seconds under a budget, or what is named as the smallest, negative.
+    const auto plan = [&](int64_t budget, int64_t host_budget) -> double {
+      Program program = resting.program;
+      try {
+        const MemoryPlan plan = plan_residency(
+            program,
+            {.backend = backend, .threads = 2, .device_budget = budget, .host_budget = host_budget, .rates = rates});
+        EXPECT_LE(plan.device().total_bytes(), budget);
+        return predict(program, plan, rates).seconds;
+      } catch (const Error& error) {
+        return -double(smallest_in(error.what()));
+      }
+    };
+    double before = 1e30;
+    for (int64_t percent = 120; percent >= 10; percent -= 10) {  // from large to small
+      const double seconds = plan(all * percent / 100, host);
+      if (seconds < 0) {
+        ++refused;
+        if (host > 0 && plan(int64_t(-seconds), host) < 0) break;  // it was the host's budget
+        EXPECT_GT(plan(int64_t(-seconds), host), 0);
+        EXPECT_EQ(plan(int64_t(-seconds) - 1, host), seconds);
+        break;
+      }
+      if (before < 1e30) {
+        EXPECT_GE(seconds, before) << percent;
+      }
+      slower += before < 1e30 && seconds > before;
+      before = seconds;
+    }
+  }
+  EXPECT_GT(refused, 0);
+  EXPECT_GT(slower, 0);
+}
+
+TEST(Residency, LargerBudgetsGiveNoSlowerPlans) { check_series_of_budgets("cpu", 20); }
+#if defined(STRATA_EMULATED_CUDA)
+TEST(Residency, LargerBudgetsGiveNoSlowerPlansOnADevice) { check_series_of_budgets("cuda", 10); }
 #endif
 
 // Any subset of strategies, optimizers and budgets, drawn by chance: the plain run's losses and parameters bit for bit.

@@ -43,16 +43,15 @@ void SafetensorsWriter::commit() {
 
 void write_safetensors(const std::string& path, const std::vector<TensorToStore>& tensors,
                        const std::map<std::string, std::string>& metadata,
-                       const std::function<void(std::span<const std::byte>)>& written) {
+                       const std::function<void(size_t, std::span<const std::byte>)>& written) {
   SafetensorsHeader header{{}, metadata};
   for (const TensorToStore& tensor : tensors) header.tensors.push_back({tensor.name, tensor.dtype, tensor.shape});
   SafetensorsWriter writer(path, header);
-  for (const TensorToStore& tensor : tensors) {
-    const std::span bytes(static_cast<const std::byte*>(tensor.data.get()),
-                          size_t(elements(tensor.shape) * size_of(tensor.dtype)));
-    writer.append(bytes);
-    if (written) written(bytes);
-  }
+  for (size_t i = 0; i < tensors.size(); ++i)
+    tensors[i].data.each(elements(tensors[i].shape) * size_of(tensors[i].dtype), [&](std::span<const std::byte> bytes) {
+      writer.append(bytes);
+      if (written) written(i, bytes);
+    });
   writer.commit();
 }
 

@@ -33,16 +33,24 @@ class SafetensorsWriter {
   int64_t missing_ = 0;
 };
 
-// A tensor's bytes, in memory or brought there when asked for; those are valid until the next one is asked for.
+// A tensor's bytes, in memory or brought there piece by piece when asked for.
 class TensorBytes {
  public:
+  using Take = std::function<void(std::span<const std::byte>)>;
   TensorBytes(const void* data) : data_(data) {}
-  TensorBytes(std::function<const void*()> load) : load_(std::move(load)) {}
-  const void* get() const { return load_ ? load_() : data_; }
+  // `pieces` calls what it is given with one piece after the other; each is valid until that returns.
+  TensorBytes(std::function<void(const Take&)> pieces) : pieces_(std::move(pieces)) {}
+  // `bytes`: of the whole tensor.
+  void each(int64_t bytes, const Take& take) const {
+    if (pieces_)
+      pieces_(take);
+    else
+      take({static_cast<const std::byte*>(data_), size_t(bytes)});
+  }
 
  private:
   const void* data_ = nullptr;
-  std::function<const void*()> load_;
+  std::function<void(const Take&)> pieces_;
 };
 
 struct TensorToStore {
@@ -52,9 +60,10 @@ struct TensorToStore {
   TensorBytes data;  // of elements(shape) · size_of(dtype) bytes
 };
 
-// Writes one file, whole or not at all. Each tensor is asked for once; `written` sees its bytes.
+// Writes one file, whole or not at all. Each tensor is asked for once; `written` sees its bytes,
+// piece by piece, with its index in `tensors`.
 void write_safetensors(const std::string& path, const std::vector<TensorToStore>& tensors,
                        const std::map<std::string, std::string>& metadata,
-                       const std::function<void(std::span<const std::byte>)>& written = {});
+                       const std::function<void(size_t, std::span<const std::byte>)>& written = {});
 
 }  // namespace strata

@@ -106,9 +106,10 @@ std::vector<Written> write_files(const fs::path& folder, const std::string& pref
   };
   const auto flush = [&] {
     if (shard.empty()) return;
-    write_safetensors((folder / file_name()).string(), shard, {}, [&](std::span<const std::byte> data) {
-      result.push_back({file_name(), checksum(data.data(), data.size())});
-    });
+    std::vector<RunningChecksum> sums(shard.size());
+    write_safetensors((folder / file_name()).string(), shard, {},
+                      [&](size_t i, std::span<const std::byte> bytes) { sums[i].add(bytes); });
+    for (const RunningChecksum& sum : sums) result.push_back({file_name(), sum.text()});
     shard.clear();
     bytes = 0;
     ++count;
@@ -175,6 +176,26 @@ class ForwardReader {
   std::vector<std::byte> piece_;
   size_t end_ = 0;  // of the piece
   RunningChecksum sum_;
+};
+
+// The same of any part, without a checksum.
+class PartReader {
+ public:
+  PartReader(const SafetensorsFile& file, const StoredTensor& tensor) : file_(file), tensor_(tensor) {}
+  // Some bytes from `offset` on.
+  std::span<const std::byte> from(size_t offset) {
+    if (offset < begin_ || offset >= begin_ + piece_.size()) {
+      piece_.resize(std::min(kPiece, tensor_.bytes() - offset));
+      file_.read(tensor_, begin_ = offset, piece_);
+    }
+    return std::span(piece_).subspan(offset - begin_);
+  }
+
+ private:
+  const SafetensorsFile& file_;
+  const StoredTensor& tensor_;
+  std::vector<std::byte> piece_;
+  size_t begin_ = 0;
 };
 
 std::string outcome_of(const std::function<std::string()>& work) {
@@ -373,7 +394,7 @@ Checkpoint::Checkpoint(const std::string& path, ManifestChecksum manifest) : pat
 }
 
 void Checkpoint::read(const std::string& name, DType dtype, const Shape& shape, void* out) const {
-  read_box(name, dtype, shape, whole_box(shape), out);
+  read_box(name, dtype, shape, whole_box(shape), 0, elements(shape), out);
 }
 
 // Where a piece is, after checking its size.
@@ -395,7 +416,8 @@ void Checkpoint::verify() const {
     }
 }
 
-void Checkpoint::read_box(const std::string& name, DType dtype, const Shape& shape, const Box& box, void* out) const {
+void Checkpoint::read_box(const std::string& name, DType dtype, const Shape& shape, const Box& box, int64_t first,
+                          int64_t count, void* out) const {
   const auto found = entries_.find(name);
   if (found == entries_.end())
     throw Error(path_ + ": holds no tensor \"" + name + "\"; it is a checkpoint of another model or other plugins.");
@@ -410,19 +432,33 @@ void Checkpoint::read_box(const std::string& name, DType dtype, const Shape& sha
     if (!overlap(piece.box, box)) continue;
     const SafetensorsFile& file = *files_.at(piece.file);
     const int64_t size = size_of(entry.dtype);
-    ForwardReader reader(file, stored(name, entry, piece));
-    for_common(piece.box, box, [&](int64_t from, int64_t to, int64_t count) {
-      while (count > 0) {
-        const std::span<const std::byte> bytes = reader.from(size_t(from * size));
-        const int64_t some = std::min(count, int64_t(bytes.size()) / size);
-        if (entry.dtype == dtype)
-          std::memcpy(at(out, dtype, to), bytes.data(), size_t(some * size));
-        else
-          convert(entry.dtype, bytes.data(), dtype, at(out, dtype, to), some);
-        from += some, to += some, count -= some;
-      }
-    });
-    if (reader.checksum_of_all() != piece.checksum) throw damaged(file, name);
+    const StoredTensor& where = stored(name, entry, piece);
+    const auto copy = [&](auto& reader) {
+      for_common(piece.box, box, [&](int64_t from, int64_t to, int64_t run) {
+        const int64_t skipped = std::max<int64_t>(0, first - to);
+        run = std::min(to + run, first + count) - to - skipped;
+        from += skipped, to += skipped;
+        while (run > 0) {
+          const std::span<const std::byte> bytes = reader.from(size_t(from * size));
+          const int64_t some = std::min(run, int64_t(bytes.size()) / size);
+          if (entry.dtype == dtype)
+            std::memcpy(at(out, dtype, to - first), bytes.data(), size_t(some * size));
+          else
+            convert(entry.dtype, bytes.data(), dtype, at(out, dtype, to - first), some);
+          from += some, to += some, run -= some;
+        }
+      });
+    };
+    ForwardReader checking(file, where);
+    if (count == elements(box.extent)) {  // each byte is read once
+      copy(checking);
+      piece.checked = false;
+    }
+    if (!piece.checked && checking.checksum_of_all() != piece.checksum) throw damaged(file, name);
+    piece.checked = true;
+    if (count == elements(box.extent)) continue;
+    PartReader part(file, where);
+    copy(part);
   }
 }
 

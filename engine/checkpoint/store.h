@@ -79,7 +79,8 @@ class Checkpoint {
   const CheckpointInfo& info() const { return info_; }
   struct Piece {
     std::string file, checksum;
-    Box box;  // of the whole tensor
+    Box box;                       // of the whole tensor
+    mutable bool checked = false;  // the checksum is right
   };
   struct Entry {
     Role role;
@@ -90,8 +91,10 @@ class Checkpoint {
   const std::map<std::string, Entry>& tensors() const { return entries_; }
   // Copies a tensor out and checks its shape, dtype and checksum; after an Error `out` may hold some of it.
   void read(const std::string& name, DType dtype, const Shape& shape, void* out) const;
-  // The same of one box, row-major, whoever wrote its elements; `shape` is the whole tensor's.
-  void read_box(const std::string& name, DType dtype, const Shape& shape, const Box& box, void* out) const;
+  // The same of elements [first, first + count) of one box, counted row-major, whoever wrote them; `shape` is the whole
+  // tensor's. Where it is read part by part, its checksum is checked with the first.
+  void read_box(const std::string& name, DType dtype, const Shape& shape, const Box& box, int64_t first, int64_t count,
+                void* out) const;
   // Throws Error when anything of it is missing or damaged; reads all of it.
   void verify() const;
 

@@ -12,6 +12,7 @@
 #include <fstream>
 #include <random>
 
+#include "strata/convert.h"
 #include "strata/error.h"
 #include "strata/json.h"
 
@@ -115,6 +116,51 @@ TEST_F(Checkpoints, SaveAndLoadKeepTheLast) {
   EXPECT_THROW(checkpoint.read("other", DType::f32, {10}, read.data()), Error);
 }
 
+// Tensors of several of the pieces that files are read in, as NVMe takes them: part by part, as another type too, boxes
+// of columns; damage anywhere in the tensor is found with the first part.
+TEST_F(Checkpoints, LargeTensorsAreReadInParts) {
+  const Shape shape{1537, 2048};  // 12 MiB
+  std::vector<float> values(size_t(elements(shape)));
+  std::mt19937 random(5);
+  for (float& value : values) value = float(random() % 256);  // whole in bf16
+  CheckpointStore store(folder_, 1);
+  store.save(info(1), {{"w", Role::parameter, DType::f32, shape, values.data()}});
+  const std::string path = *store.latest();
+  const Checkpoint checkpoint(path);
+  const auto in_parts = [&](const Box& box, int64_t part) {
+    std::vector<float> got(size_t(elements(box.extent)), -1);
+    for (int64_t first = 0; first < int64_t(got.size()); first += part) {
+      const int64_t count = std::min(part, int64_t(got.size()) - first);
+      checkpoint.read_box("w", DType::f32, shape, box, first, count, got.data() + first);
+    }
+    return got;
+  };
+  EXPECT_EQ(in_parts(whole_box(shape), 1 << 20), values);
+  EXPECT_EQ(in_parts(whole_box(shape), 777'777), values);
+  const Box box{{3, 1000}, {1500, 1001}};
+  std::vector<float> expected;
+  for (int64_t row = 3; row < 1503; ++row)
+    expected.insert(expected.end(), values.begin() + row * 2048 + 1000, values.begin() + row * 2048 + 2001);
+  EXPECT_EQ(in_parts(box, 1 << 20), expected);
+  EXPECT_EQ(in_parts(box, 123'457), expected);
+  std::vector<uint16_t> half(1000);
+  checkpoint.read_box("w", DType::bf16, shape, whole_box(shape), 2'000'000, 1000, half.data());
+  for (size_t i = 0; i < half.size(); ++i) {
+    float value;
+    to_f32(DType::bf16, &half[i], &value, 1);
+    ASSERT_EQ(value, values[2'000'000 + i]);
+  }
+
+  for (const auto& entry : fs::directory_iterator(path))  // its last number
+    if (entry.path().extension() == ".safetensors") {
+      std::fstream file(entry.path(), std::ios::in | std::ios::out | std::ios::binary);
+      file.seekp(-1, std::ios::end);
+      file.put('x');
+    }
+  const Checkpoint damaged(path);
+  EXPECT_THROW(damaged.read_box("w", DType::f32, shape, whole_box(shape), 0, 10, values.data()), Error);
+}
+
 // Two ranks of ZeRO 1 wrote it before pieces had places by dimension: 1 layer, hidden 4, vocabulary 16, two steps. The
 // sums of value · (index + 1) were taken from its files with a script.
 TEST(OldCheckpoints, Version1IsRead) {
@@ -133,7 +179,7 @@ TEST(OldCheckpoints, Version1IsRead) {
   EXPECT_DOUBLE_EQ(sum("block.0.qkv.weight.adamw.v", {12, 4}), 0.001750773728570053);
   // A column of what two ranks wrote by rows.
   float column[12];
-  checkpoint.read_box("block.0.qkv.weight.adamw.v", DType::f32, {12, 4}, {{0, 2}, {12, 1}}, column);
+  checkpoint.read_box("block.0.qkv.weight.adamw.v", DType::f32, {12, 4}, {{0, 2}, {12, 1}}, 0, 12, column);
   std::vector<float> whole(48);
   checkpoint.read("block.0.qkv.weight.adamw.v", DType::f32, {12, 4}, whole.data());
   for (size_t i = 0; i < 12; ++i) EXPECT_EQ(column[i], whole[4 * i + 2]);

@@ -58,7 +58,11 @@ void declare(Options& options, DeviceSection& device) {
            "which device, where there are several; -1: by the number of the rank among those of its host")
       .range(-1, 1023)
       .per_rank();
-  options.add("memory", device.memory, "hard limit of the plan; 0: none").non_negative().unit("bytes");
+  options
+      .add("memory", device.memory,
+           "hard limit of the plan; 0: none. On a CPU device and host are one memory, and the sum of both limits holds")
+      .non_negative()
+      .unit("bytes");
   options.add("threads", device.threads, "threads of the compute stream; 0: one per processor").range(0, 4096);
   options.add(
       "graphs", device.graphs,
@@ -75,7 +79,7 @@ void declare(Options& options, HostSection& host) {
       .add(
           "memory", host.memory,
           "hard limit of what the plan rests in host memory, staging included; 0: none. What may rest on NVMe fills it "
-          "first")
+          "first. On a CPU it adds to device.memory")
       .non_negative()
       .unit("bytes");
   options

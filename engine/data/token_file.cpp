@@ -2,7 +2,6 @@
 #include "engine/data/token_file.h"
 
 #include <glob.h>
-#include <sys/mman.h>
 
 #include <algorithm>
 #include <bit>
@@ -82,7 +81,7 @@ void TokenFile::read(int64_t offset, int64_t count, int32_t* out) const {
     const auto* narrow = reinterpret_cast<const uint16_t*>(from);
     for (int64_t i = 0; i < count; ++i) out[i] = narrow[i];
   }
-  release(first, count * width_);
+  file_.release(size_t(first), size_t(count * width_));
 }
 
 int64_t TokenFile::first_at_least(int64_t vocabulary) const {
@@ -98,24 +97,10 @@ int64_t TokenFile::first_at_least(int64_t vocabulary) const {
     int64_t at = first;
     const bool found = largest(first, n) >= vocabulary;
     while (found && largest(at, 1) < vocabulary) ++at;
-    release(kHeader + first * width_, n * width_);
+    file_.release(size_t(kHeader + first * width_), size_t(n * width_));
     if (found) return at;
   }
   return -1;
-}
-
-// Unmaps the pages of a range from this process. Around a fault the kernel maps what is cached of the file, up to the
-// whole 2 MiB that one page table covers (seen with Linux 6.18 and ext4), so windows of that size go; a thread that
-// reads there at this moment faults its page in again.
-void TokenFile::release(int64_t first_byte, int64_t bytes) const {
-  constexpr uintptr_t kWindow = 2 << 20;  // of addresses, as page tables are
-  if (bytes == 0) return;
-  const uintptr_t base = reinterpret_cast<uintptr_t>(file_.bytes().data());
-  const uintptr_t first = base + uintptr_t(first_byte), last = first + uintptr_t(bytes);
-  const uintptr_t begin = std::max(base, first / kWindow * kWindow);
-  const uintptr_t end = std::min(base + file_.bytes().size(), (last + kWindow - 1) / kWindow * kWindow);
-  // Advice alone: the one failure that can occur here, memory locked with mlockall, means it is to stay resident.
-  (void)madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);
 }
 
 namespace {

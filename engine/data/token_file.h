@@ -29,7 +29,6 @@ class TokenFile {
   int64_t first_at_least(int64_t vocabulary) const;
 
  private:
-  void release(int64_t first_byte, int64_t bytes) const;
   MappedFile file_;
   int64_t tokens_ = 0;
   int width_ = 2;  // bytes of a token

@@ -4,12 +4,16 @@
 #include "engine/ops/gemm.h"
 
 #include <dnnl.h>
+#include <omp.h>
 #include <sys/mman.h>
 
 #include <algorithm>
 #include <dnnl.hpp>
+#include <map>
+#include <mutex>
 #include <new>
 #include <string>
+#include <tuple>
 #include <unordered_map>
 
 #include "engine/ops/vector.h"
@@ -50,10 +54,10 @@ constexpr int64_t kPieces = 16, kMostBlocks = 512 / 16;  // by size: pieces of a
 
 }  // namespace
 
-Cut::Cut(const Threads& threads, int64_t size) : size_(size) {
+Cut::Cut(int threads, Threads::Cut how, int64_t size) : size_(size) {
   const int64_t blocks = (size + kBlock - 1) / kBlock;
-  if (threads.cut() == Threads::Cut::by_threads) {
-    pieces_ = std::min<int64_t>(blocks, threads.count());
+  if (how == Threads::Cut::by_threads) {
+    pieces_ = std::min<int64_t>(blocks, threads);
     return;
   }
   blocks_a_piece_ = std::clamp<int64_t>(blocks / kPieces, 1, kMostBlocks);
@@ -100,55 +104,85 @@ STRATA_SIMD void add_row(const float* x, float* y, int64_t n) {
                    STRATA_INLINE_LAMBDA { simd::put(y + i, simd::get(y + i, c) + simd::get(x + i, c), c); });
 }
 
+// While one lives oneDNN makes primitives for a single thread, whichever thread asks: there is one of them for each of
+// our own.
+struct ForOneThread {
+  int before = omp_get_max_threads();
+  ForOneThread() { omp_set_num_threads(1); }
+  ~ForOneThread() { omp_set_num_threads(before); }
+};
+
 }  // namespace
 
 struct HalfGemm::Native {
   struct Slice {
     int64_t first, count;  // of columns, or of rows
     dnnl::matmul primitive;
-    dnnl::memory a, b, bias, c;
+    dnnl::memory a, b, bias, c, scratch;
     dnnl::stream stream;
     std::unordered_map<int, dnnl::memory> arguments;
   };
   dnnl::engine engine{dnnl::engine::kind::cpu, 0};
   bool by_columns;
+  int64_t scratch_bytes = 0;  // of a thread
   std::vector<std::unique_ptr<Slice>> slices;
 
-  Native(const Cut& cut, const HalfShape& s) : by_columns(s.n >= s.m) {
+  // What a piece of `count` columns or rows is to oneDNN.
+  struct Described {
+    dnnl::memory::desc a, b, bias, c;
+    dnnl::matmul::primitive_desc what;
+    int64_t scratch_bytes() const { return (int64_t(what.scratchpad_desc().get_size()) + 4095) / 4096 * 4096; }
+  };
+  static Described describe(const dnnl::engine& engine, const HalfShape& s, int64_t count) {
     using dnnl::memory;
+    const ForOneThread one;
     const auto type = memory::data_type::bf16;
     const auto result = s.result == DType::f32 ? memory::data_type::f32 : type;
     const auto strides = [](Transpose t, int64_t ld) {
       return t == Transpose::yes ? memory::dims{1, ld} : memory::dims{ld, 1};
     };
-    for (int64_t piece = 0; piece < cut.pieces(); ++piece) {
-      const int64_t first = cut.begin(piece), end = cut.end(piece);
-      const int64_t m = by_columns ? s.m : end - first, n = by_columns ? end - first : s.n;
-      auto slice = std::make_unique<Slice>();
-      slice->first = first;
-      slice->count = end - first;
-      const memory::desc a({m, s.k}, type, strides(s.a, s.lda)), b({s.k, n}, type, strides(s.b, s.ldb)),
-          bias({1, n}, type, memory::dims{n, 1}), c({m, n}, result, memory::dims{s.ldc, 1});
-      dnnl::primitive_attr attributes;
-      if (s.accumulate) {
-        dnnl::post_ops sum;
-        sum.append_sum(1.0f);
-        attributes.set_post_ops(sum);
-      }
+    const int64_t m = s.n >= s.m ? s.m : count, n = s.n >= s.m ? count : s.n;
+    const memory::desc a({m, s.k}, type, strides(s.a, s.lda)), b({s.k, n}, type, strides(s.b, s.ldb)),
+        bias({1, n}, type, memory::dims{n, 1}), c({m, n}, result, memory::dims{s.ldc, 1});
+    dnnl::primitive_attr attributes;
+    // Its scratch memory is ours, so that it is planned, and one for all products that never run at once.
+    attributes.set_scratchpad_mode(dnnl::scratchpad_mode::user);
+    if (s.accumulate) {
+      dnnl::post_ops sum;
+      sum.append_sum(1.0f);
+      attributes.set_post_ops(sum);
+    }
 #if DNNL_VERSION_MAJOR >= 3
-      const dnnl::matmul::primitive_desc what = s.bias ? dnnl::matmul::primitive_desc(engine, a, b, bias, c, attributes)
-                                                       : dnnl::matmul::primitive_desc(engine, a, b, c, attributes);
-      slice->primitive = dnnl::matmul(what);
+    return {a, b, bias, c,
+            s.bias ? dnnl::matmul::primitive_desc(engine, a, b, bias, c, attributes)
+                   : dnnl::matmul::primitive_desc(engine, a, b, c, attributes)};
 #else
-      const dnnl::matmul::desc what = s.bias ? dnnl::matmul::desc(a, b, bias, c) : dnnl::matmul::desc(a, b, c);
-      slice->primitive = dnnl::matmul(dnnl::matmul::primitive_desc(what, attributes, engine));
+    return {a, b, bias, c,
+            dnnl::matmul::primitive_desc(s.bias ? dnnl::matmul::desc(a, b, bias, c) : dnnl::matmul::desc(a, b, c),
+                                         attributes, engine)};
 #endif
-      slice->a = memory(a, engine, nullptr);
-      slice->b = memory(b, engine, nullptr);
-      slice->c = memory(c, engine, nullptr);
-      slice->arguments = {{DNNL_ARG_SRC, slice->a}, {DNNL_ARG_WEIGHTS, slice->b}, {DNNL_ARG_DST, slice->c}};
+  }
+
+  Native(const Cut& cut, const HalfShape& s) : by_columns(s.n >= s.m) {
+    using dnnl::memory;
+    const ForOneThread one;
+    for (int64_t piece = 0; piece < cut.pieces(); ++piece) {
+      auto slice = std::make_unique<Slice>();
+      slice->first = cut.begin(piece);
+      slice->count = cut.end(piece) - slice->first;
+      const Described piece_of = describe(engine, s, slice->count);
+      slice->primitive = dnnl::matmul(piece_of.what);
+      scratch_bytes = std::max(scratch_bytes, piece_of.scratch_bytes());
+      slice->scratch = memory(piece_of.what.scratchpad_desc(), engine, nullptr);
+      slice->a = memory(piece_of.a, engine, nullptr);
+      slice->b = memory(piece_of.b, engine, nullptr);
+      slice->c = memory(piece_of.c, engine, nullptr);
+      slice->arguments = {{DNNL_ARG_SRC, slice->a},
+                          {DNNL_ARG_WEIGHTS, slice->b},
+                          {DNNL_ARG_DST, slice->c},
+                          {DNNL_ARG_SCRATCHPAD, slice->scratch}};
       if (s.bias) {
-        slice->bias = memory(bias, engine, nullptr);
+        slice->bias = memory(piece_of.bias, engine, nullptr);
         slice->arguments.emplace(DNNL_ARG_BIAS, slice->bias);
       }
       slice->stream = dnnl::stream(engine);
@@ -156,7 +190,8 @@ struct HalfGemm::Native {
     }
   }
 
-  void run(const HalfShape& s, int64_t piece, const void* A, const void* B, const void* bias, void* C) const {
+  void run(const HalfShape& s, int64_t piece, const void* A, const void* B, const void* bias, void* C,
+           void* scratch) const {
     Slice& slice = *slices[size_t(piece)];
     const int64_t i = slice.first;
     const int64_t a = by_columns ? 0 : s.a == Transpose::yes ? i : i * s.lda;
@@ -165,6 +200,7 @@ struct HalfGemm::Native {
     slice.b.set_data_handle(const_cast<void*>(at(B, s.type, b)));
     slice.c.set_data_handle(at(C, s.result, by_columns ? i : i * s.ldc));
     if (s.bias) slice.bias.set_data_handle(const_cast<void*>(at(bias, s.type, by_columns ? i : 0)));
+    slice.scratch.set_data_handle(scratch);
     slice.primitive.execute(slice.stream, slice.arguments);
     slice.stream.wait();
   }
@@ -177,13 +213,46 @@ HalfGemm::HalfGemm(Threads& threads, const HalfShape& shape, How how)
 }
 HalfGemm::~HalfGemm() = default;
 
-int64_t HalfGemm::workspace(DType type, int threads) {
-  return type == DType::bf16 && has_bf16() ? 0 : panel_bytes(threads);
+// Asked for every op whenever a program is planned, so the answers are kept: the library takes some 50 µs for one.
+int64_t HalfGemm::workspace(const HalfShape& s, int threads) {
+  if (s.type != DType::bf16 || !has_bf16()) return panel_bytes(threads);
+  static std::mutex mutex;
+  static std::map<
+      std::tuple<Transpose, Transpose, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, DType, bool, bool, int>,
+      int64_t>
+      known;
+  // A plan does not know which team will run it, nor how that cuts: enough for any of at most `threads`, in either way.
+  // A small piece may need none where a larger one does, so the larger team needs not more.
+  const auto ask = [&] {
+    const dnnl::engine engine(dnnl::engine::kind::cpu, 0);
+    std::map<int64_t, int64_t> scratch;  // by columns or rows of a piece
+    int64_t most = 0;
+    for (int team = 1; team <= threads; ++team)
+      for (const auto how : {Threads::Cut::by_threads, Threads::Cut::by_size}) {
+        const Cut cut(team, how, std::max(s.m, s.n));
+        for (int64_t piece = 0; piece < cut.pieces(); ++piece) {
+          const int64_t count = cut.end(piece) - cut.begin(piece);
+          if (!scratch.contains(count)) scratch[count] = Native::describe(engine, s, count).scratch_bytes();
+          most = std::max(most, team * scratch[count]);
+        }
+      }
+    return most;
+  };
+  const std::tuple key(s.a, s.b, s.m, s.n, s.k, s.lda, s.ldb, s.ldc, s.result, s.bias, s.accumulate, threads);
+  const std::lock_guard lock(mutex);
+  const auto found = known.find(key);
+  return found != known.end() ? found->second : known[key] = ask();
+}
+
+int64_t HalfGemm::workspace() const {
+  return native_ ? threads_.count() * native_->scratch_bytes : panel_bytes(threads_.count());
 }
 
 void HalfGemm::run(const void* A, const void* B, const void* bias, void* C, void* workspace) const {
   if (!native_) return panels(A, B, bias, C, workspace);
-  cut_.each(threads_, [&](int, int64_t piece) { native_->run(shape_, piece, A, B, bias, C); });
+  cut_.each(threads_, [&](int t, int64_t piece) {
+    native_->run(shape_, piece, A, B, bias, C, static_cast<std::byte*>(workspace) + t * native_->scratch_bytes);
+  });
 }
 
 // A piece of C at a time, tile by tile; a tile is summed in f32 over the depth and rounded once.

@@ -21,7 +21,8 @@ void gemm(Transpose a, Transpose b, int64_t m, int64_t n, int64_t k, const float
 // size may be summed in another order, so only the latter gives the same bits for any number of threads.
 class Cut {
  public:
-  Cut(const Threads& threads, int64_t size);
+  Cut(int threads, Threads::Cut how, int64_t size);
+  Cut(const Threads& threads, int64_t size) : Cut(threads.count(), threads.cut(), size) {}
   int64_t pieces() const { return pieces_; }
   int64_t begin(int64_t piece) const;
   int64_t end(int64_t piece) const { return begin(piece + 1); }
@@ -63,8 +64,9 @@ class HalfGemm {
   enum class How { best, native, panels };
   HalfGemm(Threads& threads, const HalfShape& shape, How how = How::best);
   ~HalfGemm();
-  // Bytes of scratch memory that run() needs.
-  static int64_t workspace(DType type, int threads);
+  // Bytes of scratch memory that are enough for run() by any team of at most `threads`, with `how` it is best at.
+  static int64_t workspace(const HalfShape& shape, int threads);
+  int64_t workspace() const;  // of this one
   void run(const void* A, const void* B, const void* bias, void* C, void* workspace) const;
 
  private:

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstring>
 #include <memory>
+#include <optional>
 
 #include "engine/ops/gemm.h"
 #include "engine/ops/registration.h"
@@ -71,25 +72,49 @@ struct Sizes {
   // those, and what products need.
   int64_t losses_at() const { return chunk * stride * 4; }
   int64_t halves_at() const { return losses_at() + (chunk * 8 + 63) / 64 * 64; }
-  int64_t product_at() const { return halves_at() + (is_half(type) ? chunk * stride * 2 : 0); }
-  int64_t workspace(int threads) const {
-    return product_at() + (is_half(type) ? HalfGemm::workspace(type, threads) : 0);
+  int64_t product_at() const { return halves_at() + (is_half(type) ? (chunk * stride * 2 + 63) / 64 * 64 : 0); }
+};
+
+// The products of a chunk of `m` rows.
+struct Shapes {
+  HalfShape logits, dx, dw_first, dw;
+  Shapes(const OpView& v, const Sizes& s, int64_t m)
+      : logits{Transpose::no, Transpose::yes, m,        s.vocabulary, s.hidden,
+               s.hidden,      s.hidden,       s.stride, s.type,       DType::f32},
+        dx{Transpose::no, Transpose::no, m,      s.hidden, s.vocabulary, s.stride,
+           s.hidden,      s.hidden,      s.type, s.type,   false,        v.accumulates(1)},
+        dw_first{Transpose::yes, Transpose::no, s.vocabulary, s.hidden,   m,     s.stride,
+                 s.hidden,       s.hidden,      s.type,       DType::f32, false, v.accumulates(2)},
+        dw{dw_first} {
+    dw.accumulate = true;
   }
 };
 
-// The three products of a chunk of at most `m` rows.
 struct Products {
-  HalfGemm logits, dx, dw_first, dw;
-  Products(const Binding& b, const Sizes& s, int64_t m)
-      : logits(b.threads(), {Transpose::no, Transpose::yes, m, s.vocabulary, s.hidden, s.hidden, s.hidden, s.stride,
-                             s.type, DType::f32}),
-        dx(b.threads(), {Transpose::no, Transpose::no, m, s.hidden, s.vocabulary, s.stride, s.hidden, s.hidden, s.type,
-                         s.type, false, b.accumulates(1)}),
-        dw_first(b.threads(), {Transpose::yes, Transpose::no, s.vocabulary, s.hidden, m, s.stride, s.hidden, s.hidden,
-                               s.type, DType::f32, false, b.accumulates(2)}),
-        dw(b.threads(), {Transpose::yes, Transpose::no, s.vocabulary, s.hidden, m, s.stride, s.hidden, s.hidden, s.type,
-                         DType::f32, false, true}) {}
+  HalfGemm logits;
+  std::optional<HalfGemm> dx, dw_first, dw;
+  Products(const Binding& b, const Shapes& s, bool gradient) : logits(b.threads(), s.logits) {
+    if (!gradient) return;
+    dx.emplace(b.threads(), s.dx);
+    dw_first.emplace(b.threads(), s.dw_first);
+    dw.emplace(b.threads(), s.dw);
+  }
 };
+
+int64_t workspace(const OpView& v, bool gradient, int threads) {
+  const Sizes s(v);
+  if (!is_half(s.type)) return s.product_at();
+  int64_t most = 0;
+  for (int64_t m : {s.chunk, s.rows % s.chunk}) {
+    if (m == 0) continue;
+    const Shapes shapes(v, s, m);
+    most = std::max(most, HalfGemm::workspace(shapes.logits, threads));
+    if (gradient)
+      for (const HalfShape* shape : {&shapes.dx, &shapes.dw_first, &shapes.dw})
+        most = std::max(most, HalfGemm::workspace(*shape, threads));
+  }
+  return s.product_at() + most;
+}
 
 // Input 3, where there is one: the gradient of the loss, a scalar that loss scaling sets.
 void loss_on_cpu(const Binding& b, bool gradient, const Products* full, const Products* last) {
@@ -125,8 +150,8 @@ void loss_on_cpu(const Binding& b, bool gradient, const Products* full, const Pr
     for (int64_t i = 0; i < m; ++i) total += losses[i];
     if (!gradient) continue;
     if (products) {
-      products->dx.run(halves, b.in<void>(1), nullptr, at(b.out<void>(1), s.type, row * s.hidden), scratch);
-      (row > 0 ? products->dw : products->dw_first).run(halves, x, nullptr, b.out<void>(2), scratch);
+      products->dx->run(halves, b.in<void>(1), nullptr, at(b.out<void>(1), s.type, row * s.hidden), scratch);
+      (row > 0 ? products->dw : products->dw_first)->run(halves, x, nullptr, b.out<void>(2), scratch);
       continue;
     }
     gemm(b.threads(), Transpose::no, Transpose::no, m, s.hidden, s.vocabulary, logits, s.stride, b.in<float>(1),
@@ -143,11 +168,12 @@ Kernel head_kernel(bool gradient) {
             require(compute_type(b) != DType::f64, b, "f32, bf16 or f16 tensors on the cpu backend");
             const Sizes s(b);
             if (!is_half(s.type)) return [=] { loss_on_cpu(b, gradient, nullptr, nullptr); };
-            const auto full = std::make_shared<Products>(b, s, s.chunk);
-            const auto last = s.rows % s.chunk ? std::make_shared<Products>(b, s, s.rows % s.chunk) : full;
+            const auto full = std::make_shared<Products>(b, Shapes(b, s, s.chunk), gradient);
+            const int64_t rest = s.rows % s.chunk;
+            const auto last = rest ? std::make_shared<Products>(b, Shapes(b, s, rest), gradient) : full;
             return [=] { loss_on_cpu(b, gradient, full.get(), last.get()); };
           },
-          [](const OpView& v, int threads) { return Sizes(v).workspace(threads); }};
+          [=](const OpView& v, int threads) { return workspace(v, gradient, threads); }};
 }
 
 template <class T>

@@ -31,22 +31,25 @@ void plain_product(int64_t m, int64_t n, int64_t k, const T* a, int64_t ai, int6
 }
 
 // The kernel of a product of either precision. `shape` says what is multiplied; its type is that of the op.
-Kernel product_kernel(std::function<HalfShape(const OpView&)> shape, std::function<void(const Binding&)> in_f32) {
+Kernel product_kernel(std::function<HalfShape(const OpView&)> sizes, std::function<void(const Binding&)> in_f32) {
+  const auto shape = [sizes](const OpView& v) {
+    HalfShape half = sizes(v);
+    half.type = compute_type(v);
+    half.result = v.output(0).dtype;
+    half.bias = v.has_input(2);
+    half.accumulate = v.accumulates(0);
+    return half;
+  };
   return {[=](const Binding& b) -> Launch {
             const DType type = compute_type(b);
             require(type != DType::f64, b, "f32, bf16 or f16 tensors on the cpu backend");
             if (!is_half(type)) return [in_f32, b] { in_f32(b); };
-            HalfShape half = shape(b);
-            half.type = type;
-            half.result = b.output(0).dtype;
-            half.bias = b.has_input(2);
-            half.accumulate = b.accumulates(0);
-            return [b, product = std::make_shared<HalfGemm>(b.threads(), half)] {
+            return [b, product = std::make_shared<HalfGemm>(b.threads(), shape(b))] {
               product->run(b.in<void>(0), b.in<void>(1), b.in<void>(2), b.out<void>(0), b.workspace());
             };
           },
-          [](const OpView& v, int threads) {
-            return is_half(compute_type(v)) ? HalfGemm::workspace(compute_type(v), threads) : 0;
+          [=](const OpView& v, int threads) {
+            return is_half(compute_type(v)) ? HalfGemm::workspace(shape(v), threads) : 0;
           }};
 }
 

@@ -283,7 +283,6 @@ TEST(Ops, HalfProducts) {
     to_f32(type, at(bytes.data(), type, i), &result, 1);
     return double(result);
   };
-  std::vector<std::byte> workspace(size_t(2 * (3 * 512 + 1) * 512 * 4));
   for (const auto [m, n, k] : {std::array<int64_t, 3>{3, 5, 7}, {33, 530, 17}, {530, 20, 600}})
     for (const Transpose a : {Transpose::no, Transpose::yes})
       for (const Transpose b : {Transpose::no, Transpose::yes})
@@ -306,7 +305,11 @@ TEST(Ops, HalfProducts) {
           for (const auto how : {HalfGemm::How::panels, HalfGemm::How::native}) {
             if (how == HalfGemm::How::native && type == DType::f16) continue;
             auto got = C;
-            HalfGemm(threads, shape, how).run(A.data(), B.data(), bias.data(), got.data(), workspace.data());
+            const HalfGemm product(threads, shape, how);
+            std::vector<std::byte> workspace(size_t(product.workspace()) + 64, std::byte{0x5a});
+            product.run(A.data(), B.data(), bias.data(), got.data(), workspace.data());
+            for (size_t i = size_t(product.workspace()); i < workspace.size(); ++i)  // nor beside its scratch
+              ASSERT_EQ(workspace[i], std::byte{0x5a});
             for (int probe = 0; probe < 200; ++probe) {
               const int64_t i = random() % m, j = random() % n;
               double sum = 0, size = 1;
@@ -328,6 +331,42 @@ TEST(Ops, HalfProducts) {
                 ASSERT_EQ(value(result, got, i * (n + 3) + j), value(result, C, i * (n + 3) + j));
           }
         }
+}
+
+// What a plan gives a product as scratch memory is enough for any team and either way to cut, and a thread keeps to its
+// share of it: the same numbers wherever pieces do not hang on the team, and nothing written behind.
+TEST(Ops, HalfProductsKeepToTheirScratch) {
+  std::mt19937 random(11);
+  for (const auto [m, n, k] : {std::array<int64_t, 3>{1, 1, 1}, {32, 71, 16}, {67, 131, 515}, {1031, 33, 70}})
+    for (int code = 0; code < 4; ++code) {
+      const Transpose a = Transpose(bool(code & 1)), b = Transpose(bool(code & 2));
+      const HalfShape shape{
+          a, b, m, n, k, a == Transpose::yes ? m : k, b == Transpose::yes ? k : n, n, DType::bf16, DType::f32};
+      std::vector<uint16_t> A(size_t(m * k)), B(size_t(k * n));
+      for (auto* list : {&A, &B})
+        for (uint16_t& bits : *list) bits = uint16_t(0x3f00 + random() % 0x100);  // 0.5 to 2
+      std::vector<float> first;  // of pieces by size
+      for (const auto how : {Threads::Cut::by_size, Threads::Cut::by_threads})
+        for (int count : {1, 2, 4}) {
+          Threads threads(count, how);
+          const HalfGemm product(threads, shape);
+          for (int most = count; most <= 4; ++most)  // planned for the larger of two teams
+            ASSERT_LE(product.workspace(), HalfGemm::workspace(shape, most));
+          constexpr size_t kGuard = 4096;
+          const size_t bytes = size_t(product.workspace());
+          std::vector<std::byte> scratch(bytes + kGuard, std::byte{0x5a});
+          std::vector<float> got(size_t(m * n), -1);
+          for (int again = 0; again < 2; ++again)  // what is left in it from before is nobody's
+            product.run(A.data(), B.data(), nullptr, got.data(), scratch.data());
+          for (size_t i = bytes; i < scratch.size(); ++i) ASSERT_EQ(scratch[i], std::byte{0x5a});
+          if (first.empty()) first = got;
+          for (size_t i = 0; i < got.size(); ++i)
+            if (how == Threads::Cut::by_size)
+              ASSERT_EQ(got[i], first[i]) << m << " " << n << " " << k << " code " << code << " threads " << count;
+            else
+              ASSERT_NEAR(got[i], first[i], 1e-5 * double(k)) << m << " " << n << " " << k << " threads " << count;
+        }
+    }
 }
 
 std::vector<Case> cases(std::mt19937& random) {

@@ -89,8 +89,13 @@ std::vector<Access> accesses_of(const Program& program, const MemoryPlan& plan, 
     const int64_t begin = place(b.tier, plan[b.tier].persistent_bytes + b.offset);
     return Access{begin, begin + bytes, write};
   };
+  const Op& op = program.ops[index];
+  // The disk moves whole blocks: a read overwrites what is behind the tensor in its last one, where a part of another
+  // tensor may lie that does not reach back to the block's beginning.
+  const bool in_blocks = op.stream == Stream::read || op.stream == Stream::write;
   const auto tensor = [&](TensorId id, bool write) {
-    const int64_t bytes = program[id].bytes();
+    const int64_t block = in_blocks ? kStorageAlignment : 1;
+    const int64_t bytes = (program[id].bytes() + block - 1) / block * block;
     if (!program[id].persistent) {
       Access access = buffer(plan.buffers[plan.buffer_of[id.value]], bytes, write);
       access.begin += program[id].part_offset;
@@ -100,18 +105,10 @@ std::vector<Access> accesses_of(const Program& program, const MemoryPlan& plan, 
     const int64_t begin = place(program[id].home, plan.persistent_offset[id.value] + program[id].part_offset);
     return Access{begin, begin + bytes, write};
   };
-  const Op& op = program.ops[index];
   std::vector<Access> list;
   for (TensorId id : op.inputs)
     if (id) list.push_back(tensor(id, false));
-  for (TensorId id : op.outputs) {
-    list.push_back(tensor(id, true));
-    if (op.stream != Stream::read) continue;
-    // Direct I/O fills whole pages: behind the tensor's end a part of an earlier one may still be read.
-    Access& filled = list.back();
-    const int64_t pages = (filled.end - filled.begin + kStorageAlignment - 1) / kStorageAlignment;
-    filled.end = filled.begin + pages * kStorageAlignment;
-  }
+  for (TensorId id : op.outputs) list.push_back(tensor(id, true));
   if (const int32_t w = plan.workspace_of[index]; w >= 0)
     list.push_back(buffer(plan.buffers[w], plan.buffers[w].bytes, true));
   return list;

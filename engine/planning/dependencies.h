@@ -26,7 +26,7 @@ struct Access {
 std::vector<std::vector<Wait>> plan_waits(const Program& program,
                                           const std::function<std::vector<Access>(int32_t op)>& accesses);
 
-// The ranges of an op: its tensors and its workspace, where the plan put them.
+// The ranges of an op: its tensors and its workspace, where the plan put them; for the NVMe tier's moves whole blocks.
 std::vector<Access> accesses_of(const Program& program, const MemoryPlan& plan, int32_t op);
 
 std::vector<std::vector<Wait>> plan_waits(const Program& program, const MemoryPlan& plan);

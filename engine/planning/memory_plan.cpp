@@ -289,10 +289,13 @@ std::vector<Held> held_at(const Program& program, const MemoryPlan& plan, Tier t
 }
 
 void refuse_budget(const Program& program, const MemoryPlan& plan, Tier tier, std::string_view option, int64_t budget,
-                   int64_t smallest, const std::string& advice) {
+                   int64_t beside, const std::string& advice) {
   const TierPlan& needs = plan[tier];
+  const int64_t smallest = needs.total_bytes() + beside;
   std::string message = "the plan needs " + bytes_text(needs.total_bytes()) + " of " + std::string(name_of(tier)) +
-                        " memory, but " + std::string(option) + " allows " + bytes_text(budget) + ". At its peak";
+                        " memory" +
+                        (beside > 0 ? " and " + bytes_text(beside) + " for what run.save_behind copies" : "") +
+                        ", but " + std::string(option) + " allows " + bytes_text(budget) + ". At its peak";
   if (needs.peak_op >= 0)
     message += " (op " + std::to_string(needs.peak_op) + ", " + program.ops[needs.peak_op].kind->name + ")";
   message += ":";

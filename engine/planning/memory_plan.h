@@ -50,6 +50,17 @@ struct MemoryPlan {
   const TierPlan& device() const { return tiers[int(Tier::device)]; }
 };
 
+// What the process of a run takes of the host's memory, in bytes: the plan's arenas there, and what goes beside them.
+struct ProcessMemory {
+  int64_t arenas = 0;     // of the host, and where the device's memory is the host's, of the device
+  int64_t snapshot = 0;   // state on its way to a checkpoint behind training
+  int64_t program = 0;    // code and libraries, the plan, what executors bind
+  int64_t products = 0;   // what the library of matrix products takes by itself, a piece a thread
+  int64_t transfers = 0;  // pieces on their way to and from NVMe or the device at start, load and save
+  int64_t exchanges = 0;  // windows and buffers of exchanges between ranks
+  int64_t total() const { return arenas + snapshot + program + products + transfers + exchanges; }
+};
+
 // The backend whose kernel runs an op: beside an asynchronous device the host's streams are the cpu backend's.
 inline std::string_view backend_of(const Op& op, std::string_view backend) {
   return is_asynchronous(backend) && !on_device(op.stream) ? "cpu" : backend;
@@ -77,6 +88,6 @@ std::vector<Held> held_at(const Program& program, const MemoryPlan& plan, Tier t
 // Throws Error: a tier's plan needs more than its budget, set by the option of that name. Says by how much, what is
 // there at the peak, the smallest budget that would do, and what would help.
 [[noreturn]] void refuse_budget(const Program& program, const MemoryPlan& plan, Tier tier, std::string_view option,
-                                int64_t budget, int64_t smallest, const std::string& advice);
+                                int64_t budget, int64_t beside, const std::string& advice);
 
 }  // namespace strata

@@ -148,6 +148,17 @@ Json::Object rates_json(const Rates& rates) {
   return all;
 }
 
+std::vector<std::pair<std::string, int64_t>> parts_of(const ProcessMemory& process) {
+  return {{"arenas", process.arenas},     {"saving behind", process.snapshot}, {"program", process.program},
+          {"products", process.products}, {"transfers", process.transfers},    {"exchanges", process.exchanges}};
+}
+
+Json::Object process_json(const ProcessMemory& process) {
+  return {{"arenas", process.arenas},     {"snapshot", process.snapshot},   {"program", process.program},
+          {"products", process.products}, {"transfers", process.transfers}, {"exchanges", process.exchanges},
+          {"total", process.total()}};
+}
+
 }  // namespace
 
 bool may_stall(const Program& program) {
@@ -233,8 +244,11 @@ std::string plan_text(const PlannedProgram& planned) {
     for (size_t i = 0; i < held.size() && i < 10; ++i)
       text += fmt::format("  {:>12}  {:<16} {}\n", bytes_text(held[i].bytes), name_of(held[i].role), held[i].name);
   }
-  if (planned.snapshot_bytes > 0)
-    text += fmt::format("\nhost memory beside, for saving behind training: {}\n", bytes_text(planned.snapshot_bytes));
+  const ProcessMemory& process = planned.process;
+  text += "\nthe process's memory\n";
+  for (const auto& [name, bytes] : parts_of(process))
+    if (bytes > 0) text += fmt::format("  {:<18}{:>14}\n", name, bytes_text(bytes));
+  text += fmt::format("  {:<18}{:>14}\n", "in all", bytes_text(process.total()));
   if (planned.prediction) text += prediction_text(planned);
   return text;
 }
@@ -265,6 +279,7 @@ std::string plan_json(const PlannedProgram& planned) {
                    {"ops", int64_t(program.ops.size())},
                    {"model_flops", planned.built.model_flops},
                    {"snapshot_bytes", planned.snapshot_bytes},
+                   {"process", process_json(planned.process)},
                    {"model_states", model_states(planned)},
                    {"tiers", std::move(tiers)}};
   if (planned.prediction) {

@@ -17,6 +17,7 @@ struct PlannedProgram {
   std::optional<Prediction> prediction;
   std::array<int64_t, kTiers> arena_bytes{};  // what a run takes: this program, and the validation beside training
   int64_t snapshot_bytes = 0;                 // host memory beside the arenas: state on its way to a checkpoint
+  ProcessMemory process{};
   const Program& program() const { return built.program; }
 };
 

@@ -17,15 +17,19 @@ struct Residency {
   bool host_stream = false;                    // updates beside offloaded states have threads of their own
   bool direct_storage = false;                 // an asynchronous device reads and writes the NVMe tier by itself
   int64_t device_budget = 0, host_budget = 0;  // bytes; 0: none
+  int64_t beside = 0;                          // bytes of the host's memory that something else takes of its budget
   Rates rates;
   const std::map<std::string, Tier>* homes = nullptr;      // of persistent tensors, when another program decided them
   std::function<std::string(const MemoryPlan&)> advice{};  // what would lower the plan's largest categories
+  // Device and host are one memory: nothing is copied between them, and their budgets bound the sum.
+  bool one_memory() const { return !is_asynchronous(backend); }
 };
 
 // Rewrites the step program in place and plans its memory. Without a budget every tensor that a plugin lets rest does
 // so whenever ops of another block come between two uses; under a budget it stays as long as everything fits, and what
-// costs least per byte is given up first, of equals the one used last again (Belady). Throws Error when a budget cannot
-// be met, with the smallest that could.
+// costs least per byte is given up first, of equals the one used last again (Belady). Of a series of such plans the one
+// that is predicted to be fastest is taken. Throws Error when a budget cannot be met, with the smallest that is: exactly
+// that one is enough.
 MemoryPlan plan_residency(Program& program, const Residency& settings);
 
 // Whether anything in the program may rest elsewhere or in another form.

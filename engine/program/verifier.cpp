@@ -197,7 +197,7 @@ class Verifier {
     if (op.kind->exchange) check_exchange(op);
     if (moves_bytes(op.stream) && op.kind->name != "move")
       refuse(op, "is on the stream " + stream + ", which is for moves alone.");
-    if (op.stream == Stream::host && op.tier != Tier::host)
+    if (op.stream == Stream::host && op.tier != Tier::host && !program_.one_memory)
       refuse(op, "is on the host's stream, but its operands are on the tier " + std::string(name_of(op.tier)) + ".");
   }
 

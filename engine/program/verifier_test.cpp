@@ -194,6 +194,11 @@ TEST(Verifier, Streams) {
                  [](Example& e) { e.program.ops[0].stream = Stream::to_host; });
   EXPECT_VERDICT("op 0 (gelu) is on the host's stream, but its operands are on the tier device.",
                  [](Example& e) { e.program.ops[0].stream = Stream::host; });
+  EXPECT_EQ(verdict([](Example& e) {
+              e.program.one_memory = true;
+              e.program.ops[0].stream = Stream::host;
+            }),
+            "");
   EXPECT_VERDICT("op 1 (add) uses w, which is on the NVMe tier, where only moves reach.",
                  [](Example& e) { e.program[e.w].home = Tier::nvme; });
   const auto move = [](Stream stream, Tier from, Tier to) {

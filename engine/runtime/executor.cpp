@@ -160,6 +160,8 @@ void Executor::bind_op(int32_t index, Threads& compute, uint64_t*& next_fault) {
   const int32_t w = plan_.workspace_of[size_t(index)];
   std::byte* const workspace =
       w < 0 ? nullptr : storage_.transient(plan_.buffers[size_t(w)].tier) + plan_.buffers[size_t(w)].offset;
+  if (kernel.workspace)
+    STRATA_CHECK(kernel.workspace(view, threads.count()) <= (w < 0 ? 0 : plan_.buffers[size_t(w)].bytes));
   void* const queue = in_queue(op.stream) ? device_->queue(op.stream) : nullptr;
   Step& step = steps_[size_t(index)];
   uint64_t* const fault = queue && kernel.fault ? next_fault++ : nullptr;

@@ -43,8 +43,9 @@ Generator::Generator(const Session& session, const std::string& checkpoint)
   require_same_model(session.config, source.info().config, checkpoint, session.run.plugin_path);
   for (const Tensor& tensor : assembly_.storage.persistent_tensors())
     if (tensor.role == Role::parameter)
-      assembly_.storage.fill(tensor, [&](void* out) { read_into(source, tensor, out); });
-  assembly_.storage.release_scratch();
+      assembly_.storage.fill(
+          tensor, [&](void* out, int64_t first, int64_t count) { read_into(source, tensor, out, first, count); });
+  assembly_.storage.release_piece();
 }
 
 std::vector<float> Generator::logits(const std::vector<int32_t>& tokens) {

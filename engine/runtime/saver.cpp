@@ -15,14 +15,14 @@ int64_t room(const Tensor& tensor) { return (tensor.bytes() + kAlignment - 1) / 
 
 }  // namespace
 
-void read_into(const Checkpoint& checkpoint, const Tensor& tensor, void* out) {
+void read_into(const Checkpoint& checkpoint, const Tensor& tensor, void* out, int64_t first, int64_t count) {
   const std::string& name = tensor.rounded_from.empty() ? tensor.name : tensor.rounded_from;
   // A constant that a strategy begins with (a loss scale) is not in the checkpoints of runs without that strategy.
   if (tensor.initializer.kind == Initializer::Kind::constant && !checkpoint.tensors().contains(name)) {
-    std::fill_n(static_cast<double*>(out), elements(tensor.shape), tensor.initializer.value);
+    std::fill_n(static_cast<double*>(out), count, tensor.initializer.value);
     return;
   }
-  checkpoint.read_box(name, tensor.dtype, tensor.full_shape(), box_of(tensor), out);
+  checkpoint.read_box(name, tensor.dtype, tensor.full_shape(), box_of(tensor), first, count, out);
 }
 
 bool writes(const Tensor& tensor, const Mesh& mesh) {
@@ -69,8 +69,9 @@ CheckpointInfo Saver::load(const std::string& path, bool everything,
   for (const Tensor& tensor : storage_.persistent_tensors()) masters.insert(tensor.rounded_from);
   for (const Tensor& tensor : storage_.persistent_tensors())
     if (tensor.role == Role::parameter || masters.contains(tensor.name) || (everything && tensor.role != Role::scalar))
-      storage_.fill(tensor, [&](void* out) { read_into(checkpoint, tensor, out); });
-  storage_.release_scratch();
+      storage_.fill(tensor,
+                    [&](void* out, int64_t first, int64_t count) { read_into(checkpoint, tensor, out, first, count); });
+  storage_.release_piece();
   return checkpoint.info();
 }
 
@@ -79,7 +80,8 @@ std::vector<TensorRecord> Saver::records(bool on_nvme) {
   for (const Tensor& tensor : storage_.persistent_tensors())
     if (writes(tensor, mesh_) && (tensor.home == Tier::nvme) == on_nvme)
       list.push_back({tensor.name, tensor.role, tensor.dtype, tensor.shape,
-                      std::function<const void*()>([this, &tensor] { return storage_.view(tensor); }),
+                      std::function<void(const TensorBytes::Take&)>(
+                          [this, &tensor](const TensorBytes::Take& take) { storage_.each(tensor, take); }),
                       box_of(tensor).offset, tensor.full_shape()});
   return list;
 }
@@ -89,7 +91,7 @@ std::string Saver::save(const CheckpointInfo& info) {
   try {
     auto saving = std::make_shared<CheckpointStore::Saving>(store_, info, &world_);
     saving->write(records(true));
-    storage_.release_scratch();
+    storage_.release_piece();
     std::vector<TensorRecord> rest = records(false);
     if (!behind_) {
       saving->write(rest);
@@ -99,9 +101,13 @@ std::string Saver::save(const CheckpointInfo& info) {
     std::byte* at = snapshot_.base();
     for (TensorRecord& record : rest) {
       const int64_t bytes = elements(record.shape) * size_of(record.dtype);
-      const auto* from = static_cast<const std::byte*>(record.data.get());
-      threads_.split(bytes, 1 << 16,
-                     [&](int64_t begin, int64_t end) { std::memcpy(at + begin, from + begin, size_t(end - begin)); });
+      int64_t done = 0;
+      record.data.each(bytes, [&](std::span<const std::byte> from) {
+        threads_.split(int64_t(from.size()), 1 << 16, [&](int64_t begin, int64_t end) {
+          std::memcpy(at + done + begin, from.data() + begin, size_t(end - begin));
+        });
+        done += int64_t(from.size());
+      });
       record.data = TensorBytes(static_cast<const void*>(at));
       at += (bytes + kAlignment - 1) / kAlignment * kAlignment;
     }

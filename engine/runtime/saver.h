@@ -47,10 +47,11 @@ class Saver {
   std::future<std::string> writing_;
 };
 
-// Whether this rank writes a tensor: of ranks that hold the same, the first does.
-// The rows of a tensor that `tensor.layout` gives this rank, from whatever a checkpoint holds for it.
-void read_into(const Checkpoint& checkpoint, const Tensor& tensor, void* out);
+// Elements [first, first + count) of what `tensor.layout` gives this rank of a tensor, from whatever a checkpoint holds
+// for it.
+void read_into(const Checkpoint& checkpoint, const Tensor& tensor, void* out, int64_t first, int64_t count);
 
+// Whether this rank writes a tensor: of ranks that hold the same, the first does.
 bool writes(const Tensor& tensor, const Mesh& mesh);
 
 // Bytes of the copy that a save behind training takes, of a program's tensors.

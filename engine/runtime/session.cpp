@@ -10,9 +10,48 @@
 #include "engine/runtime/link_rates.h"
 #include "engine/runtime/ranks.h"
 #include "engine/runtime/saver.h"
+#include "engine/runtime/storage.h"
 #include "engine/runtime/usage.h"
 
 namespace strata {
+namespace {
+
+// Bytes of the largest matrix that is multiplied.
+int64_t largest_factor(const Program& program) {
+  int64_t most = 0;
+  for (const Op& op : program.ops)
+    if (cost_of(OpView(program, op)).flops > 0)
+      for (TensorId id : op.inputs)
+        if (id && program[id].shape.size() > 1) most = std::max(most, program[id].bytes());
+  return most;
+}
+
+bool spans_hosts(const World* world) { return world && world->local_size() < world->size(); }
+
+// What a process takes beside its arenas. What is there already when the plan is made is measured (`resident`: code,
+// libraries, plugins, the plan itself); the rest are figures measured once, which a test holds against runs.
+ProcessMemory process_memory(const Session& session, const PlannedProgram& planned, size_t ops, int64_t resident) {
+  constexpr int64_t kMiB = 1 << 20;
+  constexpr int64_t kBinding = 2 << 10;    // of an op: kernel, pointers, waits
+  constexpr int64_t kCode = 6 * kMiB;      // of libraries: touched first when the program runs
+  constexpr int64_t kPacking = 4 * kMiB;   // of a thread, at most: oneDNN's copies of panels of matrices
+  constexpr int64_t kWindows = 4 * kMiB;   // of memory that ranks of a host share
+  constexpr int64_t kFabric = 272 * kMiB;  // libfabric's tcp: buffers for all that could be on its way at once
+  const bool device = is_asynchronous(session.device.backend);
+  ProcessMemory process;
+  process.arenas = planned.arena_bytes[int(Tier::host)] + (device ? 0 : planned.arena_bytes[int(Tier::device)]);
+  process.snapshot = planned.snapshot_bytes;
+  process.program = resident + kCode + int64_t(ops) * kBinding;
+  if (session.device.backend == "cpu")
+    process.products = session.threads() * std::min(kPacking, largest_factor(planned.program()));
+  process.transfers = device || planned.arena_bytes[int(Tier::nvme)] > 0 ? Storage::kPiece : 0;
+  const std::string& provider = session.network.provider;
+  const bool local = provider == "auto" || provider == kDeviceProvider;
+  if (planned.ranks > 1) process.exchanges = kWindows + (local && !spans_hosts(session.world) ? 0 : kFabric);
+  return process;
+}
+
+}  // namespace
 
 Session::Session(const std::string& config_path, const std::vector<std::string>& sets, World* world)
     : config(Config::load(config_path, sets)), world(world) {
@@ -127,15 +166,18 @@ PlannedProgram Session::plan(Goal goal, const PlannedProgram* training) const {
   if (goal != Goal::train || !run.save_behind) return planned;
   const int64_t snapshot = snapshot_bytes(planned.program().tensors, mesh.first());
   // Under a budget the copy takes its share, and more state goes to NVMe, of which there is no copy.
-  if (host.memory.count > 0) {
-    if (snapshot >= host.memory.count)
+  const bool one_memory = !is_asynchronous(device.backend);
+  if (const int64_t budget = host.memory.count + (one_memory ? device.memory.count : 0); budget > 0) {
+    if (snapshot >= budget)
       throw Error(
-          fmt::format("run.save_behind copies {} of state to host memory, and host.memory = {}; raise it, let "
+          fmt::format("run.save_behind copies {} of state to host memory, and {} = {}; raise it, let "
                       "more state rest on NVMe, or save without it.",
-                      bytes_text(snapshot), bytes_text(host.memory.count)));
+                      bytes_text(snapshot), host.memory.count > 0 ? "host.memory" : "device.memory",
+                      bytes_text(host.memory.count > 0 ? host.memory.count : device.memory.count)));
     planned = plan(goal, training, snapshot);
   }
   planned.snapshot_bytes = snapshot_bytes(planned.program().tensors, mesh.first());
+  planned.process.snapshot = planned.snapshot_bytes;
   return planned;
 }
 
@@ -155,7 +197,8 @@ PlannedProgram Session::plan(Goal goal, const PlannedProgram* training, int64_t 
                                .host_stream = host.threads > 0,
                                .direct_storage = device.direct_storage,
                                .device_budget = device.memory.count,
-                               .host_budget = host.memory.count > 0 ? host.memory.count - host_bytes_beside : 0,
+                               .host_budget = host.memory.count,
+                               .beside = host_bytes_beside,
                                .rates = planned.rates,
                                .homes = training ? &homes : nullptr,
                                .advice = [this](const MemoryPlan& plan) { return advice(plan); }});
@@ -165,11 +208,14 @@ PlannedProgram Session::plan(Goal goal, const PlannedProgram* training, int64_t 
     planned.prediction = predict(program, planned.memory, planned.rates);
   }
   for (int t = 0; t < kTiers; ++t) planned.arena_bytes[t] = planned.memory.tiers[t].total_bytes();
+  size_t ops = program.ops.size();
   if (goal == Goal::train && !data.validation.empty()) {  // transient memory of both is the same, at other times
     const PlannedProgram validation = plan(Goal::evaluate, &planned);
+    ops += validation.program().ops.size();
     for (int t = 0; t < kTiers; ++t)
       planned.arena_bytes[t] = std::max(planned.arena_bytes[t], validation.memory.tiers[t].total_bytes());
   }
+  planned.process = process_memory(*this, planned, ops, resident_bytes());
   return planned;
 }
 

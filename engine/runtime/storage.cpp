@@ -29,6 +29,13 @@ class Storage::Slot final : public StorageSlot {
     if (!nvme_.is_direct(from)) return nvme_.writing.write(offset_, from, bytes_, name_);
     named([&] { nvme_.direct->write(offset_, from, bytes_); });
   }
+  // The same of a part of the tensor, to and from host memory of padded(bytes) bytes.
+  void read_part(int64_t first, void* to, int64_t bytes) {
+    nvme_.reading.read(offset_ + first, to, padded(bytes), name_);
+  }
+  void write_part(int64_t first, const void* from, int64_t bytes) {
+    nvme_.writing.write(offset_ + first, from, padded(bytes), name_);
+  }
 
  private:
   void named(const auto& transfer) const try { transfer(); } catch (const Error& error) {
@@ -135,42 +142,53 @@ std::unique_ptr<StorageSlot> Storage::transient_slot(const Tensor& tensor, int64
   return std::make_unique<Slot>(*nvme_, tensor, persistent_bytes(Tier::nvme) + offset);
 }
 
-void* Storage::scratch(int64_t bytes) {
-  if (scratch_.bytes() < padded(bytes)) scratch_ = Arena(padded(bytes));
-  return scratch_.base();
+bool Storage::away(const Tensor& tensor) const { return device_ && tensor.home == Tier::device && !is_shared(tensor); }
+
+std::byte* Storage::piece() {
+  static_assert(kPiece % kStorageAlignment == 0);
+  if (piece_.bytes() == 0) piece_ = Arena(kPiece);
+  return piece_.base();
 }
 
-const void* Storage::view(const Tensor& tensor) {
-  void* const place = persistent(tensor.name);
-  const bool away = device_ && tensor.home == Tier::device && !is_shared(tensor);
-  if (tensor.home != Tier::nvme && !away) return place;
-  void* const memory = scratch(tensor.bytes());
-  if (away)
-    device_->copy(memory, place, tensor.bytes());
-  else
-    static_cast<StorageSlot*>(place)->read(memory);
-  return memory;
+void Storage::each(const Tensor& tensor, const Take& take) {
+  auto* const place = static_cast<std::byte*>(persistent(tensor.name));
+  if (tensor.home != Tier::nvme && !away(tensor)) return take({place, size_t(tensor.bytes())});
+  for (int64_t first = 0; first < tensor.bytes(); first += kPiece) {
+    const int64_t bytes = std::min(kPiece, tensor.bytes() - first);
+    if (away(tensor))
+      device_->copy(piece(), place + first, bytes);
+    else
+      static_cast<Slot*>(persistent(tensor.name))->read_part(first, piece(), bytes);
+    take({piece(), size_t(bytes)});
+  }
 }
 
-void Storage::fill(const Tensor& tensor, const std::function<void(void*)>& write) {
-  void* const place = persistent(tensor.name);
-  const bool away = device_ && tensor.home == Tier::device && !is_shared(tensor);
-  if (tensor.home != Tier::nvme && !away) return write(place);
-  void* const memory = scratch(tensor.bytes());
-  write(memory);
-  if (away)
-    device_->copy(place, memory, tensor.bytes());
-  else
-    static_cast<StorageSlot*>(place)->write(memory);
+void Storage::fill(const Tensor& tensor, const Write& write) {
+  auto* const place = static_cast<std::byte*>(persistent(tensor.name));
+  const int64_t size = size_of(tensor.dtype);
+  if (tensor.home != Tier::nvme && !away(tensor)) return write(place, 0, elements(tensor.shape));
+  for (int64_t first = 0; first < tensor.bytes(); first += kPiece) {
+    const int64_t bytes = std::min(kPiece, tensor.bytes() - first);
+    write(piece(), first / size, bytes / size);
+    if (away(tensor))
+      device_->copy(place + first, piece(), bytes);
+    else
+      static_cast<Slot*>(persistent(tensor.name))->write_part(first, piece(), bytes);
+  }
+}
+
+std::vector<std::byte> Storage::copy(const Tensor& tensor) {
+  std::vector<std::byte> all;
+  each(tensor, [&](std::span<const std::byte> bytes) { all.insert(all.end(), bytes.begin(), bytes.end()); });
+  return all;
 }
 
 void Storage::initialize(uint64_t seed, Threads& threads) {
   for (const Tensor& tensor : tensors_)
-    fill(tensor, [&](void* data) {
-      const int64_t count = elements(tensor.shape);
+    fill(tensor, [&](void* data, int64_t first, int64_t count) {
       switch (tensor.initializer.kind) {
         case Initializer::Kind::zeros:
-          std::memset(data, 0, size_t(tensor.bytes()));
+          std::memset(data, 0, size_t(count * size_of(tensor.dtype)));
           break;
         case Initializer::Kind::constant:
           STRATA_CHECK(tensor.dtype == DType::f64);
@@ -188,8 +206,8 @@ void Storage::initialize(uint64_t seed, Threads& threads) {
               if (tensor.initializer.kind == Initializer::Kind::ones)
                 std::fill_n(values, some, 1.0f);
               else
-                global.runs(i, i + some, [&](int64_t local, int64_t index, int64_t count) {
-                  fill_normal(values + (local - i), index, count, tensor.initializer.value, seed, stream);
+                global.runs(first + i, first + i + some, [&](int64_t local, int64_t index, int64_t run) {
+                  fill_normal(values + (local - first - i), index, run, tensor.initializer.value, seed, stream);
                 });
               from_f32(tensor.dtype, values, at(data, tensor.dtype, i), some);
             }
@@ -197,7 +215,7 @@ void Storage::initialize(uint64_t seed, Threads& threads) {
           break;
       }
     });
-  release_scratch();
+  release_piece();
 }
 
 }  // namespace strata

@@ -7,6 +7,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -39,12 +40,17 @@ class Storage {
   // scalars of the engine (stages.h) that the program does not read.
   void set_scalar(std::string_view name, double value);
   const std::vector<Tensor>& persistent_tensors() const { return tensors_; }
-  // A persistent tensor's bytes wherever it rests; what comes from NVMe is valid until the next call. Between steps
-  // only.
-  const void* view(const Tensor& tensor);
-  // Calls write(memory) to give a persistent tensor new bytes wherever it rests. Between steps only.
-  void fill(const Tensor& tensor, const std::function<void(void*)>& write);
-  void release_scratch() { scratch_ = Arena(); }
+  // Between steps only: a persistent tensor's bytes wherever it rests. What is not in memory that this process can
+  // address comes and goes in pieces of at most kPiece bytes, so that nothing takes memory that no plan knows.
+  using Take = std::function<void(std::span<const std::byte>)>;
+  void each(const Tensor& tensor, const Take& take);
+  // Calls write(memory, first, count) for elements [first, first + count) after each other.
+  using Write = std::function<void(void* memory, int64_t first, int64_t count)>;
+  void fill(const Tensor& tensor, const Write& write);
+  // A copy of the whole tensor: for tests and tools.
+  std::vector<std::byte> copy(const Tensor& tensor);
+  static constexpr int64_t kPiece = 4 << 20;
+  void release_piece() { piece_ = Arena(); }
 
   // Start of a tier's arena in RAM, and of its transient region.
   std::byte* base(Tier tier) const { return bases_[int(tier)]; }
@@ -73,7 +79,8 @@ class Storage {
     std::unique_ptr<DeviceFile> direct;                        // it moves bytes by itself
     bool is_direct(const void* memory) const { return memory >= device_begin && memory < device_end; }
   };
-  void* scratch(int64_t bytes);
+  bool away(const Tensor& tensor) const;  // in a device's memory
+  std::byte* piece();
 
   std::vector<Tensor> tensors_;
   std::map<std::string, void*, std::less<>> places_, device_copies_;
@@ -85,7 +92,7 @@ class Storage {
   std::vector<std::byte*> shared_;  // of the device
   std::vector<Arena> shared_arenas_;
   std::unique_ptr<Nvme> nvme_;
-  Arena scratch_;
+  Arena piece_;  // what moves between NVMe or the device and host memory, at start, load and save
 };
 
 }  // namespace strata

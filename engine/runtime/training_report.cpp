@@ -121,7 +121,8 @@ void TrainingReport::print_memory() const {
   if (planned_.snapshot_bytes > 0) fmt::print("{:<18}{:>14}\n", "saving behind", bytes_text(planned_.snapshot_bytes));
   if (const int64_t stored = planned_.memory[Tier::nvme].total_bytes(); stored > 0)
     fmt::print("{:<18}{:>14}\n", "on NVMe", bytes_text(stored));
-  fmt::print("{:<18}{:>14}{:>14}\n", "process, peak", "", bytes_text(peak_resident_bytes()));
+  fmt::print("{:<18}{:>14}{:>14}\n", "process, peak", bytes_text(planned_.process.total()),
+             bytes_text(peak_resident_bytes()));
 }
 
 void TrainingReport::print_tier(Tier tier) const {

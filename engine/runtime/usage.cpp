@@ -9,16 +9,25 @@
 
 namespace strata {
 
-int64_t peak_resident_bytes() {
+namespace {
+
+// A figure in KiB of /proc/self/status, in bytes; 0 where there is none.
+int64_t status_bytes(const char* pattern) {
   std::FILE* status = std::fopen("/proc/self/status", "r");
   if (!status) return 0;
   char line[256];
   long long kib = 0;
   while (std::fgets(line, sizeof line, status))
-    if (std::sscanf(line, "VmHWM: %lld kB", &kib) == 1) break;
+    if (std::sscanf(line, pattern, &kib) == 1) break;
   std::fclose(status);
   return kib * 1024;
 }
+
+}  // namespace
+
+int64_t peak_resident_bytes() { return status_bytes("VmHWM: %lld kB"); }
+
+int64_t resident_bytes() { return status_bytes("VmRSS: %lld kB"); }
 
 int64_t resident_bytes(const std::byte* begin, int64_t bytes) {
   const int64_t page = sysconf(_SC_PAGESIZE);

@@ -94,6 +94,7 @@ struct Program {
       forms;                      // by tensor; the planner takes the cheapest that will do
   std::string storage_directory;  // of the NVMe tier; empty: there is none
   bool direct_storage = false;    // the device reads and writes there without the host's memory
+  bool one_memory = false;        // device and host are one: what lies on the device the host's stream reaches too
   int64_t storage_limit = 0;      // bytes the NVMe tier may take; 0: what is free
   std::vector<TensorId> losses;   // one {1} tensor a microbatch; the step's loss is their sum
 
@@ -131,7 +132,8 @@ class Mesh;
 //   the share of the mesh's rank;
 // - exchanges are on the stream of their class and name an axis, with a mesh one of several ranks; nothing else is
 //   there; what they make is split as their kinds say;
-//   streams that move bytes hold moves between the tiers of their name, the host's ops whose operands are on the host;
+//   streams that move bytes hold moves between the tiers of their name, the host's ops whose operands are on the host
+//   (or where the two are one memory);
 //   nothing but a move touches the NVMe tier;
 // - the ops of resting forms are well formed, and restoring writes the tensor.
 void verify(const Program& program, std::string_view after, const Mesh* mesh = nullptr);

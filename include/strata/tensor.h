@@ -29,7 +29,7 @@ inline constexpr int kRoles = 7;
 std::string_view name_of(Role);
 
 // Where bytes are: memory of the device, memory of the host, a file on an NVMe disk. On the CPU backend device and host
-// are two arenas with budgets of their own, and bytes are copied between them as they would be on a GPU.
+// are one memory, of which one budget bounds the sum: what may rest on the host stays on the device there.
 enum class Tier : uint8_t { device, host, nvme };
 inline constexpr int kTiers = 3;
 std::string_view name_of(Tier);

@@ -91,12 +91,13 @@ std::vector<TensorRecord> records_of(const Imported& model) {
   const auto values = std::make_shared<std::unique_ptr<float[]>>();  // of one parameter at a time
   for (const auto& [name, shape] : model.shapes)
     records.push_back({name, Role::parameter, DType::f32, shape,
-                       std::function<const void*()>([&model, &name = name, &shape = shape, values]() -> const void* {
-                         values->reset();
-                         *values = std::make_unique_for_overwrite<float[]>(size_t(elements(shape)));
-                         model.tensors->read(name, values->get());
-                         return values->get();
-                       })});
+                       std::function<void(const TensorBytes::Take&)>(
+                           [&model, &name = name, &shape = shape, values](const TensorBytes::Take& take) {
+                             values->reset();
+                             *values = std::make_unique_for_overwrite<float[]>(size_t(elements(shape)));
+                             model.tensors->read(name, values->get());
+                             take({reinterpret_cast<const std::byte*>(values->get()), size_t(elements(shape)) * 4});
+                           })});
   return records;
 }
 
