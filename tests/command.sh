@@ -39,7 +39,7 @@ for command in "" train plan check plugins new-plugin "data prepare" generate im
   $strata $command --help >help || fail "strata $command --help"
   [[ $(wc -l <help) -gt 3 ]] || fail "strata $command --help says little"
 done
-"$strata" plugins adamw | grep -q 'weight_decay' || fail "plugins adamw"
+grep -q 'weight_decay' <<<"$("$strata" plugins adamw)" || fail "plugins adamw"
 "$strata" plugins --schema | python3 -m json.tool >/dev/null || fail "plugins --schema is no JSON"
 "$strata" plan config.toml --json | python3 -m json.tool >/dev/null || fail "plan --json is no JSON"
 "$strata" check config.toml >/dev/null || fail check
@@ -60,7 +60,7 @@ expect 2 'must be > 0, but it is 0' "$strata" train config.toml --set run.steps=
 expect 2 'must be 0 to 0.99' "$strata" train config.toml --set model.dropout=1.5
 expect 2 'must be one of "cpu", "cuda", "reference"' "$strata" train config.toml --set device.backend=gpu
 if [[ -e $1/lib/strata/devices/cuda.so ]]; then
-  "$strata" plan config.toml --set device.backend=cuda | grep -q 'device memory at the peak' || fail "no plan for cuda"
+  grep -q 'device memory at the peak' <<<"$("$strata" plan config.toml --set device.backend=cuda)" || fail "no plan for cuda"
   nvidia-smi >/dev/null 2>&1 || expect 2 'no CUDA device' "$strata" train config.toml --set device.backend=cuda
 else
   expect 2 'was built without it' "$strata" train config.toml --set device.backend=cuda
@@ -179,7 +179,7 @@ expect 0 'resuming after step' "$strata" train config.toml --set run.directory=k
 # Saved behind training: the same, and its memory is in the plan.
 expect 0 '' "$strata" train config.toml --set run.directory=behind --set run.save_behind=true --set run.checkpoint_every=1
 cmp again/step-00000006/tensors-00000.safetensors behind/step-00000006/tensors-00000.safetensors || fail "saved behind: parameters differ"
-"$strata" plan config.toml --set run.save_behind=true | grep -q 'saving behind  ' || fail "plan does not tell of the copy"
+grep -q 'saving behind  ' <<<"$("$strata" plan config.toml --set run.save_behind=true)" || fail "plan does not tell of the copy"
 expect 2 'for what run.save_behind copies, but host.memory allows 1.95 MiB' "$strata" train config.toml --set run.directory=bad --set run.save_behind=true --set 'host.memory="2000KiB"'
 
 # Generation, export and import.

@@ -166,7 +166,7 @@ expect 2 'cannot be read' env STRATA_SECRET_FILE=nothere $(launched 0 2) "$strat
 chmod 644 secret-file
 expect 2 'can be read by others' env STRATA_SECRET_FILE=secret-file $(launched 0 2) "$strata" train config.toml --set run.directory=bad
 expect 2 'bench memory measures one rank' "$strata" bench memory config.toml
-"$strata" plan config.toml | grep -q '^ranks  *2 ' || fail "plan does not tell of ranks"
+grep -q '^ranks  *2 ' <<<"$("$strata" plan config.toml)" || fail "plan does not tell of ranks"
 # What only one rank finds wrong is told by rank 0.
 launched_data() { $(launched $1 2) "$strata" train config.toml --set run.directory=bad "${@:2}"; }
 launched_data 1 --set 'data.train=["nothere.bin"]' >out1 2>error1 &

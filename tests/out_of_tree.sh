@@ -12,7 +12,7 @@ cmake --install "$build" --prefix "$work/first" >/dev/null
 mv first moved
 strata=$work/moved/bin/strata
 if grep -rlq "$build" moved/lib/cmake moved/include; then echo "the install tree names the build folder"; exit 1; fi
-"$strata" plugins | grep -q '^gpt '
+grep -q '^gpt ' <<<"$("$strata" plugins)"
 flags=$(sed -n 's/^CMAKE_CXX_FLAGS:STRING=//p' "$build/CMakeCache.txt")
 sanitize=$(sed -n 's/^STRATA_SANITIZE:STRING=//p' "$build/CMakeCache.txt")
 [[ -n $sanitize ]] && flags="$flags -fsanitize=$sanitize"
@@ -32,11 +32,11 @@ build_and_test() {  # FOLDER
 }
 cp -r "$source/docs/examples" .
 for example in examples/*; do build_and_test "$example"; done
-STRATA_PLUGIN_PATH=$work/clip_value/build/lib/strata/plugins "$strata" plugins clip_value | grep -q 'limit'
+grep -q 'limit' <<<"$(STRATA_PLUGIN_PATH=$work/clip_value/build/lib/strata/plugins "$strata" plugins clip_value)"
 # Packages strip their libraries; a stripped plugin is a plugin.
 mkdir stripped
 strip -o stripped/clip_value.so clip_value/build/lib/strata/plugins/clip_value.so
-STRATA_PLUGIN_PATH=$work/stripped "$strata" plugins clip_value | grep -q 'limit'
+grep -q 'limit' <<<"$(STRATA_PLUGIN_PATH=$work/stripped "$strata" plugins clip_value)"
 "$strata" new-plugin adamw 2>error && exit 1
 grep -q 'a plugin named "adamw" exists already' error
 [[ ! -e adamw ]]
