@@ -3,6 +3,7 @@
 #pragma once
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -18,10 +19,12 @@ struct Touched {
   std::string name;
 };
 
-// What running an op touches. The NVMe tier moves whole blocks: a read writes its buffer to the end of the last one.
+// What running an op touches. NVMe moves whole blocks: a read from it writes its buffer to the end of the last one.
 inline std::vector<Touched> touched_by(const Program& program, const MemoryPlan& plan, size_t index) {
   const Op& op = program.ops[index];
-  const bool blocks = op.stream == Stream::read || op.stream == Stream::write;
+  const auto on_disk = [&](TensorId id) { return id && program[program.whole(id)].home == Tier::nvme; };
+  const bool blocks = std::any_of(op.inputs.begin(), op.inputs.end(), on_disk) ||
+                      std::any_of(op.outputs.begin(), op.outputs.end(), on_disk);
   std::vector<Touched> all;
   const auto add = [&](TensorId id, bool written) {
     if (!id) return;

@@ -92,7 +92,12 @@ std::vector<Access> accesses_of(const Program& program, const MemoryPlan& plan, 
   const Op& op = program.ops[index];
   // The disk moves whole blocks: a read overwrites what is behind the tensor in its last one, where a part of another
   // tensor may lie that does not reach back to the block's beginning.
-  const bool in_blocks = op.stream == Stream::read || op.stream == Stream::write;
+  const auto on_disk = [&](TensorId id) {
+    if (!id) return false;
+    return Tier::nvme == (program[id].persistent ? program[id].home : plan.buffers[plan.buffer_of[id.value]].tier);
+  };
+  const bool in_blocks = std::any_of(op.inputs.begin(), op.inputs.end(), on_disk) ||
+                         std::any_of(op.outputs.begin(), op.outputs.end(), on_disk);
   const auto tensor = [&](TensorId id, bool write) {
     const int64_t block = in_blocks ? kStorageAlignment : 1;
     const int64_t bytes = (program[id].bytes() + block - 1) / block * block;

@@ -44,6 +44,19 @@ TEST(Dependencies, AReadFromStorageFillsItsLastPage) {
   EXPECT_TRUE(waits_for(waits, 3, Stream::read, 1));
 }
 
+// What moves between the tiers of memory is not rounded: small tensors beside each other stay independent.
+TEST(Dependencies, ACopyBetweenMemoriesTouchesItsBytesAlone) {
+  Program program;
+  Builder build(program);
+  const TensorId x = build.data("x", {16}, DType::f32);
+  program[build.emit("gelu", {x}, {}, "first")].step_output = true;
+  build.stream = Stream::write;
+  program[build.emit("gelu", {x}, {}, "copied")].step_output = true;
+  const auto waits = plan_waits(program, plan_memory(program, "cpu", 1));
+  EXPECT_TRUE(waits[0].empty());
+  EXPECT_TRUE(waits[1].empty());
+}
+
 // What an op that has an empty share writes hides nothing of what others have written there.
 TEST(Dependencies, AnEmptyRangeHidesNothing) {
   Program program;
