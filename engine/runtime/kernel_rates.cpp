@@ -7,7 +7,6 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
-#include <limits>
 #include <map>
 #include <set>
 
@@ -145,8 +144,8 @@ class BoundOp {
     return (bytes + 4095) / 4096 * 4096;
   }
 
-  // The fewest seconds of a few runs.
-  double fewest(double until) {
+  // Seconds of a few runs, the middle one.
+  double typical(double until) {
     for (const Place& place : places_) {
       std::byte* next = place.memory;
       for (const Tensor& tensor : op_.program.tensors) {
@@ -155,17 +154,20 @@ class BoundOp {
       }
     }
     constexpr double kEnough = 2e-3;
-    double best = std::numeric_limits<double>::infinity(), spent = 0;
+    std::vector<double> all;
+    double spent = 0;
     if (op_.expected < kEnough) places_.back().launch();  // threads awake, code in the cache
     for (size_t run = 0; run < 2 * places_.size() || run < 3; ++run) {
       const double began = now();
       places_[run % places_.size()].launch();
       const double seconds = now() - began;
-      best = std::min(best, seconds);
+      all.push_back(seconds);
       spent += seconds;
       if ((run > 0 && spent > kEnough) || began + seconds > until) break;
     }
-    return best;
+    const auto middle = all.begin() + int64_t(all.size() - 1) / 2;
+    std::nth_element(all.begin(), middle, all.end());
+    return *middle;
   }
 
  private:
@@ -239,7 +241,7 @@ std::vector<double> measure_kernels(const std::vector<LoneOp>& ops, const std::s
       const bool on_host = op.view().op().stream == Stream::host;
       if (now() + 2 * op.expected > until || !op.view().op().kind->kernels.contains(backend)) continue;
       try {
-        const double taken = BoundOp(op, backend, on_host ? host : compute, pool.base(), pool_bytes).fewest(until);
+        const double taken = BoundOp(op, backend, on_host ? host : compute, pool.base(), pool_bytes).typical(until);
         best[i] = best[i] == 0 ? taken : std::min(best[i], taken);
       } catch (const std::exception&) {  // cannot run by itself: priced by its cost
         best[i] = 0;

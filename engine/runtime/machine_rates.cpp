@@ -394,8 +394,7 @@ class Inquiry {
 // What ops of one kernel and cost took in a step.
 struct Group {
   Cost cost;
-  bool half = false, on_host = false;
-  double seconds = 0, fewest = 1e30;
+  double seconds = 0;
   int64_t calls = 0;
 };
 
@@ -412,7 +411,7 @@ void learn_rates(const RatesWanted& wanted, const Program& program, const std::v
   constexpr double kShort = 20e-6;  // seconds that clocks and wake-ups blur
   constexpr int64_t kLarge = 1 << 20;
   std::map<std::tuple<std::string, double, double>, Group> kernels;
-  std::map<std::tuple<std::string, std::string, double>, std::pair<Group, double>> exchanges;
+  std::map<std::tuple<std::string, std::string, double>, double> exchanges;
   std::array<double, kStreams> bytes{}, seconds{};
   std::array<double, 2> fastest{};  // FLOP/s, of f32 and 16 bits
   for (size_t i = 0; i < program.ops.size() && i < spans.size(); ++i) {
@@ -424,27 +423,20 @@ void learn_rates(const RatesWanted& wanted, const Program& program, const std::v
       const Cost cost = cost_of(view);
       Group& group = kernels[{kernel_name(view), cost.flops, cost.bytes}];
       group.cost = cost, group.seconds += took, ++group.calls;
-      group.half = size_of(dtype_of(view)) == 2, group.on_host = stream == Stream::host;
-      double& best = fastest[group.half];
+      double& best = fastest[size_of(dtype_of(view)) == 2];
       if (took > 1e-3) best = std::max(best, cost.flops / took);
     } else if (is_exchange(stream)) {
       const double handed_on = wire_bytes(view, rates);
-      auto& [group, predicted] = exchanges[{view.attributes().has("axis") ? view.attributes().string("axis") : "",
-                                            view.op().kind->name, handed_on}];
-      group.cost.bytes = handed_on, group.fewest = std::min(group.fewest, took);
-      predicted = seconds_of(view, rates);
+      double& fewest = exchanges[{view.attributes().has("axis") ? view.attributes().string("axis") : "",
+                                  view.op().kind->name, handed_on}];
+      fewest = fewest > 0 ? std::min(fewest, took) : took;  // the others waited for ranks that came later
     } else if (view.input(0).bytes() >= kLarge) {
       bytes[int(stream)] += double(view.input(0).bytes()), seconds[int(stream)] += took;
     }
   }
   std::vector<Tried> machine, disk;
-  for (const auto& [key, group] : kernels) {
-    const std::string& name = std::get<0>(key);
-    const double mean = group.seconds / double(group.calls);
-    const auto known = rates.kernels.find(name);
-    if (known == rates.kernels.end() || mean < seconds_by(known->second, group.cost, group.half, group.on_host, rates))
-      machine.push_back({name, group.cost.flops, group.cost.bytes, mean});
-  }
+  for (const auto& [key, group] : kernels)
+    machine.push_back({std::get<0>(key), group.cost.flops, group.cost.bytes, group.seconds / double(group.calls)});
   const auto faster = [&](std::vector<Tried>& list, const char* name, double rate, double known) {
     if (rate > known && known > 0) list.push_back({.name = name, .value = rate});
   };
@@ -459,13 +451,11 @@ void learn_rates(const RatesWanted& wanted, const Program& program, const std::v
   RatesCache cache(cache_path("rates.json"));
   cache.add(machine_key(wanted), machine);
   if (const auto key = disk_key(wanted)) cache.add(*key, disk);
-  for (const auto& [key, exchange] : exchanges) {
-    const auto link = rates.links.find(std::get<0>(key));
-    if (link == rates.links.end()) continue;
-    const auto& [group, predicted] = exchange;
-    if (link->second.samples.empty() || group.fewest < predicted)
-      cache.add(link_key(wanted, link->second.ranks), {{std::get<1>(key), 0, group.cost.bytes, group.fewest}});
-  }
+  std::map<std::string, std::vector<Tried>> links;
+  for (const auto& [key, fewest] : exchanges)
+    if (const auto& [axis, kind, handed_on] = key; rates.links.contains(axis) && handed_on > 0)
+      links[link_key(wanted, rates.links.at(axis).ranks)].push_back({kind, 0, handed_on, fewest});
+  for (const auto& [key, tries] : links) cache.add(key, tries);
 }
 
 }  // namespace strata

@@ -1,4 +1,4 @@
-// Measures how fast this machine computes, copies, stores and exchanges, and keeps the best of several tries
+// Measures how fast this machine computes, copies, stores and exchanges, and keeps it
 // (rates_cache.h) in $XDG_CACHE_HOME/strata/rates.json or ~/.cache/strata/rates.json; deleting it measures again.
 #pragma once
 #include <string>
@@ -30,8 +30,8 @@ Rates machine_rates(const RatesWanted& wanted);
 // Measured by the ranks themselves: of an axis with that many.
 void keep_link(const RatesWanted& wanted, int ranks, const Samples& samples);
 
-// Corrects what is kept by a step that ran, where the step was faster; `rates` are what it was planned with. What could
-// not be measured before (a device's kernels) is taken from it.
+// Corrects what is kept by a step that ran: what its ops took is one more try of each, which counts for what could not be
+// measured before (a device's kernels), too; of figures what was faster than `rates`, which it was planned with.
 void learn_rates(const RatesWanted& wanted, const Program& program, const std::vector<Span>& spans, const Rates& rates);
 
 }  // namespace strata

@@ -22,14 +22,22 @@ namespace strata {
 namespace {
 
 namespace fs = std::filesystem;
-constexpr int64_t kVersion = 3;
+constexpr int64_t kVersion = 4;
 constexpr size_t kMostSamples = 48;  // of one kernel
 
 bool nearly(double a, double b) { return std::abs(a - b) <= 0.02 * std::max(a, b); }
 bool same(const Tried& a, const Tried& b) {
   return a.name == b.name && nearly(a.flops, b.flops) && nearly(a.bytes, b.bytes);
 }
-bool is_time(const Tried& what) { return what.flops > 0 || what.bytes > 0 || what.name == "launch"; }
+bool is_op(const Tried& what) { return what.flops > 0 || what.bytes > 0; }
+bool is_time(const Tried& what) { return is_op(what) || what.name == "launch"; }
+
+// The second best where there are enough, the best of a few.
+double believed(std::vector<double> seconds) {
+  const auto at = seconds.begin() + int64_t(seconds.size() - 1) / 3;
+  std::nth_element(seconds.begin(), at, seconds.end());
+  return *at;
+}
 
 // A lock on FILE.suffix; -1 where none can be had.
 int open_lock(const std::string& path, const char* suffix) {
@@ -53,13 +61,15 @@ struct FileLock {
 Json to_json(const std::vector<Kept>& list) {
   Json::Array array;
   for (const Kept& kept : list) {
-    array.push_back(Json::Object{{"name", kept.name},
-                                 {"flops", kept.flops},
-                                 {"bytes", kept.bytes},
-                                 {is_time(kept) ? "seconds" : "rate", kept.value},
-                                 {"tries", kept.tries},
-                                 {"measured", kept.measured},
-                                 {"tried", kept.tried}});
+    Json::Object entry{{"name", kept.name},
+                       {"flops", kept.flops},
+                       {"bytes", kept.bytes},
+                       {is_time(kept) ? "seconds" : "rate", kept.value},
+                       {"tries", kept.tries},
+                       {"measured", kept.measured},
+                       {"tried", kept.tried}};
+    if (!kept.recent.empty()) entry.emplace_back("recent", Json::Array(kept.recent.begin(), kept.recent.end()));
+    array.push_back(std::move(entry));
   }
   return array;
 }
@@ -77,6 +87,9 @@ Kept kept_from(const Json& json) {
   kept.value = number(is_time(kept) ? "seconds" : "rate");
   kept.tries = int64_t(number("tries")), kept.measured = int64_t(number("measured"));
   kept.tried = int64_t(number("tried"));
+  if (const Json* recent = json.find("recent"))
+    for (const Json& seconds : recent->array("recent")) kept.recent.push_back(seconds.number("recent"));
+  if (is_op(kept) == kept.recent.empty()) throw Error("an op without its tries, or a figure with such.");
   if (!(kept.value > 0) || !std::isfinite(kept.value)) throw Error("a rate that is not positive.");
   return kept;
 }
@@ -142,14 +155,23 @@ void RatesCache::add(const std::string& key, const std::vector<Tried>& tries) {
       const auto of_name = [&](const Kept& kept) { return kept.name == tried.name; };
       if (size_t(std::count_if(list.begin(), list.end(), of_name)) >= kMostSamples)
         list.erase(std::find_if(list.begin(), list.end(), of_name));  // the oldest
-      list.push_back({tried, 1, now, now});
+      list.push_back({tried, 1, now, now, is_op(tried) ? std::vector{tried.value} : std::vector<double>{}});
       continue;
     }
-    const bool better = is_time(tried) ? tried.value < found->value : tried.value > found->value;
     const bool old = stale(*found);
     found->tries = old ? 1 : found->tries + 1;
     found->tried = now;
-    if (better || old) found->value = tried.value, found->measured = now;
+    double value = tried.value;
+    if (is_op(tried)) {
+      std::vector<double>& recent = found->recent;
+      if (old) recent.clear();
+      if (int64_t(recent.size()) >= kRecent) recent.erase(recent.begin());
+      recent.push_back(tried.value);
+      value = believed(recent);
+    } else if (!old) {
+      value = is_time(tried) ? std::min(value, found->value) : std::max(value, found->value);
+    }
+    if (value != found->value || old) found->value = value, found->measured = now;
   }
   if (path_.empty()) return;
   Json::Object entries;

@@ -1,5 +1,7 @@
-// What was measured on this machine, kept from run to run: the best of tries spread over time, since other work on a
-// machine only ever makes it slower. One JSON file, replaced whole; any number of processes may use it at once.
+// What was measured on this machine, kept from run to run. Of a figure the best of tries spread over time, since other
+// work on a machine only ever makes it slower. Of what an op takes the second best of the last five: not what it took in
+// the machine's best moment, which steps do not reach, nor while it was busy. One JSON file, replaced whole; any number
+// of processes may use it at once.
 #pragma once
 #include <cstdint>
 #include <functional>
@@ -16,10 +18,11 @@ struct Tried {
   double value = 0;  // of a figure a rate, the larger the better; of an op, and of "launch", seconds
 };
 
-// The best of several.
+// What is believed after several; `value` is the best, or of an op the second best of `recent`.
 struct Kept : Tried {
   int64_t tries = 0;
-  int64_t measured = 0, tried = 0;  // when the best was measured, and the last: seconds since 1970
+  int64_t measured = 0, tried = 0;  // when the value was last changed, and the last try: seconds since 1970
+  std::vector<double> recent{};     // seconds of an op in the last tries, the newest last
 };
 
 class RatesCache {
@@ -37,8 +40,8 @@ class RatesCache {
   // and the last is longer ago than a minute, which quadruples with each.
   bool due(const std::string& key, const Tried& what) const;
 
-  // Adds tries and keeps what is better, also than what other processes have written meanwhile. A figure older than a
-  // month gives way to any. Where the file cannot be written, nothing is kept.
+  // Adds tries to what is known, also to what other processes have written meanwhile. What is older than a month gives
+  // way to any. Where the file cannot be written, nothing is kept.
   void add(const std::string& key, const std::vector<Tried>& tries);
 
   // Held by who measures, so that two do not slow each other down; the cache is read again once it is held. Given up
@@ -53,7 +56,7 @@ class RatesCache {
     int file_ = -1;
   };
 
-  static constexpr int64_t kTries = 3, kMonth = 30 * 24 * 3600;
+  static constexpr int64_t kTries = 3, kRecent = 5, kMonth = 30 * 24 * 3600;
 
  private:
   void read();

@@ -139,6 +139,19 @@ TEST_F(MachineRates, AreCorrectedByAStepThatWasFaster) {
   EXPECT_GE(corrected.peak, most);
 }
 
+TEST_F(MachineRates, AreCorrectedByStepsThatAreSlower) {
+  const test::Runner runner(toml("[plugins.adamw]\n"));
+  const Program& program = runner.built.program;
+  const RatesWanted wanted{.threads = 2, .program = &program};
+  const Rates first = machine_rates(wanted);
+  constexpr double kStep = 1000;  // seconds of an op: slower than any machine
+  for (int step = 0; step < 5; ++step)
+    learn_rates(wanted, program, std::vector<Span>(program.ops.size(), {0, kStep}), first);
+  const Rates corrected = machine_rates(wanted);
+  for (const Op& op : program.ops) EXPECT_GT(seconds_of(OpView(program, op), corrected), 0.5 * kStep) << op.kind->name;
+  EXPECT_EQ(corrected.peak, first.peak);
+}
+
 TEST_F(MachineRates, SayWhatIsAssumed) {
   RatesWanted wanted{.threads = 1, .mesh = Mesh(0, {{"replicate", 1}, {"shard", 64}})};
   const Rates rates = machine_rates(wanted);  // of so many ranks, on other hosts, nobody here can measure the link
