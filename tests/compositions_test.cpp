@@ -126,13 +126,6 @@ Outcome outcome(const std::string& text, int ranks, int batch, const std::string
   return result;
 }
 
-// The figure in "the smallest … that would do here is N bytes", or -1.
-int64_t smallest_in(const std::string& message) {
-  const std::string before = "would do here is ";
-  const size_t at = message.find(before);
-  return at == std::string::npos ? -1 : std::stoll(message.substr(at + before.size()));
-}
-
 // Under budgets that may be too small; then the one that the refusal asks for must do.
 void check(const Case& c, const std::string& backend) {
   const Outcome expected =
@@ -148,9 +141,9 @@ void check(const Case& c, const std::string& backend) {
     } catch (const Error& error) {
       const std::string what = error.what();
       int64_t& budget = what.find("device memory, but") != std::string::npos ? device_bytes : host_bytes;
-      ASSERT_GT(smallest_in(what), budget) << what;
+      ASSERT_GT(test::smallest_in(what), budget) << what;
       ASSERT_LT(attempt, 4) << what;
-      budget = smallest_in(what);
+      budget = test::smallest_in(what);
       continue;
     }
     EXPECT_EQ(actual.losses, expected.losses);

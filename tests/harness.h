@@ -42,6 +42,13 @@ inline bool left_out([[maybe_unused]] size_t number) {
 #endif
 }
 
+// The figure in "the smallest … that would do here is N bytes" of a refusal, or -1.
+inline int64_t smallest_in(const std::string& message) {
+  const std::string before = "would do here is ";
+  const size_t at = message.find(before);
+  return at == std::string::npos ? -1 : std::stoll(message.substr(at + before.size()));
+}
+
 // Keeps the gradients readable after the step, by parameter name.
 class KeepGradients final : public Plugin {
  public:

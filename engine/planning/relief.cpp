@@ -1,0 +1,162 @@
+// Gives up what waits where budgets are exceeded; see relief.h.
+#include "engine/planning/relief.h"
+
+#include <algorithm>
+#include <cmath>
+#include <queue>
+#include <tuple>
+
+namespace strata {
+namespace {
+
+constexpr int kMostRounds = 64;
+
+}  // namespace
+
+Materialized Relief::fit(const std::array<int64_t, kTiers>& targets) {
+  for (int round = 0;; ++round) {
+    for (Tensor& part : program_.tensors)
+      if (part.part_of && part.persistent) part.home = program_[part.part_of].home;
+    Materialized now =
+        materialize(program_, decisions_, is_asynchronous(settings_.backend) && !program_.direct_storage);
+    bool within = true, changed = false;
+    const MemoryPlan plan = measure_memory(now.program, settings_.backend, settings_.threads);
+    for (Tier tier : {Tier::device, Tier::host}) {
+      const int64_t target = targets[int(tier)];
+      if (target <= 0 || plan[tier].total_bytes() <= target) continue;
+      within = false;
+      changed |= relieve(now, plan, tier, target);
+    }
+    if (within || !changed || round == kMostRounds) return now;
+  }
+}
+
+// Walks over the program and gives up waiting tensors wherever more is alive than `target`.
+bool Relief::relieve(const Materialized& now, const MemoryPlan& plan, Tier tier, int64_t target) {
+  const bool homes_may_go = tier == Tier::host || homes_.one_memory();
+  const int64_t excess = plan[tier].total_bytes() - target;
+  if (homes_may_go && homes_first_ && send_homes_away(tier, excess)) return true;
+  bool changed = false;
+  std::vector<std::vector<Candidate>> begins(now.program.ops.size());
+  for (size_t w = 0; w < now.waiting.size(); ++w) {
+    const Waiting& waiting = now.waiting[w];
+    if (waiting.tier != tier || waiting.from + 1 >= waiting.to) continue;
+    if (const auto candidate = best(waiting))
+      begins[size_t(waiting.from) + 1].push_back({w, candidate->decision, candidate->bytes, candidate->cost});
+  }
+  const std::vector<Ledger> live = timeline(now.program, plan, tier);
+  // Cheapest first; of equals the one whose next use is farthest.
+  const auto later = [&](const Candidate& a, const Candidate& b) {
+    return std::tuple(a.cost, -now.waiting[a.waiting].to) > std::tuple(b.cost, -now.waiting[b.waiting].to);
+  };
+  std::priority_queue<Candidate, std::vector<Candidate>, decltype(later)> open(later);
+  std::vector<int64_t> back(now.program.ops.size() + 1, 0);  // bytes that are needed again from this op on
+  int64_t saved = 0;
+  for (int32_t i = 0; i < int32_t(live.size()); ++i) {
+    saved -= back[i];
+    for (const Candidate& candidate : begins[i]) open.push(candidate);
+    int64_t bytes = plan[tier].persistent_bytes - saved;
+    for (int64_t role : live[i]) bytes += role;
+    while (bytes > target && !open.empty()) {
+      const Candidate chosen = open.top();
+      open.pop();
+      const Waiting& waiting = now.waiting[chosen.waiting];
+      if (waiting.to <= i) continue;
+      decisions_[waiting.gap] = chosen.decision;
+      changed = true;
+      bytes -= chosen.bytes;
+      saved += chosen.bytes;
+      back[waiting.to] += chosen.bytes;
+    }
+  }
+  return changed || (homes_may_go && !homes_first_ && send_homes_away(tier, excess));
+}
+
+// The cheapest thing that could be done about a tensor that waits and is not done yet.
+std::optional<Relief::Candidate> Relief::best(const Waiting& waiting) const {
+  const TensorId id{waiting.gap.tensor};
+  const Tensor& tensor = program_[id];
+  if (tensor.step_output) return {};
+  const auto found = decisions_.find(waiting.gap);
+  const Decision* taken = found == decisions_.end() ? nullptr : &found->second;
+  std::optional<Candidate> best;
+  const auto offer = [&](Decision decision, int64_t bytes, double seconds) {
+    if (bytes <= 0) return;
+    const double cost = std::round(std::log2(seconds / double(bytes)) * 4);
+    if (!best || cost < best->cost) best = Candidate{0, decision, bytes, cost};
+  };
+  const bool in_forward = waiting.gap.use != kNever && is_forward_gap(waiting.gap);
+  const auto offer_forms = [&](bool only_without_bytes) {
+    const auto forms = program_.forms.find(id.value);
+    if (forms == program_.forms.end()) return;
+    for (int f = 0; f < int(forms->second.size()); ++f) {
+      const RestingForm& form = forms->second[size_t(f)];
+      if (!form.rest.empty() && (only_without_bytes || waiting.gap.use == kNever)) continue;
+      double seconds = 0;
+      for (const auto* list : {&form.rest, &form.restore})
+        for (const Op& op : *list) seconds += seconds_of(OpView(program_, op), settings_.rates);
+      offer({f, Tier::device, in_forward || waiting.gap.use == kNever},
+            tensor.bytes() - kept_bytes(program_, id.value, f), seconds);
+    }
+  };
+  if (waiting.tier == Tier::host) {  // farther away, or not kept at all
+    if (tensor.persistent || !taken || taken->tier != Tier::host) return {};
+    Decision farther = *taken;
+    farther.tier = Tier::nvme;
+    if (tensor.farthest == Tier::nvme)
+      offer(farther, tensor.bytes(), double(tensor.bytes()) / settings_.rates.write);
+    else
+      offer_forms(true);
+    return best;
+  }
+  if (taken) {
+    // Given up in the forward pass and back already, or kept in another form: give up again, or move what is kept.
+    if (taken->form >= 0 && taken->tier == Tier::device && tensor.farthest != Tier::device &&
+        kept_bytes(program_, id.value, taken->form) > 0)
+      offer({taken->form, homes_.away_tier(tensor), taken->forward_only}, kept_bytes(program_, id.value, taken->form),
+            move_seconds(homes_.away_tier(tensor), kept_bytes(program_, id.value, taken->form)));
+    else if (taken->forward_only)
+      offer({taken->form, taken->tier, false}, tensor.bytes(), 1);
+    return best;
+  }
+  if (const Tier tier = homes_.away_tier(tensor);
+      waiting.gap.use != kNever && movable(tensor) && tier != Tier::device) {
+    offer({-1, tier, false}, tensor.bytes(), move_seconds(tier, tensor.bytes()));
+  }
+  offer_forms(false);
+  return best;
+}
+
+bool Relief::is_forward_gap(const Gap& gap) const {
+  const auto& uses = uses_.of[gap.tensor];
+  const auto at = std::lower_bound(uses.begin(), uses.end(), gap.use);
+  return at != uses.begin() && program_.ops[*std::prev(at)].stage == Stage::forward;
+}
+
+// A transfer costs time only where it does not hide; most of it does.
+double Relief::move_seconds(Tier tier, int64_t bytes) const {
+  constexpr double kExposed = 0.25;
+  const Rates& r = settings_.rates;
+  return kExposed * double(bytes) * (tier == Tier::host ? 2 / r.copy : 1 / r.read + 1 / r.write);
+}
+
+// Persistent tensors that may, from a tier to NVMe, until `bytes` are gone: those least often used first.
+bool Relief::send_homes_away(Tier from, int64_t bytes) {
+  std::vector<std::pair<size_t, int32_t>> order;
+  for (int32_t t = 0; t < int32_t(program_.tensors.size()); ++t) {
+    const Tensor& tensor = program_.tensors[t];
+    if (tensor.persistent && tensor.home == from && tensor.farthest == Tier::nvme)
+      order.push_back({uses_.of[t].size(), t});
+  }
+  std::stable_sort(order.begin(), order.end(), [&](const auto& a, const auto& b) { return a.first < b.first; });
+  bool changed = false;
+  for (size_t i = 0; i < order.size() && bytes > 0; ++i) {
+    Tensor& tensor = program_.tensors[order[i].second];
+    tensor.home = Tier::nvme;
+    bytes -= tensor.bytes();
+    changed = true;
+  }
+  return changed;
+}
+
+}  // namespace strata

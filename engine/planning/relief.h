@@ -1,0 +1,50 @@
+// Relief under a budget: more decisions until every tier is within what it may take. Walks over the program as it would
+// be, and wherever more is alive gives up what waits: the cheapest first, of equals the one whose next use is farthest
+// (Belady). Which targets to try is the planner's matter (residency.h).
+#pragma once
+#include <array>
+#include <optional>
+
+#include "engine/planning/decisions_at_start.h"
+#include "engine/planning/materialize.h"
+
+namespace strata {
+
+class Relief {
+ public:
+  // `program`: as it is before decisions are written into it; homes of its tensors may change. `homes_first`: what has
+  // its home in memory goes before what waits there.
+  Relief(Program& program, Decisions decisions, const Uses& uses, const Homes& homes, const ResidencySettings& settings,
+         bool homes_first)
+      : program_(program),
+        decisions_(std::move(decisions)),
+        uses_(uses),
+        homes_(homes),
+        settings_(settings),
+        homes_first_(homes_first) {}
+  // Adds decisions until the live bytes of every tier are within `targets` (0: as it is), or nothing is left to give
+  // up.
+  Materialized fit(const std::array<int64_t, kTiers>& targets);
+
+ private:
+  struct Candidate {
+    size_t waiting;
+    Decision decision;
+    int64_t bytes;
+    double cost;  // seconds a byte, on a coarse scale, so that equal tensors tie
+  };
+  bool relieve(const Materialized& now, const MemoryPlan& plan, Tier tier, int64_t target);
+  std::optional<Candidate> best(const Waiting& waiting) const;
+  bool is_forward_gap(const Gap& gap) const;
+  double move_seconds(Tier tier, int64_t bytes) const;
+  bool send_homes_away(Tier from, int64_t bytes);
+
+  Program& program_;
+  Decisions decisions_;
+  const Uses& uses_;
+  const Homes& homes_;
+  const ResidencySettings& settings_;
+  const bool homes_first_;
+};
+
+}  // namespace strata

@@ -1,0 +1,72 @@
+// Inverted blocks: the same results as kept activations, in memory that does not grow with depth.
+#include <cstring>
+#include <random>
+
+#include "tests/harness.h"
+
+namespace strata {
+namespace {
+
+constexpr int kSequence = 16, kBatch = 4;
+
+std::string toml(int64_t micro_batch, const std::string& plugins, int layers = 3) {
+  return "[model]\nplugin = \"gpt\"\nlayers = " + std::to_string(layers) +
+         "\nhidden = 32\nheads = 4\nvocabulary = 64\ncontext = 16\ndropout = 0.1\n[data]\ntrain = "
+         "[\"none\"]\nsequence_length = "
+         "16\nglobal_batch = 4\nmicro_batch = " +
+         std::to_string(micro_batch) + "\n[plugins.adamw]\n" + plugins;
+}
+
+struct Outcome {
+  std::vector<double> losses;
+  std::vector<std::vector<float>> parameters;
+};
+
+Outcome outcome(test::Runner& runner, int steps = 4) {
+  std::mt19937 random(7);
+  std::vector<int32_t> tokens(kBatch * kSequence), targets(tokens.size());
+  Outcome result;
+  for (int step = 0; step < steps; ++step) {
+    for (auto* list : {&tokens, &targets})
+      for (int32_t& token : *list) token = int32_t(random() % 64);
+    result.losses.push_back(runner.run_step(tokens.data(), targets.data()));
+  }
+  for (TensorId id : runner.built.program.with_role(Role::parameter))
+    result.parameters.push_back(runner.values(runner.built.program[id].name));
+  return result;
+}
+
+void expect_equal(const Outcome& a, const Outcome& b, const std::string& what) {
+  EXPECT_EQ(a.losses, b.losses) << what;
+  ASSERT_EQ(a.parameters.size(), b.parameters.size());
+  for (size_t i = 0; i < a.parameters.size(); ++i)
+    EXPECT_EQ(std::memcmp(a.parameters[i].data(), b.parameters[i].data(), a.parameters[i].size() * 4), 0)
+        << what << ", parameter " << i;
+}
+
+// Inversion rounds differently from keeping: single precision's 1e-5 after a few steps.
+TEST(Reversible, AgreesWithKeeping) {
+  const std::string reversible = "[plugins.reversible]\n";
+  test::Runner keeping(toml(2, reversible + "invert = false\n")), inverting(toml(2, reversible));
+  const Outcome expected = outcome(keeping, 8), actual = outcome(inverting, 8);
+  for (size_t i = 0; i < expected.losses.size(); ++i)
+    EXPECT_NEAR(actual.losses[i], expected.losses[i], 1e-5 * expected.losses[i]) << i;
+  const auto activations = [](const test::Runner& runner) {
+    return runner.plan.device().at_peak[int(Role::activation)];
+  };
+  EXPECT_LT(activations(inverting), activations(keeping));
+  test::Runner poisoned(toml(2, reversible));
+  poisoned.poisoned = true;
+  expect_equal(outcome(poisoned, 8), actual, "released memory poisoned");
+}
+
+// Inverted blocks hold the activations of one block however many there are.
+TEST(Reversible, NeedsNoMemoryForDepth) {
+  const auto activations = [](int layers) {
+    return test::Runner(toml(4, "[plugins.reversible]\n", layers)).plan.device().at_peak[int(Role::activation)];
+  };
+  EXPECT_EQ(activations(4), activations(16));
+}
+
+}  // namespace
+}  // namespace strata
