@@ -21,6 +21,7 @@ struct RendezvousOptions {
   int listening = -1;           // rank 0: a socket that listens already; -1: bind address and port
   double join_seconds = 60;     // until all ranks must have come
   double silence_seconds = 30;  // without a sign of life a rank counts as gone
+  double introduction_seconds = 15;  // that a stranger has to prove who it is
 };
 
 // The job could not begin: a rank is missing, ended, or runs another version. All ranks get it, and rank 0 tells.

@@ -340,6 +340,67 @@ TEST(Strangers, CostLittleAndDelayNothing) {
   for (int s : silent) close(s);
 }
 
+// Whether rank 0 closes a connection while nobody says anything.
+bool is_closed(int s) {
+  pollfd one{s, POLLIN, 0};
+  char byte;
+  return poll(&one, 1, 60'000) == 1 && recv(s, &byte, 1, 0) <= 0;
+}
+
+TEST(Strangers, HaveSomeTimeToIntroduceThemselves) {
+  const Job job(2);
+  std::thread zero([&] {
+    EXPECT_EQ(outcome([&] {
+                RendezvousOptions options = job.options(0);
+                options.join_seconds = 300, options.introduction_seconds = 0.2;
+                Rendezvous meeting(options, [](const std::string&) {});
+                all_of(meeting, "k", 2, "");
+              }),
+              "");
+  });
+  const std::string begun = hello(1);
+  for (const std::string& bytes : {std::string(), begun.substr(0, 3), begun}) {
+    const int s = connected(job.port);
+    EXPECT_EQ(send(s, bytes.data(), bytes.size(), MSG_NOSIGNAL), ssize_t(bytes.size()));
+    if (bytes == begun) {  // the challenge, which is not answered
+      char words[4096];
+      (void)!recv(s, words, sizeof words, 0);
+    }
+    EXPECT_TRUE(is_closed(s)) << bytes.size();
+    close(s);
+  }
+  EXPECT_EQ(outcome([&] {
+              Rendezvous meeting(job.options(1), [](const std::string&) {});
+              all_of(meeting, "k", 2, "");
+            }),
+            "");
+  zero.join();
+}
+
+TEST(Strangers, AreSoManyAtATime) {
+  const Job job(2);
+  std::thread zero([&] {
+    EXPECT_EQ(outcome([&] {
+                RendezvousOptions options = job.options(0);
+                options.join_seconds = 300, options.introduction_seconds = 300;
+                Rendezvous meeting(options, [](const std::string&) {});
+                all_of(meeting, "k", 2, "");
+              }),
+              "");
+  });
+  constexpr size_t kMost = 256 + 2;  // and one for each rank
+  std::vector<int> silent;
+  for (size_t i = 0; i < kMost + 50; ++i) silent.push_back(connected(job.port));
+  for (size_t i = 0; i < 50; ++i) EXPECT_TRUE(is_closed(silent[i])) << i;  // the oldest make room
+  EXPECT_EQ(outcome([&] {
+              Rendezvous meeting(job.options(1), [](const std::string&) {});
+              all_of(meeting, "k", 2, "");
+            }),
+            "");
+  zero.join();
+  for (int s : silent) close(s);
+}
+
 TEST(Strangers, AreToldWhyTheyAreRefused) {
   const Job job(2);
   const auto refused = [&](const std::function<void(RendezvousOptions&)>& change) {

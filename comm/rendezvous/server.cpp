@@ -22,9 +22,8 @@
 namespace strata {
 namespace {
 
-constexpr double kIntroduction = 15;  // seconds that a stranger has to prove who it is
-constexpr double kLastWords = 5;      // seconds for ranks to hear why the job ends
-constexpr size_t kStrangers = 256;    // connections at a time, beside those of the job's ranks
+constexpr double kLastWords = 5;    // seconds for ranks to hear why the job ends
+constexpr size_t kStrangers = 256;  // connections at a time, beside those of the job's ranks
 
 std::string seconds_text(double seconds) { return std::to_string(int(seconds)) + " s"; }
 
@@ -210,7 +209,7 @@ void RendezvousServer::drop_oldest_stranger() {
 void RendezvousServer::look_after(Peer& peer, double now) {
   if (!peer.open()) return;
   if (!peer.known) {
-    if (!peer.flush() || now - peer.since > kIntroduction) peer.close();
+    if (!peer.flush() || now - peer.since > options_.introduction_seconds) peer.close();
     return;
   }
   if (!peer.sending() && now - peer.told > options_.silence_seconds / 5) {
