@@ -1,6 +1,8 @@
 // Program and Attributes: lookups and names (program.h).
 #include "strata/program.h"
 
+#include <algorithm>
+
 #include "strata/error.h"
 
 namespace strata {
@@ -21,35 +23,41 @@ bool is_of_microbatch(std::string_view name) {
 
 }  // namespace
 
-bool Attributes::has(std::string_view name) const { return find_attribute(values_, name) != nullptr; }
+const Attributes::List& Attributes::all() const {
+  static const List none;
+  return values_ ? *values_ : none;
+}
+
+bool Attributes::has(std::string_view name) const { return find_attribute(all(), name) != nullptr; }
 
 int64_t Attributes::integer(std::string_view name, std::optional<int64_t> otherwise) const {
-  const Attribute* value = find_attribute(values_, name);
+  const Attribute* value = find_attribute(all(), name);
   if (!value && otherwise) return *otherwise;
   STRATA_CHECK(value && std::holds_alternative<int64_t>(*value));
   return std::get<int64_t>(*value);
 }
 
 double Attributes::real(std::string_view name, std::optional<double> otherwise) const {
-  const Attribute* value = find_attribute(values_, name);
+  const Attribute* value = find_attribute(all(), name);
   if (!value && otherwise) return *otherwise;
   STRATA_CHECK(value && !std::holds_alternative<std::string>(*value));
   return std::holds_alternative<double>(*value) ? std::get<double>(*value) : double(std::get<int64_t>(*value));
 }
 
 std::string Attributes::string(std::string_view name) const {
-  const Attribute* value = find_attribute(values_, name);
+  const Attribute* value = find_attribute(all(), name);
   STRATA_CHECK(value && std::holds_alternative<std::string>(*value));
   return std::get<std::string>(*value);
 }
 
 void Attributes::set(std::string_view name, Attribute value) {
-  for (auto& [key, old] : values_)
-    if (key == name) {
-      old = std::move(value);
-      return;
-    }
-  values_.emplace_back(name, std::move(value));
+  List list = all();
+  const auto known = std::find_if(list.begin(), list.end(), [&](const auto& entry) { return entry.first == name; });
+  if (known != list.end())
+    known->second = std::move(value);
+  else
+    list.emplace_back(name, std::move(value));
+  values_ = std::make_shared<const List>(std::move(list));
 }
 
 TensorId Program::add(Tensor tensor) {

@@ -1,7 +1,11 @@
 // Names and sizes of the enumerations in tensor.h and program.h.
 #include "strata/tensor.h"
 
+#include <algorithm>
 #include <cstdio>
+#include <cstring>
+#include <stdexcept>
+#include <utility>
 
 #include "strata/error.h"
 #include "strata/program.h"
@@ -28,6 +32,58 @@ std::string_view name_of(DType type) {
   constexpr std::string_view names[] = {"f32", "f64", "bf16", "f16", "i32", "u8"};
   return names[int(type)];
 }
+
+TensorId* TensorIds::elsewhere() const {
+  TensorId* ids;
+  std::memcpy(&ids, inside_, sizeof ids);
+  return ids;
+}
+
+void TensorIds::reserve(size_t capacity) {
+  if (capacity <= capacity_) return;
+  capacity = std::max(capacity, 2 * size_t(capacity_));
+  TensorId* const ids = new TensorId[capacity];
+  std::copy(begin(), end(), ids);
+  if (!is_inside()) delete[] elsewhere();
+  std::memcpy(static_cast<void*>(inside_), &ids, sizeof ids);
+  capacity_ = uint32_t(capacity);
+}
+
+void TensorIds::swap(TensorIds& other) noexcept {
+  std::swap(inside_, other.inside_);
+  std::swap(size_, other.size_);
+  std::swap(capacity_, other.capacity_);
+}
+
+void TensorIds::check(size_t i) const {
+  if (i >= size_)
+    throw std::out_of_range("tensor " + std::to_string(i) + " of an op that has " + std::to_string(size_));
+}
+
+void TensorIds::resize(size_t size) {
+  reserve(size);
+  if (size > size_) std::fill(begin() + size_, begin() + size, TensorId{});
+  size_ = uint32_t(size);
+}
+
+TensorId* TensorIds::insert(const TensorId* at, const TensorId* first, const TensorId* last) {
+  const size_t index = size_t(at - begin()), count = size_t(last - first);
+  reserve(size_ + count);
+  TensorId* const place = begin() + index;
+  std::copy_backward(place, begin() + size_, begin() + size_ + count);
+  std::copy(first, last, place);
+  size_ += uint32_t(count);
+  return place;
+}
+
+TensorId* TensorIds::erase(const TensorId* first, const TensorId* last) {
+  TensorId* const place = begin() + (first - begin());
+  std::copy(last, static_cast<const TensorId*>(end()), place);
+  size_ -= uint32_t(last - first);
+  return place;
+}
+
+bool operator==(const TensorIds& a, const TensorIds& b) { return std::equal(a.begin(), a.end(), b.begin(), b.end()); }
 
 Shape Tensor::full_shape() const {
   Shape full = shape;

@@ -2,6 +2,7 @@
 // Plain data: built by Builder, rewritten by plugins, checked by the verifier, then planned and never changed.
 #pragma once
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -34,28 +35,31 @@ std::string_view name_of(Purpose);
 
 using Attribute = std::variant<int64_t, double, std::string>;
 
-// A few named constants of an op. Asking for one that is not there, or as another type, is an internal error.
+// A few named constants of an op, shared by its copies until one of them is changed. Asking for one that is not there,
+// or as another type, is an internal error.
 class Attributes {
  public:
+  using List = std::vector<std::pair<std::string, Attribute>>;
   Attributes() = default;
-  Attributes(std::initializer_list<std::pair<std::string, Attribute>> values) : values_(values) {}
+  Attributes(std::initializer_list<std::pair<std::string, Attribute>> values)
+      : values_(values.size() ? std::make_shared<const List>(values) : nullptr) {}
   bool has(std::string_view name) const;
   int64_t integer(std::string_view name, std::optional<int64_t> otherwise = {}) const;
   double real(std::string_view name, std::optional<double> otherwise = {}) const;  // accepts an integer too
   std::string string(std::string_view name) const;
   void set(std::string_view name, Attribute value);
-  const std::vector<std::pair<std::string, Attribute>>& all() const { return values_; }
+  const List& all() const;
 
  private:
-  std::vector<std::pair<std::string, Attribute>> values_;
+  std::shared_ptr<const List> values_;
 };
 
 // One operation. An invalid TensorId among the inputs is an optional input left out. A tensor that is both input
 // and output is updated in place; all other outputs are written whole.
 struct Op {
   const OpKind* kind = nullptr;
-  std::vector<TensorId> inputs{};
-  std::vector<TensorId> outputs{};
+  TensorIds inputs{};
+  TensorIds outputs{};
   Attributes attributes{};
   Stream stream = Stream::compute;
   Tier tier = Tier::device;  // where its operands are: host for updates beside offloaded states

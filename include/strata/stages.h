@@ -46,8 +46,8 @@ class ModelStage {
   std::map<std::string, std::vector<std::function<TensorId(Builder&, TensorId, const Module&)>>, std::less<>> wraps_;
 };
 
-// Where differentiation starts: a tensor and the gradient that it is given: data, or what an op of stage backward writes.
-// Without a gradient the tensor is a loss (gradient 1).
+// Where differentiation starts: a tensor and the gradient that it is given: data, or what an op of stage backward
+// writes. Without a gradient the tensor is a loss (gradient 1).
 struct Root {
   TensorId tensor;
   TensorId gradient;

@@ -2,6 +2,7 @@
 // Storage appears only when a plan has been bound to a device (op_kind.h, Binding).
 #pragma once
 #include <cstdint>
+#include <initializer_list>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -38,6 +39,69 @@ struct TensorId {
   int32_t value = -1;
   explicit operator bool() const { return value >= 0; }
   auto operator<=>(const TensorId&) const = default;
+};
+
+// The tensors that an op reads or writes: a vector that holds a few without memory of its own, since a program has
+// millions of them.
+class TensorIds {
+ public:
+  using value_type = TensorId;
+  using iterator = TensorId*;
+  using const_iterator = const TensorId*;
+
+  TensorIds() = default;
+  TensorIds(std::initializer_list<TensorId> ids) : TensorIds(ids.begin(), ids.end()) {}
+  TensorIds(const std::vector<TensorId>& ids) : TensorIds(ids.data(), ids.data() + ids.size()) {}
+  TensorIds(const TensorId* first, const TensorId* last) { insert(end(), first, last); }
+  TensorIds(const TensorIds& other) : TensorIds(other.begin(), other.end()) {}
+  TensorIds(TensorIds&& other) noexcept { swap(other); }
+  TensorIds& operator=(TensorIds other) noexcept {
+    swap(other);
+    return *this;
+  }
+  ~TensorIds() {
+    if (!is_inside()) delete[] elsewhere();
+  }
+  operator std::vector<TensorId>() const { return {begin(), end()}; }
+
+  size_t size() const { return size_; }
+  bool empty() const { return size_ == 0; }
+  TensorId* begin() { return is_inside() ? inside_ : elsewhere(); }
+  TensorId* end() { return begin() + size_; }
+  const TensorId* begin() const { return is_inside() ? inside_ : elsewhere(); }
+  const TensorId* end() const { return begin() + size_; }
+  const TensorId* data() const { return begin(); }
+  TensorId& operator[](size_t i) { return begin()[i]; }
+  const TensorId& operator[](size_t i) const { return begin()[i]; }
+  TensorId& at(size_t i) { return check(i), begin()[i]; }
+  const TensorId& at(size_t i) const { return check(i), begin()[i]; }
+  TensorId& front() { return *begin(); }
+  const TensorId& front() const { return *begin(); }
+  TensorId& back() { return end()[-1]; }
+  const TensorId& back() const { return end()[-1]; }
+
+  void push_back(TensorId id) { insert(end(), id); }
+  void pop_back() { --size_; }
+  void clear() { size_ = 0; }
+  void resize(size_t size);
+  TensorId* insert(const TensorId* at, TensorId id) { return insert(at, &id, &id + 1); }
+  // `first` to `last` may lie in any other list.
+  TensorId* insert(const TensorId* at, const TensorId* first, const TensorId* last);
+  TensorId* erase(const TensorId* at) { return erase(at, at + 1); }
+  TensorId* erase(const TensorId* first, const TensorId* last);
+  friend bool operator==(const TensorIds& a, const TensorIds& b);
+
+ private:
+  static constexpr uint32_t kInside = 4;
+  bool is_inside() const { return capacity_ == kInside; }
+  // Where there are more than fit inside, their address lies there.
+  TensorId* elsewhere() const;
+  void reserve(size_t capacity);
+  void swap(TensorIds& other) noexcept;
+  void check(size_t i) const;
+
+  alignas(8) TensorId inside_[kInside]{};
+  uint32_t size_ = 0, capacity_ = kInside;
 };
 
 // How a persistent tensor gets its first values. Normal values come from Philox keyed by the run's seed, the
