@@ -172,9 +172,7 @@ TEST(GradientExchange, AFormThatNeedsFiniteValuesComesAfterUnscaling) {
   for (const std::string& wanting : {kWanting[0], kWanting[1]}) {
     const std::string huge = toml(2, wanting + half + "33554432.0\n");  // 2^25: some steps overflow, some do not
     SCOPED_TRACE(huge);
-    const auto scale = [](test::Runner& r) {
-      return *static_cast<const double*>(r.storage->persistent("loss_scale"));
-    };
+    const auto scale = [](test::Runner& r) { return *static_cast<const double*>(r.storage->persistent("loss_scale")); };
     double end = 0;
     const auto expected = losses(2, huge, {}, [&](test::Runner& r) { end = scale(r); });
     EXPECT_LT(end, 33554432.0) << "no step overflowed";
@@ -182,7 +180,7 @@ TEST(GradientExchange, AFormThatNeedsFiniteValuesComesAfterUnscaling) {
       EXPECT_EQ(scale(r), end);
       double sum = 0;
       for (const Tensor& tensor : r.storage->persistent_tensors())
-        if (tensor.name.ends_with(".memory"))
+        if (tensor.name.text().ends_with(".memory"))
           for (float value : r.values(tensor.name)) {
             EXPECT_TRUE(std::isfinite(value)) << tensor.name;
             sum += std::abs(value);

@@ -43,14 +43,13 @@ inline std::vector<Touched> touched_by(const Program& program, const MemoryPlan&
   if (const int32_t w = plan.workspace_of[index]; w >= 0) {
     const Buffer& buffer = plan.buffers[size_t(w)];
     const int64_t begin = plan[buffer.tier].persistent_bytes + buffer.offset;
-    all.push_back({buffer.tier, begin, begin + buffer.bytes, true, buffer.name});
+    all.push_back({buffer.tier, begin, begin + buffer.bytes, true, name_of(buffer, program)});
   }
   return all;
 }
 
 // By op: which ops are certain to be over when it begins.
-inline std::vector<std::vector<bool>> over_before(const Program& program,
-                                                  const std::vector<std::vector<Wait>>& waits) {
+inline std::vector<std::vector<bool>> over_before(const Program& program, const Waits& waits) {
   const size_t count = program.ops.size();
   std::vector<std::vector<bool>> over(count, std::vector<bool>(count, false));
   std::vector<std::vector<size_t>> streams(kStreams);

@@ -474,7 +474,7 @@ TEST(Exchanges, WhatDoesNotFitIsRefused) {
   // An exchange that leaves its result otherwise than the next one expects it.
   const TensorId sum = build.emit("reduce_scatter", {x}, {{"axis", kAxis}, {"size", two}});
   verify(program, "test");
-  program[sum].layout.clear();
+  program[sum].layout = {};
   EXPECT_THROW(verify(program, "test"), Error);
 }
 

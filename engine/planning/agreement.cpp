@@ -148,7 +148,7 @@ class Job {
 
 }  // namespace
 
-std::vector<ExchangeStep> exchanges_of(const Program& program, const std::vector<std::vector<Wait>>& waits,
+std::vector<ExchangeStep> exchanges_of(const Program& program, const Waits& waits,
                                        const std::function<bool(Stream)>& queued) {
   std::vector<ExchangeStep> steps;
   std::array<std::vector<Clock>, kStreams> ended;  // by stream and op: the exchanges that have ended with it

@@ -26,7 +26,7 @@ struct ExchangeStep {
 
 // The exchanges of a planned program in its order. `waits` are those of plan_waits; streams for
 // which `queued` says yes are filled by one thread in the order of the program, as in require_progress.
-std::vector<ExchangeStep> exchanges_of(const Program& program, const std::vector<std::vector<Wait>>& waits,
+std::vector<ExchangeStep> exchanges_of(const Program& program, const Waits& waits,
                                        const std::function<bool(Stream)>& queued);
 
 // What one rank brings to the check.
@@ -36,8 +36,9 @@ struct RankExchanges {
 };
 
 // Throws Error (failed) unless the ranks of a job (by rank; all of them) agree: the n-th exchange of a group on a
-// stream is the same for all its members, each send meets its receive, and, with exchanges that begin only when every member has come to them, each
-// rank gets to its end. The message names the ranks and the exchanges at which they stand.
+// stream is the same for all its members, each send meets its receive, and, with exchanges that begin only when every
+// member has come to them, each rank gets to its end. The message names the ranks and the exchanges at which they
+// stand.
 void require_agreement(std::span<const RankExchanges> ranks);
 
 // As one line of text without line breaks, and back. Throws Error for what `text_of` does not write.

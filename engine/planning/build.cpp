@@ -223,7 +223,7 @@ BuiltProgram build(std::span<const NamedPlugin> plugins, const BatchShape& batch
   if (checks == Checks::each_plugin) verify(step, "unrolling", &mesh);
   built.model_flops = flops(single) * double(batch.microbatches) * double(batch.ranks);
   built.tokens_per_step = batch.sequences() * batch.sequence_length;
-  if (goal == Goal::logits) built.logits = step.find(single[result].name + "@0");
+  if (goal == Goal::logits) built.logits = step.find(single[result].name.of_microbatch(0));
 
   if (goal == Goal::train) {
     for (Gradient& gradient : list) {

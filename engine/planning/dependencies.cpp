@@ -47,9 +47,8 @@ class Ranges {
 
 }  // namespace
 
-std::vector<std::vector<Wait>> plan_waits(const Program& program,
-                                          const std::function<std::vector<Access>(int32_t)>& accesses) {
-  std::vector<std::vector<Wait>> waits(program.ops.size());
+Waits plan_waits(const Program& program, const std::function<std::vector<Access>(int32_t)>& accesses) {
+  Waits waits;
   const auto on_compute = [](const Op& op) { return op.stream == Stream::compute; };
   if (std::all_of(program.ops.begin(), program.ops.end(), on_compute)) return waits;
   Ranges ranges;
@@ -66,11 +65,13 @@ std::vector<std::vector<Wait>> plan_waits(const Program& program,
         if (access.write) raise(needed, piece.read);
       });
     Clock& clock = seen[stream];
+    std::vector<Wait> own;
     for (int s = 0; s < kStreams; ++s)
       if (s != stream && needed[s] > clock[s]) {
-        waits[i].push_back({Stream(s), needed[s]});
+        own.push_back({Stream(s), needed[s]});
         raise(clock, after[s][needed[s] - 1]);
       }
+    waits.push_back(own);
     Clock mine{};
     mine[stream] = clock[stream] = ++issued[stream];
     after[stream].push_back(clock);
@@ -119,7 +120,7 @@ std::vector<Access> accesses_of(const Program& program, const MemoryPlan& plan, 
   return list;
 }
 
-std::vector<std::vector<Wait>> plan_waits(const Program& program, const MemoryPlan& plan) {
+Waits plan_waits(const Program& program, const MemoryPlan& plan) {
   return plan_waits(program, [&](int32_t i) { return accesses_of(program, plan, i); });
 }
 

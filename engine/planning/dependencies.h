@@ -3,6 +3,7 @@
 #pragma once
 #include <cstdint>
 #include <functional>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -16,6 +17,27 @@ struct Wait {
   int32_t count;
 };
 
+// What each op waits for, one list after the other. No lists at all: none waits.
+class Waits {
+ public:
+  Waits() = default;
+  Waits(const std::vector<std::vector<Wait>>& by_op) {
+    for (const std::vector<Wait>& waits : by_op) push_back(waits);
+  }
+  std::span<const Wait> operator[](size_t op) const {
+    if (op + 1 >= first_.size()) return {};
+    return {waits_.data() + first_[op], waits_.data() + first_[op + 1]};
+  }
+  void push_back(std::span<const Wait> of_next_op) {
+    waits_.insert(waits_.end(), of_next_op.begin(), of_next_op.end());
+    first_.push_back(uint32_t(waits_.size()));
+  }
+
+ private:
+  std::vector<uint32_t> first_{0};  // by op: of its waits
+  std::vector<Wait> waits_;
+};
+
 // A range of bytes that an op reads or writes. The arenas of all tiers lie on one line, far apart.
 struct Access {
   int64_t begin = 0, end = 0;
@@ -23,12 +45,11 @@ struct Access {
 };
 
 // waits[i]: for op i, what is not already implied by the order of its own stream and by earlier waits.
-std::vector<std::vector<Wait>> plan_waits(const Program& program,
-                                          const std::function<std::vector<Access>(int32_t op)>& accesses);
+Waits plan_waits(const Program& program, const std::function<std::vector<Access>(int32_t op)>& accesses);
 
 // The ranges of an op: its tensors and its workspace, where the plan put them; for the NVMe tier's moves whole blocks.
 std::vector<Access> accesses_of(const Program& program, const MemoryPlan& plan, int32_t op);
 
-std::vector<std::vector<Wait>> plan_waits(const Program& program, const MemoryPlan& plan);
+Waits plan_waits(const Program& program, const MemoryPlan& plan);
 
 }  // namespace strata

@@ -10,7 +10,7 @@ namespace strata {
 namespace {
 
 // Whether op `index` waits for the first `count` ops of `stream`.
-bool waits_for(const std::vector<std::vector<Wait>>& waits, size_t index, Stream stream, int32_t count) {
+bool waits_for(const Waits& waits, size_t index, Stream stream, int32_t count) {
   for (const Wait& wait : waits[index])
     if (wait.stream == stream && wait.count >= count) return true;
   return false;

@@ -10,17 +10,20 @@ namespace strata {
 
 void localize(Program& program, const Mesh& mesh, int64_t microbatches) {
   for (Tensor& tensor : program.tensors) {
-    const Shape planned = tensor.shape;
-    tensor.shape = tensor.full_shape();
-    for (Split& split : tensor.layout) {  // what a split divides, those before it have left
-      int64_t& size = tensor.shape[size_t(split.dimension)];
+    if (tensor.layout.empty()) continue;
+    Shape shape = tensor.full_shape();
+    Layout layout = tensor.layout;
+    for (Split& split : layout) {  // what a split divides, those before it have left
+      int64_t& size = shape[size_t(split.dimension)];
       const Axis& axis = mesh[split.axis];
       const Range share = share_of(size, axis.coordinate, axis.size);
       split.full = size;
       split.first = share.begin;
       size = share.count();
     }
-    for (size_t d = 0; d < planned.size(); ++d) STRATA_CHECK(tensor.shape[d] <= planned[d]);
+    for (size_t d = 0; d < shape.size(); ++d) STRATA_CHECK(shape[d] <= tensor.shape[d]);
+    tensor.shape = std::move(shape);
+    tensor.layout = std::move(layout);
   }
   for (Tensor& part : program.tensors) {
     if (!part.part_of) continue;

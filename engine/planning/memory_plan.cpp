@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <map>
+#include <memory_resource>
 #include <numeric>
 #include <set>
 
@@ -49,7 +50,7 @@ void make_buffers(const Program& program, int64_t alignment, MemoryPlan& plan) {
     // Data is not written by the program: it stays, so that a step can be run again (to find what was not finite).
     const bool stays = tensor.step_output || tensor.role == Role::data;
     plan.buffer_of[id.value] = int32_t(plan.buffers.size());
-    plan.buffers.push_back({tensor.name, tensor.role, tensor.home, aligned(tensor.bytes(), alignment), -1, first,
+    plan.buffers.push_back({id, tensor.role, tensor.home, aligned(tensor.bytes(), alignment), -1, first,
                             stays ? end : std::max(first, last[id.value])});
   };
   for (int32_t t = 0; t < int32_t(count); ++t)
@@ -57,7 +58,7 @@ void make_buffers(const Program& program, int64_t alignment, MemoryPlan& plan) {
   for (int32_t i = 0; i <= end; ++i) {
     const Op& op = program.ops[i];
     const OpView view(program, op);
-    std::set<int32_t> taken;  // buffers given to an output of this op
+    std::vector<int32_t> taken;  // buffers given to an output of this op
     for (int o = 0; o < view.outputs(); ++o) {
       const TensorId out = op.outputs[o];
       if (program[out].persistent || program[out].part_of || plan.buffer_of[out.value] >= 0) continue;
@@ -67,8 +68,9 @@ void make_buffers(const Program& program, int64_t alignment, MemoryPlan& plan) {
           return false;
         // Dead after this op, not merely this tensor: buffers hold one live tensor at a time, so last[] is enough.
         const int32_t buffer = plan.buffer_of[in.value];
-        return last[in.value] == i && !taken.contains(buffer) && program[in].bytes() == program[out].bytes() &&
-               program[in].home == program[out].home && std::count(op.inputs.begin(), op.inputs.end(), in) == 1;
+        return last[in.value] == i && std::find(taken.begin(), taken.end(), buffer) == taken.end() &&
+               program[in].bytes() == program[out].bytes() && program[in].home == program[out].home &&
+               std::count(op.inputs.begin(), op.inputs.end(), in) == 1;
       };
       TensorId from = view.addend(o);
       if (from && !dies(from)) from = {};
@@ -80,7 +82,7 @@ void make_buffers(const Program& program, int64_t alignment, MemoryPlan& plan) {
         continue;
       }
       const int32_t buffer = plan.buffer_of[from.value];
-      taken.insert(buffer);
+      taken.push_back(buffer);
       plan.buffer_of[out.value] = buffer;
       plan.buffers[buffer].last = program[out].step_output ? end : std::max(i, last[out.value]);
     }
@@ -93,30 +95,46 @@ void make_buffers(const Program& program, int64_t alignment, MemoryPlan& plan) {
 void add_workspaces(const Program& program, const std::string& backend, int threads, int64_t alignment,
                     MemoryPlan& plan) {
   plan.workspace_of.assign(program.ops.size(), -1);
+  std::map<std::pair<const OpKind*, bool>, const Kernel*> kernels;  // by kind, on the device or beside it
   for (int32_t i = 0; i < int32_t(program.ops.size()); ++i) {
     const Op& op = program.ops[i];
-    const auto kernel = op.kind->kernels.find(backend_of(op, backend));
-    if (kernel == op.kind->kernels.end())
-      throw Error("op kind \"" + op.kind->name + "\" has no kernel for the backend \"" + backend + "\".");
-    const int64_t bytes = kernel->second.workspace ? kernel->second.workspace(OpView(program, op), threads) : 0;
+    const Kernel*& kernel = kernels[{op.kind, on_device(op.stream)}];
+    if (!kernel) {
+      const auto found = op.kind->kernels.find(backend_of(op, backend));
+      if (found == op.kind->kernels.end())
+        throw Error("op kind \"" + op.kind->name + "\" has no kernel for the backend \"" + backend + "\".");
+      kernel = &found->second;
+    }
+    const int64_t bytes = kernel->workspace ? kernel->workspace(OpView(program, op), threads) : 0;
     if (bytes <= 0) continue;
     plan.workspace_of[i] = int32_t(plan.buffers.size());
-    plan.buffers.push_back(
-        {op.kind->name + " workspace", Role::workspace, op.tier, aligned(bytes, alignment), -1, i, i});
+    plan.buffers.push_back({{}, Role::workspace, op.tier, aligned(bytes, alignment), -1, i, i});
   }
 }
 
-// Best fit in the order of time: each buffer takes the smallest free gap that holds it.
-int64_t place_by_time(std::vector<Buffer>& buffers) {
-  std::vector<size_t> starts(buffers.size()), ends(buffers.size());
-  std::iota(starts.begin(), starts.end(), 0);
-  std::iota(ends.begin(), ends.end(), 0);
-  std::stable_sort(starts.begin(), starts.end(), [&](size_t a, size_t b) {
-    return std::pair(buffers[a].first, -buffers[a].bytes) < std::pair(buffers[b].first, -buffers[b].bytes);
-  });
-  std::stable_sort(ends.begin(), ends.end(), [&](size_t a, size_t b) { return buffers[a].last < buffers[b].last; });
-  std::map<int64_t, int64_t> gaps;                // offset -> bytes
-  std::set<std::pair<int64_t, int64_t>> by_size;  // bytes, offset
+// Numbers of buffers by the op that `at` says, those of one op as they were.
+template <class At>
+std::vector<uint32_t> by_op(const std::vector<uint32_t>& list, size_t ops, At&& at) {
+  std::vector<uint32_t> next(ops + 1, 0), sorted(list.size());  // by op: where its next one goes
+  for (uint32_t b : list) ++next[size_t(at(b)) + 1];
+  std::partial_sum(next.begin(), next.end(), next.begin());
+  for (uint32_t b : list) sorted[next[size_t(at(b))]++] = b;
+  return sorted;
+}
+
+// Best fit in the order of time: each buffer of the list takes the smallest free gap that holds it, of those that begin
+// with one op the largest first.
+int64_t place_by_time(std::vector<Buffer>& buffers, const std::vector<uint32_t>& list, size_t ops) {
+  std::vector<uint32_t> starts = by_op(list, ops, [&](uint32_t b) { return buffers[b].first; });
+  const std::vector<uint32_t> ends = by_op(list, ops, [&](uint32_t b) { return buffers[b].last; });
+  for (auto from = starts.begin(), to = from; from != starts.end(); from = to) {
+    while (to != starts.end() && buffers[*to].first == buffers[*from].first) ++to;
+    if (to - from > 1)
+      std::stable_sort(from, to, [&](uint32_t a, uint32_t b) { return buffers[a].bytes > buffers[b].bytes; });
+  }
+  std::pmr::unsynchronized_pool_resource memory;
+  std::pmr::map<int64_t, int64_t> gaps(&memory);                // offset -> bytes
+  std::pmr::set<std::pair<int64_t, int64_t>> by_size(&memory);  // bytes, offset
   int64_t top = 0;
   const auto open = [&](int64_t offset, int64_t bytes) {
     auto next = gaps.lower_bound(offset);
@@ -138,7 +156,7 @@ int64_t place_by_time(std::vector<Buffer>& buffers) {
     by_size.insert({bytes, offset});
   };
   size_t ended = 0;
-  for (size_t b : starts) {
+  for (uint32_t b : starts) {
     for (; ended < ends.size() && buffers[ends[ended]].last < buffers[b].first; ++ended)
       open(buffers[ends[ended]].offset, buffers[ends[ended]].bytes);
     int64_t offset, room;
@@ -223,14 +241,14 @@ MemoryPlan lay_out(const Program& program, const std::string& backend, int threa
   add_workspaces(program, backend, threads, alignment, plan);
   for (int t = 0; t < kTiers; ++t) {
     TierPlan& tier = plan.tiers[t];
-    const std::vector<Ledger> live = timeline(program, plan, Tier(t));
-    for (size_t i = 0; i < live.size(); ++i) {
-      const int64_t bytes = std::accumulate(live[i].begin(), live[i].end(), int64_t{0});
-      if (tier.peak_op < 0 || bytes > tier.live_peak_bytes) tier.live_peak_bytes = bytes, tier.peak_op = int32_t(i);
-    }
-    if (tier.peak_op >= 0)
-      for (int r = 0; r < kRoles; ++r) tier.at_peak[r] += live[tier.peak_op][r];
-    tier.transient_bytes = tier.live_peak_bytes;
+    const std::vector<int64_t> live = live_bytes(program, plan, Tier(t));
+    if (live.empty()) continue;
+    const auto peak = std::max_element(live.begin(), live.end());
+    tier.live_peak_bytes = tier.transient_bytes = *peak;
+    tier.peak_op = int32_t(peak - live.begin());
+    for (const Buffer& buffer : plan.buffers)
+      if (buffer.tier == Tier(t) && buffer.first <= tier.peak_op && tier.peak_op <= buffer.last)
+        tier.at_peak[int(buffer.role)] += buffer.bytes;
   }
   return plan;
 }
@@ -250,6 +268,23 @@ std::vector<Ledger> timeline(const Program& program, const MemoryPlan& plan, Tie
   return live;
 }
 
+std::vector<int64_t> live_bytes(const Program& program, const MemoryPlan& plan, Tier tier) {
+  std::vector<int64_t> live(program.ops.size() + 1, 0);
+  for (const Buffer& buffer : plan.buffers) {
+    if (buffer.tier != tier) continue;
+    live[size_t(buffer.first)] += buffer.bytes;
+    live[size_t(buffer.last) + 1] -= buffer.bytes;
+  }
+  for (size_t i = 1; i < live.size(); ++i) live[i] += live[i - 1];
+  live.pop_back();
+  return live;
+}
+
+std::string name_of(const Buffer& buffer, const Program& program) {
+  if (buffer.tensor) return program[buffer.tensor].name;
+  return program.ops[size_t(buffer.first)].kind->name + " workspace";
+}
+
 MemoryPlan measure_memory(const Program& program, const std::string& backend, int threads) {
   return lay_out(program, backend, threads, 0);
 }
@@ -258,20 +293,19 @@ MemoryPlan plan_memory(const Program& program, const std::string& backend, int t
   constexpr size_t kQuadraticLimit = 6000;
   MemoryPlan plan = lay_out(program, backend, threads, alignment);
   for (int t = 0; t < kTiers; ++t) {
-    std::vector<Buffer> buffers;
-    std::vector<size_t> index;
+    std::vector<uint32_t> list;
     for (size_t b = 0; b < plan.buffers.size(); ++b)
-      if (plan.buffers[b].tier == Tier(t)) buffers.push_back(plan.buffers[b]), index.push_back(b);
+      if (plan.buffers[b].tier == Tier(t)) list.push_back(uint32_t(b));
     TierPlan& tier = plan.tiers[t];
-    tier.transient_bytes = place_by_time(buffers);
-    if (tier.transient_bytes > tier.live_peak_bytes && buffers.size() <= kQuadraticLimit) {
-      std::vector<Buffer> other = buffers;
+    tier.transient_bytes = place_by_time(plan.buffers, list, program.ops.size());
+    if (tier.transient_bytes > tier.live_peak_bytes && list.size() <= kQuadraticLimit) {
+      std::vector<Buffer> other;
+      for (uint32_t b : list) other.push_back(plan.buffers[b]);
       if (const int64_t bytes = place_by_size(other); bytes < tier.transient_bytes) {
         tier.transient_bytes = bytes;
-        buffers = std::move(other);
+        for (size_t b = 0; b < list.size(); ++b) plan.buffers[list[b]].offset = other[b].offset;
       }
     }
-    for (size_t b = 0; b < index.size(); ++b) plan.buffers[index[b]].offset = buffers[b].offset;
   }
   return plan;
 }
@@ -283,7 +317,7 @@ std::vector<Held> held_at(const Program& program, const MemoryPlan& plan, Tier t
       held.push_back({tensor.bytes(), tensor.name, tensor.role});
   for (const Buffer& buffer : plan.buffers)
     if (buffer.tier == tier && buffer.first <= at && at <= buffer.last)
-      held.push_back({buffer.bytes, buffer.name, buffer.role});
+      held.push_back({buffer.bytes, name_of(buffer, program), buffer.role});
   std::stable_sort(held.begin(), held.end(), [](const Held& a, const Held& b) { return a.bytes > b.bytes; });
   return held;
 }

@@ -19,7 +19,7 @@ using Ledger = std::array<int64_t, kRoles>;
 
 // A piece of memory shared by tensors that never live at once, or the workspace of one op.
 struct Buffer {
-  std::string name;  // of its first tensor
+  TensorId tensor;  // its first; invalid: a workspace
   Role role = Role::activation;
   Tier tier = Tier::device;
   int64_t bytes = 0;
@@ -27,6 +27,9 @@ struct Buffer {
   int32_t first = 0;    // op that writes it first; 0 for data, which is there before the step
   int32_t last = 0;     // op that uses it last
 };
+
+// The name of its first tensor, or of the op whose workspace it is.
+std::string name_of(const Buffer& buffer, const Program& program);
 
 // One arena.
 struct TierPlan {
@@ -74,8 +77,9 @@ MemoryPlan plan_memory(const Program& program, const std::string& backend, int t
 // taken to be as large as its live peak.
 MemoryPlan measure_memory(const Program& program, const std::string& backend, int threads);
 
-// Live transient bytes by category at every op: the memory timeline of one tier.
+// Live transient bytes by category at every op: the memory timeline of one tier; and their sums.
 std::vector<Ledger> timeline(const Program& program, const MemoryPlan& plan, Tier tier = Tier::device);
+std::vector<int64_t> live_bytes(const Program& program, const MemoryPlan& plan, Tier tier = Tier::device);
 
 // Everything in a tier's memory at op `at`, largest first.
 struct Held {

@@ -13,13 +13,19 @@
 namespace strata {
 namespace {
 
+DType most(const std::map<DType, double>& flops) {
+  const auto found =
+      std::max_element(flops.begin(), flops.end(), [](const auto& a, const auto& b) { return a.second < b.second; });
+  return found == flops.end() || found->second == 0 ? DType::f32 : found->first;
+}
+
 // Runs streams side by side. Each works on one op at a time, which begins when what it waits for is done; ops that
 // together ask for more processors than there are get their share.
 class Clock {
  public:
-  Clock(const Program& program, const std::vector<std::vector<Wait>>& waits, const Rates& rates)
+  Clock(const Program& program, const Waits& waits, const Rates& rates)
       : program_(program), waits_(waits), rates_(rates), spans_(program.ops.size()) {
-    for (size_t i = 0; i < program.ops.size(); ++i) streams_[int(program.ops[i].stream)].ops.push_back(i);
+    for (size_t i = 0; i < program.ops.size(); ++i) streams_[int(program.ops[i].stream)].ops.push_back(int32_t(i));
   }
 
   std::vector<Span> run() {
@@ -28,9 +34,15 @@ class Clock {
     return std::move(spans_);
   }
 
+  DType dtype() const {
+    std::map<DType, double> flops;
+    for (const Alike& alike : alike_) flops[alike.dtype] += alike.flops * double(alike.count);
+    return most(flops);
+  }
+
  private:
   struct Lane {
-    std::vector<size_t> ops;
+    std::vector<int32_t> ops;
     size_t done = 0;
     bool running = false;
     double left = 0, processors = 0, speed = 1;  // of the op that runs: seconds alone, what it takes, its share
@@ -50,12 +62,21 @@ class Clock {
     }
   }
 
-  // Of the op by itself; its copies for other microbatches take as long.
+  // Ops that take as long: copies for other microbatches, and of other blocks.
+  struct Alike {
+    double seconds = 0, flops = 0;  // of one
+    DType dtype = DType::f32;
+    int64_t count = 0;
+  };
+
+  // Of the op by itself.
   double seconds_alone(const Op& op) {
     const OpView view(program_, op);
-    const auto [known, is_new] = seconds_.try_emplace(signature(view), 0.0);
-    if (is_new) known->second = seconds_of(view, rates_);
-    return known->second;
+    const auto [known, is_new] = number_.try_emplace(signature(view), alike_.size());
+    if (is_new) alike_.push_back({seconds_of(view, rates_), cost_of(view).flops, dtype_of(view)});
+    Alike& alike = alike_[known->second];
+    ++alike.count;
+    return alike.seconds;
   }
 
   bool ready(size_t op) const {
@@ -67,7 +88,7 @@ class Clock {
     double wanted = 0;
     for (Lane& lane : streams_) {
       if (!lane.running && lane.done < lane.ops.size() && ready(lane.ops[lane.done])) {
-        const size_t op = lane.ops[lane.done];
+        const size_t op = size_t(lane.ops[lane.done]);
         lane.running = true;
         lane.left = seconds_alone(program_.ops[op]);
         lane.processors = processors_of(program_.ops[op]);
@@ -91,17 +112,18 @@ class Clock {
       const bool over = lane.left / lane.speed <= step;
       lane.left -= step * lane.speed;
       if (!over) continue;
-      spans_[lane.ops[lane.done++]].finish = now_;
+      spans_[size_t(lane.ops[lane.done++])].finish = now_;
       lane.running = false;
     }
     return true;
   }
 
   const Program& program_;
-  const std::vector<std::vector<Wait>>& waits_;
+  const Waits& waits_;
   const Rates& rates_;
   std::vector<Span> spans_;
-  std::unordered_map<uint64_t, double> seconds_;  // by signature
+  std::unordered_map<uint64_t, size_t> number_;  // by signature: in alike_
+  std::vector<Alike> alike_;
   std::array<Lane, kStreams> streams_;
   double now_ = 0;
 };
@@ -109,9 +131,11 @@ class Clock {
 }  // namespace
 
 Prediction predict(const Program& program, const MemoryPlan& plan, const Rates& rates) {
-  const auto waits = plan_waits(program, plan);
+  const Waits waits = plan_waits(program, plan);
   Prediction result;
-  result.spans = Clock(program, waits, rates).run();
+  Clock clock(program, waits, rates);
+  result.spans = clock.run();
+  result.dtype = clock.dtype();
   result.stalls = StallFinder(program, waits).find(result.spans);
   for (size_t i = 0; i < program.ops.size(); ++i) {
     const Span& span = result.spans[i];
@@ -149,9 +173,7 @@ DType compute_dtype(const Program& program) {
     const OpView view(program, *op);
     flops[dtype_of(view)] += cost_of(view).flops * double(count);
   }
-  const auto most =
-      std::max_element(flops.begin(), flops.end(), [](const auto& a, const auto& b) { return a.second < b.second; });
-  return most == flops.end() || most->second == 0 ? DType::f32 : most->first;
+  return most(flops);
 }
 
 double peak_of(DType dtype, const Rates& rates) { return size_of(dtype) == 2 ? rates.half_peak : rates.peak; }

@@ -26,6 +26,7 @@ struct Prediction {
   double seconds = 0;                   // of the step, to the end of its last op on any stream
   std::array<double, kStreams> busy{};  // seconds that each stream runs ops
   double wire_bytes = 0;                // that this rank hands to others
+  DType dtype = DType::f32;             // in which most FLOPs are computed
 };
 
 Prediction predict(const Program& program, const MemoryPlan& plan, const Rates& rates);

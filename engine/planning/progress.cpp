@@ -10,8 +10,8 @@ namespace {
 
 class Simulation {
  public:
-  Simulation(const Program& program, const std::vector<std::vector<Wait>>& waits,
-             const std::function<bool(Stream)>& queued, const std::vector<std::vector<int32_t>>& runs)
+  Simulation(const Program& program, const Waits& waits, const std::function<bool(Stream)>& queued,
+             const std::vector<std::vector<int32_t>>& runs)
       : program_(program), waits_(waits), runs_(runs), run_of_(program.ops.size(), -1) {
     for (int s = 0; s < kStreams; ++s) queued_[size_t(s)] = queued(Stream(s));
     for (size_t i = 0; i < program.ops.size(); ++i) ops_[size_t(program.ops[i].stream)].push_back(int32_t(i));
@@ -72,7 +72,7 @@ class Simulation {
   }
 
   const Program& program_;
-  const std::vector<std::vector<Wait>>& waits_;
+  const Waits& waits_;
   const std::vector<std::vector<int32_t>>& runs_;
   std::vector<int32_t> run_of_;  // by op
   std::array<bool, kStreams> queued_{};
@@ -83,8 +83,8 @@ class Simulation {
 
 }  // namespace
 
-void require_progress(const Program& program, const std::vector<std::vector<Wait>>& waits,
-                      const std::function<bool(Stream)>& queued, const std::vector<std::vector<int32_t>>& runs) {
+void require_progress(const Program& program, const Waits& waits, const std::function<bool(Stream)>& queued,
+                      const std::vector<std::vector<int32_t>>& runs) {
   Simulation simulation(program, waits, queued, runs);
   if (!simulation.run())
     throw Error("the step would never end: " + simulation.where() + ". This is a mistake in the plan.",

@@ -12,7 +12,7 @@ namespace strata {
 // thread in the order of the program, those of a `run` all at once with the first of them, and each only when the
 // threads that it waits for are done so far; within the queue they wait for other queues. Other streams are threads.
 // Throws Error (failed) saying at which op each stream would stand for ever.
-void require_progress(const Program& program, const std::vector<std::vector<Wait>>& waits,
-                      const std::function<bool(Stream)>& queued, const std::vector<std::vector<int32_t>>& runs = {});
+void require_progress(const Program& program, const Waits& waits, const std::function<bool(Stream)>& queued,
+                      const std::vector<std::vector<int32_t>>& runs = {});
 
 }  // namespace strata

@@ -44,7 +44,7 @@ bool Relief::relieve(const Materialized& now, const MemoryPlan& plan, Tier tier,
     if (const auto candidate = best(waiting))
       begins[size_t(waiting.from) + 1].push_back({w, candidate->decision, candidate->bytes, candidate->cost});
   }
-  const std::vector<Ledger> live = timeline(now.program, plan, tier);
+  const std::vector<int64_t> live = live_bytes(now.program, plan, tier);
   // Cheapest first; of equals the one whose next use is farthest.
   const auto later = [&](const Candidate& a, const Candidate& b) {
     return std::tuple(a.cost, -now.waiting[a.waiting].to) > std::tuple(b.cost, -now.waiting[b.waiting].to);
@@ -55,8 +55,7 @@ bool Relief::relieve(const Materialized& now, const MemoryPlan& plan, Tier tier,
   for (int32_t i = 0; i < int32_t(live.size()); ++i) {
     saved -= back[i];
     for (const Candidate& candidate : begins[i]) open.push(candidate);
-    int64_t bytes = plan[tier].persistent_bytes - saved;
-    for (int64_t role : live[i]) bytes += role;
+    int64_t bytes = plan[tier].persistent_bytes + live[i] - saved;
     while (bytes > target && !open.empty()) {
       const Candidate chosen = open.top();
       open.pop();

@@ -58,8 +58,9 @@ bool exchanges(const Program& program) {
 }
 
 // Rates that play no part in a step of the program are not worth a line.
-bool matters(const Program& program, std::string_view figure) {
-  const bool half = size_of(compute_dtype(program)) == 2;
+bool matters(const PlannedProgram& planned, std::string_view figure) {
+  const Program& program = planned.program();
+  const bool half = size_of(planned.prediction->dtype) == 2;
   if (figure == "flops" || figure == "peak") return !half;
   if (figure == "half_flops" || figure == "half_peak") return half;
   if (figure == "host_memory") return uses(program, Stream::host);
@@ -75,7 +76,7 @@ std::string prediction_text(const PlannedProgram& planned) {
   const double share = model_flop_share(planned, predicted.seconds);
   std::string text = fmt::format("\npredicted step      {:>10.3f} s", predicted.seconds);
   if (!std::isnan(share))
-    text += fmt::format("   (model FLOPs: {:.0f}% of the {} peak)", 100 * share, name_of(compute_dtype(program)));
+    text += fmt::format("   (model FLOPs: {:.0f}% of the {} peak)", 100 * share, name_of(predicted.dtype));
   text += "\n";
   const auto row = [&](const char* name, double seconds) {
     text += fmt::format("  {:<18}{:>10.3f} s\n", name, seconds);
@@ -107,7 +108,7 @@ std::string prediction_text(const PlannedProgram& planned) {
                         100 * kind.seconds / std::max(predicted.seconds, 1e-12));
   }
   if (kinds.size() > kMost) text += fmt::format("  and {} shorter ones\n", kinds.size() - kMost);
-  return text + "\n" + rates_text(program, planned.rates);
+  return text + "\n" + rates_text(planned);
 }
 
 Json::Object prediction_json(const PlannedProgram& planned) {
@@ -167,7 +168,7 @@ bool may_stall(const Program& program) {
 }
 
 double model_flop_share(const PlannedProgram& planned, double seconds) {
-  const double peak = peak_of(compute_dtype(planned.program()), planned.rates);
+  const double peak = peak_of(planned.prediction->dtype, planned.rates);
   return peak > 0 && seconds > 0 ? planned.built.model_flops / planned.ranks / seconds / peak : NAN;
 }
 
@@ -193,11 +194,12 @@ std::string assumed_text(const Rates& rates) {
          (data_sheet ? " (an H100's data sheet: there is no such device here)" : "");
 }
 
-std::string rates_text(const Program& program, const Rates& rates) {
+std::string rates_text(const PlannedProgram& planned) {
+  const Rates& rates = planned.rates;
   std::string text = "rates used\n";
   const auto mark = [&](const std::string& name) { return rates.assumed.contains(name) ? "   assumed" : ""; };
   for (const Named& known : kNamed) {
-    if (!matters(program, known.figure)) continue;
+    if (!matters(planned, known.figure)) continue;
     for (const auto& [name, figure] : kFigures)
       if (name == known.figure && rates.*figure > 0)
         text += fmt::format("  {:<24}{:>16}{}\n", known.name, rate_text(rates.*figure, known.unit),

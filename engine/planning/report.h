@@ -27,12 +27,12 @@ std::string plan_json(const PlannedProgram& planned);
 // Whether compute may have to wait or to run something again.
 bool may_stall(const Program& program);
 // The share that model FLOPs have of what the machine could do in the time, in the type that the program computes in;
-// NaN where nobody knows the peak.
+// NaN where nobody knows the peak. Of a plan with a prediction.
 double model_flop_share(const PlannedProgram& planned, double seconds);
 // "412 GFLOP/s", "38.2 GB/s".
 std::string rate_text(double rate, const char* unit);
 // The rates that a prediction used, a line each, and in the last what of them is assumed and not measured.
-std::string rates_text(const Program& program, const Rates& rates);
+std::string rates_text(const PlannedProgram& planned);
 // Only that: "assumed, not measured: …"; empty when all is measured.
 std::string assumed_text(const Rates& rates);
 

@@ -28,10 +28,8 @@ class Spreader {
       start_[i + 1] = start_[i] + (program.ops[i].stream == Stream::compute ? seconds_[i] : 0);
     }
     for (int t = 0; t < kTiers; ++t) {
-      live_[t].assign(size_t(count_), plan.tiers[t].persistent_bytes);
-      const std::vector<Ledger> ledger = timeline(program, plan, Tier(t));
-      for (int32_t i = 0; i < count_; ++i)
-        live_[t][i] += std::accumulate(ledger[i].begin(), ledger[i].end(), int64_t{0});
+      live_[t] = live_bytes(program, plan, Tier(t));
+      for (int64_t& bytes : live_[t]) bytes += plan.tiers[t].persistent_bytes;
     }
     const auto none = std::vector<int32_t>(program.tensors.size(), -1);
     written_ = none, last_use_ = none;

@@ -180,7 +180,7 @@ void UpdateStage::append(std::string_view kind, const Gradient& gradient, const 
     outputs.push_back(states[i]);
     if (!is_half(build_[states[i]].dtype)) continue;
     rounds = true;  // the same wherever a state is updated, and in whichever copy
-    attributes.set("stream." + std::to_string(i), int64_t(stream_of(build_[states[i]].name)));
+    attributes.set("stream." + std::to_string(i), int64_t(stream_of(build_[states[i]].name.text())));
   }
   if (build_[gradient.parameter].shape.size() < 2) attributes.set("weight_decay", 0.0);
   std::vector<TensorId> inputs{gradient.parameter,

@@ -8,23 +8,28 @@ namespace strata {
 
 double Stalls::total() const { return std::accumulate(waited.begin(), waited.end(), restoring); }
 
-StallFinder::StallFinder(const Program& program, const std::vector<std::vector<Wait>>& waits)
-    : program_(program), causes_(program.ops.size()), chains_(program.ops.size()) {
+StallFinder::StallFinder(const Program& program, const Waits& waits) : program_(program) {
   std::array<std::vector<int32_t>, kStreams> ops;  // by stream
+  int32_t chains = 0;
+  for (auto* by_op : {&causes_, &chain_of_}) by_op->reserve(program.ops.size());
+  first_.reserve(program.ops.size() + 1);
   for (size_t i = 0; i < program.ops.size(); ++i) {
-    auto& own = ops[int(program.ops[i].stream)];
-    if (!own.empty()) causes_[i].push_back(own.back());
+    auto& own = ops[size_t(program.ops[i].stream)];
+    if (!own.empty()) causes_.push_back(own.back());
     for (const Wait& wait : waits[i])
-      if (wait.count > 0) causes_[i].push_back(ops[int(wait.stream)][size_t(wait.count) - 1]);
+      if (wait.count > 0) causes_.push_back(ops[size_t(wait.stream)][size_t(wait.count) - 1]);
+    first_.push_back(uint32_t(causes_.size()));
+    chain_of_.push_back(program.ops[i].stream == Stream::compute ? -1 : chains++);
     own.push_back(int32_t(i));
   }
+  chains_.resize(size_t(chains));
 }
 
 // What the op waited for and was done last; -1: nothing.
 int32_t StallFinder::released_by(int32_t op, const std::vector<Span>& spans) const {
   int32_t last = -1;
-  for (int32_t cause : causes_[size_t(op)])
-    if (last < 0 || spans[size_t(cause)].finish > spans[size_t(last)].finish) last = cause;
+  for (uint32_t c = first_[size_t(op)]; c < first_[size_t(op) + 1]; ++c)
+    if (last < 0 || spans[size_t(causes_[c])].finish > spans[size_t(last)].finish) last = causes_[c];
   return last;
 }
 
@@ -44,19 +49,17 @@ const Stalls& StallFinder::find(const std::vector<Span>& spans) {
     const int32_t cause = released_by(i, spans);
     if (last < 0 || span.finish > spans[size_t(last)].finish) last = i;
     if (is_exchange(op.stream)) stalls_.exchanging += seconds;
-    if (op.stream == Stream::compute) {
+    if (on_compute(i)) {
       if (op.purpose == Purpose::restore) stalls_.restoring += seconds;
-      if (cause >= 0 && program_.ops[size_t(cause)].stream != Stream::compute)
-        charge(std::max(0.0, std::min(spans[size_t(cause)].finish, span.start) - free), chains_[size_t(cause)]);
+      if (cause >= 0 && !on_compute(cause))
+        charge(std::max(0.0, std::min(spans[size_t(cause)].finish, span.start) - free), chain(cause));
       free = std::max(free, span.finish);
       continue;
     }
-    Chain& chain = chains_[size_t(i)];
-    chain = cause >= 0 && program_.ops[size_t(cause)].stream != Stream::compute ? chains_[size_t(cause)] : Chain{};
-    chain.seconds[int(op.stream)] += seconds;
+    chain(i) = cause >= 0 && !on_compute(cause) ? chain(cause) : Chain{};
+    chain(i).seconds[int(op.stream)] += seconds;
   }
-  if (last >= 0 && program_.ops[size_t(last)].stream != Stream::compute)
-    charge(spans[size_t(last)].finish - free, chains_[size_t(last)]);
+  if (last >= 0 && !on_compute(last)) charge(spans[size_t(last)].finish - free, chain(last));
   return stalls_;
 }
 

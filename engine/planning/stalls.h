@@ -33,7 +33,7 @@ struct Stalls {
 class StallFinder {
  public:
   // `waits` by op, as plan_waits gives them.
-  StallFinder(const Program& program, const std::vector<std::vector<Wait>>& waits);
+  StallFinder(const Program& program, const Waits& waits);
 
   // Follows each wait of the compute stream, and the end of the step, back over the ops that were late: an op started
   // when the last of what it waited for, the op before it on its stream included, was done. The chain ends at an op
@@ -45,12 +45,16 @@ class StallFinder {
   struct Chain {
     std::array<double, kStreams> seconds{};  // that ops of each stream ran in it
   };
+  bool on_compute(int32_t op) const { return chain_of_[size_t(op)] < 0; }
+  Chain& chain(int32_t op) { return chains_[size_t(chain_of_[size_t(op)])]; }
   int32_t released_by(int32_t op, const std::vector<Span>& spans) const;
   void charge(double seconds, const Chain& chain);
 
   const Program& program_;
-  std::vector<std::vector<int32_t>> causes_;  // by op: those it waits for, and the one before it on its stream
-  std::vector<Chain> chains_;                 // by op: that ended with it
+  std::vector<int32_t> causes_;     // of each op: those it waits for, and the one before it on its stream
+  std::vector<uint32_t> first_{0};  // by op: of its causes
+  std::vector<int32_t> chain_of_;   // by op: which chain; -1: on the compute stream, where chains end
+  std::vector<Chain> chains_;       // by op of another stream: that ended with it
   Stalls stalls_;
 };
 

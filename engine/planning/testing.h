@@ -16,7 +16,7 @@ inline void check_plan(const MemoryPlan& plan) {
       const Buffer& y = plan.buffers[b];
       const bool together = x.first <= y.last && y.first <= x.last,
                  overlap = x.offset < y.offset + y.bytes && y.offset < x.offset + x.bytes;
-      ASSERT_FALSE(together && overlap) << x.name << " and " << y.name;
+      ASSERT_FALSE(together && overlap) << "buffers " << a << " and " << b;
     }
   }
   EXPECT_GE(plan.device().transient_bytes, plan.device().live_peak_bytes);

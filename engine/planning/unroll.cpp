@@ -21,6 +21,7 @@ class Unroller {
     producer_.assign(single.tensors.size(), -1);
     for (size_t i = 0; i < single.ops.size(); ++i)
       for (TensorId id : single.ops[i].outputs) producer_[id.value] = int32_t(i);
+    for (const Tensor& tensor : single.tensors) names_.emplace_back(tensor.name.text());
     for (size_t i = 0; i < single.tensors.size(); ++i)
       shared_.push_back(single.tensors[i].persistent ? result_.add(single.tensors[i]) : TensorId{});
     sums_.resize(gradients.size());
@@ -33,13 +34,13 @@ class Unroller {
     placed_.assign(schedule.microbatches, std::vector<int32_t>(single_.ops.size(), -1));
     const size_t additions = balanced_ ? gradients_.size() : 0;
     const size_t copies = size_t(schedule.microbatches);
-    result_.ops.reserve((single_.ops.size() + additions) * copies);
-    result_.tensors.reserve(result_.tensors.size() + (unshared() + additions) * copies);
+    // And as much again as one microbatch for what happens once a step: growing would copy it all.
+    result_.ops.reserve((single_.ops.size() + additions) * (copies + 1));
+    result_.tensors.reserve(result_.tensors.size() + (unshared() + additions) * (copies + 1));
     for (const Pass& pass : schedule.order) {
       for (int32_t i : passes_.ops(pass)) place(size_t(i), pass.microbatch);
       if (pass.part == Pass::Part::forward) continue;
-      for (size_t g = 0; g < gradients_.size(); ++g)
-        if (gradients_[g] && passes_.makes(pass, gradients_[g])) balanced_ ? grow(g, pass) : accumulate(g, pass);
+      for (size_t g : made_in(pass)) balanced_ ? grow(g, pass) : accumulate(g, pass);
     }
     if (balanced_) close_trees(schedule.order.back());
     for (int m = 0; m < schedule.microbatches; ++m)
@@ -49,16 +50,15 @@ class Unroller {
       }
     for (int m = 0; m < schedule.microbatches; ++m)
       for (const auto& [tensor, forms] : single_.forms) {
-        auto& copies = result_.forms[mapped({tensor}, m).value];
-        for (RestingForm form : forms) {
+        std::vector<RestingForm> copies = forms;
+        for (RestingForm& form : copies)
           for (auto* list : {&form.rest, &form.restore})
             for (Op& op : *list) {
               for (TensorId& id : op.inputs) id = mapped(id, m);
               for (TensorId& id : op.outputs) id = mapped(id, m);
               op.microbatch = m;
             }
-          copies.push_back(std::move(form));
-        }
+        result_.forms[mapped({tensor}, m).value] = std::move(copies);
       }
     result_.storage_directory = single_.storage_directory;
     result_.storage_limit = single_.storage_limit;
@@ -74,18 +74,24 @@ class Unroller {
     if (!id) return id;
     TensorId& to = maps_[m][id.value];
     if (!to) {
-      const std::string of_microbatch = '@' + std::to_string(m);
-      if (single_[id].role == Role::data) {
-        Tensor tensor = single_[id];
-        tensor.name += of_microbatch;
+      Tensor tensor = single_[id];
+      tensor.name = names_[size_t(id.value)].of_microbatch(m);
+      if (tensor.role == Role::data) {
         to = result_.add(std::move(tensor));
       } else {  // a name of its own without asking (Program::find)
         to = {int32_t(result_.tensors.size())};
-        result_.tensors.push_back(single_[id]);
-        result_.tensors.back().name += of_microbatch;
+        result_.tensors.push_back(std::move(tensor));
       }
     }
     return to;
+  }
+
+  // The gradients that a pass makes, in whichever microbatch.
+  const std::vector<size_t>& made_in(const Pass& pass) {
+    const auto [known, is_new] = made_in_.try_emplace({pass.part, pass.chunk});
+    for (size_t g = 0; is_new && g < gradients_.size(); ++g)
+      if (gradients_[g] && passes_.makes(pass, gradients_[g])) known->second.push_back(g);
+    return known->second;
   }
 
   // Tensors that exist once a microbatch.
@@ -201,9 +207,11 @@ class Unroller {
   const std::vector<TensorId>& parameters_;
   std::vector<TensorId>& gradients_;
   bool balanced_;
-  std::vector<std::map<int, Partial>> tree_;  // by gradient and first microbatch
+  std::vector<std::map<int, Partial>> tree_;                           // by gradient and first microbatch
+  std::map<std::pair<Pass::Part, int>, std::vector<size_t>> made_in_;  // by part and chunk of a pass
   Program result_;
   std::vector<size_t> additions_;  // ops that add up gradients
+  std::vector<Name> names_;        // of the tensors of the single program, each one text that its copies share
   std::vector<int> uses_;
   std::vector<int32_t> producer_;
   std::vector<TensorId> shared_, sums_;

@@ -47,13 +47,12 @@ TensorId Builder::name_dimensions(TensorId activation, Dimensions dimensions) {
   return activation;
 }
 
-TensorId Builder::emit(std::string_view kind, std::vector<TensorId> inputs, Attributes attributes,
-                       std::string_view result) {
+TensorId Builder::emit(std::string_view kind, std::vector<TensorId> inputs, Attributes attributes, const Name& result) {
   return emit_all(kind, std::move(inputs), std::move(attributes), {}, result).at(0);
 }
 
 std::vector<TensorId> Builder::emit_all(std::string_view kind, std::vector<TensorId> inputs, Attributes attributes,
-                                        std::vector<TensorId> outputs, std::string_view result) {
+                                        std::vector<TensorId> outputs, const Name& result) {
   require_room_for_ops(double(program_->ops.size()) + 1, "the program of a step",
                        "it needs fewer layers or microbatches.");
   Op op = make_op(kind, std::move(inputs), {}, std::move(attributes));
@@ -67,7 +66,7 @@ std::vector<TensorId> Builder::emit_all(std::string_view kind, std::vector<Tenso
   outputs.resize(specs.size());
   for (size_t i = 0; i < specs.size(); ++i)
     if (!outputs[i]) {
-      std::string name = scoped(result.empty() ? kind : result);
+      std::string name = scoped(result.empty() ? std::string(kind) : result.text());
       if (i > 0) name += "." + std::to_string(i);
       outputs[i] = program_->add({.name = std::move(name),
                                   .shape = specs[i].shape,

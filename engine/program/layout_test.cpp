@@ -51,17 +51,18 @@ int ranks_of(const Mesh::Sizes& sizes) {
 
 // A tensor as coordinate 0 of every axis plans it: each axis splits one dimension or none, in any order.
 Tensor random_tensor(Random& random, const Mesh& mesh, Shape shape) {
-  Tensor tensor{.name = "t", .shape = std::move(shape), .role = Role::parameter, .persistent = true};
+  Tensor tensor{.name = "t", .role = Role::parameter, .persistent = true};
   std::vector<const Axis*> axes;
   for (const Axis& axis : mesh.axes()) axes.push_back(&axis);
   std::shuffle(axes.begin(), axes.end(), random);
   for (const Axis* axis : axes) {
-    const int dimension = int(draw(random, -1, int64_t(tensor.shape.size()) - 1));
+    const int dimension = int(draw(random, -1, int64_t(shape.size()) - 1));
     if (dimension < 0) continue;
-    int64_t& size = tensor.shape[size_t(dimension)];
+    int64_t& size = shape[size_t(dimension)];
     tensor.layout.push_back({.dimension = dimension, .axis = axis->name, .full = size});
     size = share_of(size, 0, axis->size).count();
   }
+  tensor.shape = std::move(shape);
   return tensor;
 }
 

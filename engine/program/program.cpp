@@ -14,19 +14,7 @@ const Attribute* find_attribute(const std::vector<std::pair<std::string, Attribu
   return nullptr;
 }
 
-// "name@3": how unrolling names what exists once a microbatch, one for each op and microbatch. Such names are found by
-// search and not kept a second time; but for data, for which the step loop asks.
-bool is_of_microbatch(std::string_view name) {
-  const size_t at = name.find_last_not_of("0123456789");
-  return at != std::string_view::npos && at + 1 < name.size() && name[at] == '@';
-}
-
 }  // namespace
-
-const Attributes::List& Attributes::all() const {
-  static const List none;
-  return values_ ? *values_ : none;
-}
 
 bool Attributes::has(std::string_view name) const { return find_attribute(all(), name) != nullptr; }
 
@@ -57,7 +45,7 @@ void Attributes::set(std::string_view name, Attribute value) {
     known->second = std::move(value);
   else
     list.emplace_back(name, std::move(value));
-  values_ = std::make_shared<const List>(std::move(list));
+  values_ = std::move(list);
 }
 
 TensorId Program::add(Tensor tensor) {
@@ -66,30 +54,35 @@ TensorId Program::add(Tensor tensor) {
     throw Error("tensor " + tensor.name + " " + text(tensor.shape) + " has more than the " +
                 std::to_string(kMostElements) + " elements that a tensor may have; lower the sizes it is made of.");
   if (tensor.name.empty()) tensor.name = "t" + std::to_string(id);
-  const bool copies = !tensor.persistent && tensor.role != Role::data && is_of_microbatch(tensor.name);
-  if (copies || !names_.emplace(tensor.name, id).second) {
-    tensor.name += "#" + std::to_string(id);
+  // Copies are many and nobody asks for them by name; what exists once a microbatch, but data, unrolling has not
+  // registered either (find searches).
+  const bool of_microbatch = !tensor.persistent && tensor.role != Role::data && tensor.name.is_of_microbatch();
+  if (tensor.copy_of) {
+    tensor.name = tensor.name.of_copy(id);
+  } else if (of_microbatch || !names_.emplace(tensor.name, id).second) {
+    tensor.name = tensor.name.of_copy(id);
     names_.emplace(tensor.name, id);
   }
   tensors.push_back(std::move(tensor));
   return {id};
 }
 
-TensorId Program::add_part(TensorId whole, std::string name, Shape shape, int64_t offset) {
+TensorId Program::add_part(TensorId whole, Name name, Shape shape, int64_t offset) {
   Tensor part = tensors.at(size_t(whole.value));
   part.name = std::move(name);
   part.shape = std::move(shape);
   part.part_of = whole;
-  if (part.dimensions.size() != part.shape.size()) part.dimensions.clear();
+  if (part.dimensions.size() != part.shape.size()) part.dimensions = {};
   part.part_offset = offset;
   return add(std::move(part));
 }
 
-TensorId Program::find(std::string_view name) const {
-  if (const auto found = names_.find(std::string(name)); found != names_.end()) return {found->second};
-  if (!is_of_microbatch(name)) return {};
+TensorId Program::find(const Name& name) const {
+  const std::string text = name;
+  if (const auto found = names_.find(text); found != names_.end()) return {found->second};
+  if (text.find_first_of("@#") == std::string::npos) return {};
   for (size_t t = 0; t < tensors.size(); ++t)
-    if (tensors[t].name == name) return {int32_t(t)};
+    if (tensors[t].name == text) return {int32_t(t)};
   return {};
 }
 

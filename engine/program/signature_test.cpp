@@ -29,7 +29,7 @@ TEST(Signature, CopiesHaveTheSame) {
   EXPECT_EQ(plain, changed([](Program&, Op&) {}));
   EXPECT_EQ(plain, changed([](Program& p, Op& op) {
               op.microbatch = 7, op.block = 3, op.chunk = 1;
-              for (Tensor& tensor : p.tensors) tensor.name += "@7";
+              for (Tensor& tensor : p.tensors) tensor.name = tensor.name.of_microbatch(7);
             }));
   EXPECT_EQ(plain, changed([](Program& p, Op& op) { op.outputs[0] = p.add(p[op.outputs[0]]); }));
 }

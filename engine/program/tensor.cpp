@@ -156,7 +156,9 @@ std::string text(const Shape& shape, const Dimensions& dimensions) {
 
 void require_names_fit(const Tensor& tensor) {
   if (tensor.dimensions.empty()) return;
-  const Shape full = tensor.full_shape();
+  Shape of_parts;
+  if (!tensor.layout.empty()) of_parts = tensor.full_shape();
+  const Shape& full = tensor.layout.empty() ? *tensor.shape : of_parts;
   if (tensor.dimensions.size() != full.size())
     throw Error("tensor " + tensor.name + " of shape " + text(full) + " has names for " +
                 std::to_string(tensor.dimensions.size()) + " dimensions; give each one or none.");

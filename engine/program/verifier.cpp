@@ -76,6 +76,7 @@ class Verifier {
   }
 
   void check_layout(const Tensor& tensor) {
+    if (tensor.layout.empty()) return;
     std::set<std::string> axes;
     for (size_t s = 0; s < tensor.layout.size(); ++s) {
       const Split& split = tensor.layout[s];

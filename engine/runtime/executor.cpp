@@ -83,14 +83,14 @@ Executor::Executor(const Program& program, const MemoryPlan& plan, Storage& stor
     streams_->host = std::make_unique<Threads>(host_threads, compute.cut());
   place_tensors();
   if (device_) find_sent();
-  auto waits = plan_waits(program, plan);
+  const Waits waits = plan_waits(program, plan);
   stall_finder_.emplace(program, waits);
   if (!device_) spans_.resize(program.ops.size());
   uint64_t* next_fault = make_faults();
   stage_span_.assign(6, {-1, -1});
   steps_.resize(program.ops.size());
   for (int32_t i = 0; i < int32_t(program.ops.size()); ++i) {
-    steps_[size_t(i)].waits = std::move(waits[size_t(i)]);
+    steps_[size_t(i)].waits.assign(waits[size_t(i)].begin(), waits[size_t(i)].end());
     bind_op(i, compute, next_fault);
     put_into_stream(i);
   }
@@ -103,7 +103,7 @@ void Executor::place_tensors() {
   for (size_t t = 0; t < program_.tensors.size(); ++t) {
     const Tensor& tensor = program_.tensors[t];
     if (tensor.persistent) {
-      pointers_[t] = storage_.persistent(tensor.name);
+      pointers_[t] = storage_.persistent(tensor.name.text());
       STRATA_CHECK(pointers_[t] || tensor.part_of);
     } else if (device_ && (tensor.role == Role::data || tensor.step_output)) {
       pointers_[t] = storage_.shared_memory(tensor.bytes());  // the host writes or reads it
@@ -365,8 +365,8 @@ int64_t Executor::progress() {
   return sum;
 }
 
-std::vector<std::vector<Wait>> Executor::waits() const {
-  std::vector<std::vector<Wait>> waits;
+Waits Executor::waits() const {
+  Waits waits;
   for (const Step& step : steps_) waits.push_back(step.waits);
   return waits;
 }
@@ -377,7 +377,7 @@ std::vector<ExchangeStep> Executor::exchanges() const {
 
 // With ops one by one and with those of the runs at once.
 void Executor::check_progress() const {
-  const std::vector<std::vector<Wait>> waits = this->waits();
+  const Waits waits = this->waits();
   const auto queued = [this](Stream stream) { return in_queue(stream); };
   require_progress(program_, waits, queued);
   std::vector<std::vector<int32_t>> segments;

@@ -108,7 +108,7 @@ class Executor {
   void wait_for_event(int event);
   void wait_for_thread(const Wait& wait);
   void wait_for_device();
-  std::vector<std::vector<Wait>> waits() const;
+  Waits waits() const;
   void check_progress() const;
   void watch(double patience);
   int64_t progress();

@@ -16,7 +16,7 @@ void dispatch(benchmark::State& state) {
   program[x].step_output = true;
   Threads threads(2);
   const MemoryPlan plan = plan_memory(program, "cpu", 2);
-  const Storage storage(program, plan);
+  Storage storage(program, plan);
   Executor executor(program, plan, storage, "cpu", threads);
   for (auto _ : state) executor.run();
   state.counters["ns_per_op"] = benchmark::Counter(double(state.iterations()) * kOps / 1e9,

@@ -15,8 +15,8 @@ void Executor::find_sent() {
   for (size_t t = 0; t < program_.tensors.size(); ++t) {
     const Tensor& tensor = program_.tensors[t];
     if (written[t]) continue;
-    if (tensor.persistent && storage_.device_copy(tensor.name))
-      sent_.push_back({{int32_t(t)}, storage_.device_copy(tensor.name)});
+    if (tensor.persistent && storage_.device_copy(tensor.name.text()))
+      sent_.push_back({{int32_t(t)}, storage_.device_copy(tensor.name.text())});
     else if (tensor.role == Role::data && plan_.buffer_of[t] >= 0)
       sent_.push_back({{int32_t(t)}, storage_.transient(Tier::device) + plan_.buffers[plan_.buffer_of[t]].offset});
   }

@@ -75,9 +75,11 @@ bool make_smaller(Program& program) {
   for (int64_t size : sizes) {
     if (size < 64) return false;
     Program smaller = program;
-    for (Tensor& tensor : smaller.tensors)
-      for (int64_t& dimension : tensor.shape)
-        if (dimension == size) dimension = (size + 1) / 2;
+    for (Tensor& tensor : smaller.tensors) {
+      Shape shape = tensor.shape;
+      std::replace(shape.begin(), shape.end(), size, (size + 1) / 2);
+      tensor.shape = std::move(shape);
+    }
     if (!valid(smaller) || bytes_of(smaller) >= bytes_of(program)) continue;
     program = std::move(smaller);
     return true;

@@ -20,9 +20,9 @@ namespace {
 int64_t largest_factor(const Program& program) {
   int64_t most = 0;
   for (const Op& op : program.ops)
-    if (cost_of(OpView(program, op)).flops > 0)
-      for (TensorId id : op.inputs)
-        if (id && program[id].shape.size() > 1) most = std::max(most, program[id].bytes());
+    for (TensorId id : op.inputs)
+      if (id && program[id].shape.size() > 1 && program[id].bytes() > most && cost_of(OpView(program, op)).flops > 0)
+        most = program[id].bytes();
   return most;
 }
 

@@ -151,20 +151,20 @@ std::byte* Storage::piece() {
 }
 
 void Storage::each(const Tensor& tensor, const Take& take) {
-  auto* const place = static_cast<std::byte*>(persistent(tensor.name));
+  auto* const place = static_cast<std::byte*>(persistent(tensor.name.text()));
   if (tensor.home != Tier::nvme && !away(tensor)) return take({place, size_t(tensor.bytes())});
   for (int64_t first = 0; first < tensor.bytes(); first += kPiece) {
     const int64_t bytes = std::min(kPiece, tensor.bytes() - first);
     if (away(tensor))
       device_->copy(piece(), place + first, bytes);
     else
-      static_cast<Slot*>(persistent(tensor.name))->read_part(first, piece(), bytes);
+      static_cast<Slot*>(persistent(tensor.name.text()))->read_part(first, piece(), bytes);
     take({piece(), size_t(bytes)});
   }
 }
 
 void Storage::fill(const Tensor& tensor, const Write& write) {
-  auto* const place = static_cast<std::byte*>(persistent(tensor.name));
+  auto* const place = static_cast<std::byte*>(persistent(tensor.name.text()));
   const int64_t size = size_of(tensor.dtype);
   if (tensor.home != Tier::nvme && !away(tensor)) return write(place, 0, elements(tensor.shape));
   for (int64_t first = 0; first < tensor.bytes(); first += kPiece) {
@@ -173,7 +173,7 @@ void Storage::fill(const Tensor& tensor, const Write& write) {
     if (away(tensor))
       device_->copy(place + first, piece(), bytes);
     else
-      static_cast<Slot*>(persistent(tensor.name))->write_part(first, piece(), bytes);
+      static_cast<Slot*>(persistent(tensor.name.text()))->write_part(first, piece(), bytes);
   }
 }
 
@@ -199,7 +199,7 @@ void Storage::initialize(uint64_t seed, Threads& threads) {
           threads.split(count, 4096, [&](int64_t begin, int64_t end) {
             constexpr int64_t kChunk = 1024;
             float values[kChunk];
-            const uint64_t stream = stream_of(tensor.rounded_from.empty() ? tensor.name : tensor.rounded_from);
+            const uint64_t stream = stream_of((tensor.rounded_from.empty() ? tensor.name : tensor.rounded_from).text());
             const GlobalIndex global(tensor);
             for (int64_t i = begin; i < end; i += kChunk) {
               const int64_t some = std::min(kChunk, end - i);

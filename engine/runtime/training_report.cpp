@@ -134,7 +134,7 @@ void TrainingReport::print_tier(Tier tier) const {
   for (const Tensor& tensor : storage.persistent_tensors())
     if (tensor.home == tier)
       resident[int(tensor.role)] +=
-          resident_bytes(static_cast<std::byte*>(storage.persistent(tensor.name)), tensor.bytes());
+          resident_bytes(static_cast<std::byte*>(storage.persistent(tensor.name.text())), tensor.bytes());
   row(std::string(name_of(tier)) + " memory", "planned", "measured");
   const auto& plan = planned_.memory[tier];
   for (int r = 0; r < kRoles; ++r)

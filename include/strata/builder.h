@@ -29,10 +29,10 @@ class Builder {
 
   // Emits one op and returns its only (or first) output.
   TensorId emit(std::string_view kind, std::vector<TensorId> inputs, Attributes attributes = {},
-                std::string_view result = {});
+                const Name& result = {});
   // Emits one op with its outputs; `outputs` may name tensors that exist (in-place updates), invalid ids are made new.
   std::vector<TensorId> emit_all(std::string_view kind, std::vector<TensorId> inputs, Attributes attributes = {},
-                                 std::vector<TensorId> outputs = {}, std::string_view result = {});
+                                 std::vector<TensorId> outputs = {}, const Name& result = {});
 
   // Adds an addend to output i of the op that made it last (the op emitted last must accumulate there).
   void accumulate_onto(int output, TensorId addend);

@@ -2,7 +2,6 @@
 // Plain data: built by Builder, rewritten by plugins, checked by the verifier, then planned and never changed.
 #pragma once
 #include <cstdint>
-#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -41,17 +40,17 @@ class Attributes {
  public:
   using List = std::vector<std::pair<std::string, Attribute>>;
   Attributes() = default;
-  Attributes(std::initializer_list<std::pair<std::string, Attribute>> values)
-      : values_(values.size() ? std::make_shared<const List>(values) : nullptr) {}
+  Attributes(std::initializer_list<std::pair<std::string, Attribute>> values) : values_(values) {}
   bool has(std::string_view name) const;
   int64_t integer(std::string_view name, std::optional<int64_t> otherwise = {}) const;
   double real(std::string_view name, std::optional<double> otherwise = {}) const;  // accepts an integer too
   std::string string(std::string_view name) const;
   void set(std::string_view name, Attribute value);
-  const List& all() const;
+  const List& all() const { return values_; }
+  bool is_same(const Attributes& other) const { return values_.is_same(other.values_); }  // shared, not only equal
 
  private:
-  std::shared_ptr<const List> values_;
+  SharedVector<std::pair<std::string, Attribute>> values_;
 };
 
 // One operation. An invalid TensorId among the inputs is an optional input left out. A tensor that is both input
@@ -94,7 +93,7 @@ struct RestingForm {
 struct Program {
   std::vector<Tensor> tensors;
   std::vector<Op> ops;
-  std::unordered_map<int32_t, std::vector<RestingForm>>
+  std::unordered_map<int32_t, SharedVector<RestingForm>>
       forms;                      // by tensor; the planner takes the cheapest that will do
   std::string storage_directory;  // of the NVMe tier; empty: there is none
   bool direct_storage = false;    // the device reads and writes there without the host's memory
@@ -106,8 +105,8 @@ struct Program {
   Tensor& operator[](TensorId id) { return tensors.at(id.value); }
   TensorId add(Tensor tensor);  // names are made unique
   // A part of `whole`: `shape` from `offset` bytes on.
-  TensorId add_part(TensorId whole, std::string name, Shape shape, int64_t offset);
-  TensorId find(std::string_view name) const;         // invalid when there is none
+  TensorId add_part(TensorId whole, Name name, Shape shape, int64_t offset);
+  TensorId find(const Name& name) const;              // invalid when there is none
   void rename(TensorId id, const std::string& name);  // to a name that no tensor has
   void drop(TensorId id);  // a tensor that nothing uses: loses its name and takes no memory; other ids stay
   // The tensor whose memory this one lies in: itself, unless it is a part.

@@ -8,6 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "strata/shared.h"
+
 namespace strata {
 
 enum class DType : uint8_t { f32, f64, bf16, f16, i32, u8 };
@@ -139,9 +141,10 @@ struct Dimension {
 using Dimensions = std::vector<Dimension>;
 std::string text(const Shape&, const Dimensions&);  // "(heads 12 x 192, hidden 768)"; as text(shape) without names
 
+// A program has millions, most of them copies for another microbatch: what is long is shared by copies (shared.h).
 struct Tensor {
-  std::string name;
-  Shape shape;
+  Name name;
+  SharedVector<int64_t> shape;
   DType dtype = DType::f32;
   Role role = Role::activation;
   Tier home = Tier::device;  // of a persistent tensor: where it lives; of any other: the arena it lies in
@@ -155,8 +158,8 @@ struct Tensor {
   Initializer initializer{};
   // A working copy: the name of the persistent f32 tensor (the master) of which this one is the value in fewer bits.
   // First values and those of a checkpoint come from the master's; checkpoints hold the master alone.
-  std::string rounded_from{};
-  Layout layout{};
+  Name rounded_from{};
+  SharedVector<Split> layout{};
   // A part of another tensor's memory, this many bytes after its start: an op that writes a part updates the whole in
   // place. Parts of parts are not used.
   TensorId part_of{};
@@ -167,10 +170,10 @@ struct Tensor {
   // belong to matrix 0, the next fused[1] to matrix 1 and so on, and again from matrix 0 until the rows end. Empty: it
   // is one. Optimizers that look at a matrix as a whole (Adafactor) take each for itself. Rows are those of the whole
   // tensor: a rank's part begins wherever its box does (box_of).
-  std::vector<int64_t> fused{};
+  SharedVector<int64_t> fused{};
   // What the model calls the dimensions, one each, or none: of parameters and data, and of the activations that it
   // declares. Sizes of the whole tensor are multiples of the units.
-  Dimensions dimensions{};
+  SharedVector<Dimension> dimensions{};
   Shape full_shape() const;  // of the whole tensor that `layout` divides
   int64_t bytes() const { return elements(shape) * size_of(dtype); }
 };

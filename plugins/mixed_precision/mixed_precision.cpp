@@ -77,7 +77,7 @@ class MixedPrecision final : public strata::Plugin {
     working_.clear();
     for (strata::Gradient& gradient : stage.gradients()) {
       const Tensor working = program[gradient.parameter], whole = program[program.whole(gradient.parameter)];
-      const TensorId master = build.state(whole.rounded_from, working.shape, DType::f32, whole.initializer);
+      const TensorId master = build.state(whole.rounded_from.text(), working.shape, DType::f32, whole.initializer);
       program[master].layout = working.layout;
       program[master].fused = whole.fused;
       program[master].dimensions = whole.dimensions;

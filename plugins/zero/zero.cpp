@@ -108,19 +108,24 @@ class Zero final : public strata::Plugin {
     for (TensorId id : program.with_role(Role::parameter)) {
       if (!splits(program[id])) continue;
       Tensor full = program[id];
-      full.name += ".gathered";
+      full.name = full.name + ".gathered";
       full.persistent = false;
       full.initializer = {};
       full.nearest = full.farthest = strata::Tier::device;
       gathered[id.value] = program.add(std::move(full));
       Tensor& parameter = program[id];
       parameter.layout = with_rows_split(parameter);
-      parameter.shape[0] = strata::share_of(parameter.shape[0], 0, ranks_).count();
+      strata::Shape shape = parameter.shape;
+      shape[0] = strata::share_of(shape[0], 0, ranks_).count();
+      parameter.shape = std::move(shape);
     }
-    for (auto& [tensor, forms] : program.forms)
-      for (RestingForm& form : forms)
+    for (auto& [tensor, forms] : program.forms) {
+      std::vector<RestingForm> redirected = forms;
+      for (RestingForm& form : redirected)
         for (auto* list : {&form.rest, &form.restore})
           for (Op& op : *list) redirect(program, gathered, op);
+      forms = std::move(redirected);
+    }
     // Gathered together: parameters first read in one block, up to a bucket.
     struct Group {
       std::vector<TensorId> parameters;
