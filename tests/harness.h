@@ -76,19 +76,20 @@ class Runner final {
       : session_(write_file(folder_ / "config.toml", toml), {}, world),
         alone_(single_world()),
         assembly_(session_, world ? *world : *alone_,
-                  plans(session_, world ? *world : *alone_, more, goal, rates, backend), device),
+                  plans_of(session_, world ? *world : *alone_, more, goal, rates, backend), device),
         steps_(session_, assembly_) {
     storage->initialize(uint64_t(session_.run.seed), assembly_.threads);
   }
 
-  // One step on tokens and targets (global_batch, sequence_length); returns the loss.
-  double run_step(const int32_t* tokens, const int32_t* targets) {
+  // One step on tokens and targets (global_batch, sequence_length), the next one if not said; returns the loss.
+  double run_step(const int32_t* tokens, const int32_t* targets, int64_t step = 0) {
     double loss = 0;
     steps_.run(
-        steps_.step() + 1, [&] { feed(tokens, targets); },
+        step > 0 ? step : steps_.step() + 1, [&] { feed(tokens, targets); },
         [&] {
           std::vector<double> losses;
-          for (TensorId id : built.program.losses) losses.push_back(*static_cast<const float*>(executor->pointer(id)));
+          for (TensorId id : steps_.executor().program().losses)
+            losses.push_back(*static_cast<const float*>(steps_.executor().pointer(id)));
           loss = sum_over_ranks(groups, std::move(losses));
         },
         poisoned);
@@ -113,33 +114,35 @@ class Runner final {
 
   bool poisoned = false;  // released memory is overwritten: slow, in the order of the program
   const std::vector<NamedPlugin>& plugins = session_.plugins;
-  const BuiltProgram& built = assembly_.plans.main.built;
-  const MemoryPlan& plan = assembly_.plans.main.memory;
+  const RunPlans& plans = assembly_.plans;
+  const BuiltProgram& built = plans.main().built;  // of the first step, as are plan and executor
+  const MemoryPlan& plan = plans.main().memory;
   Storage* const storage = &assembly_.storage;
   const Groups& groups = assembly_.groups;
-  Executor* const executor = &assembly_.executor;
+  Executor* const executor = &assembly_.executor_of(0);
 
  private:
-  static RunPlans plans(Session& session, const World& world, const std::vector<NamedPlugin>& more, Goal goal,
-                        const Rates& rates, const std::string& backend) {
+  static RunPlans plans_of(Session& session, const World& world, const std::vector<NamedPlugin>& more, Goal goal,
+                           const Rates& rates, const std::string& backend) {
     if (!backend.empty()) session.device.backend = backend;
     session.plugins.insert(session.plugins.end(), more.begin(), more.end());
     session.rates = rates;
-    RunPlans plans = plan_run(session, goal);
-    make_own(plans, session, world, goal);
+    RunPlans plans = session.plan_run(goal);
+    make_own(plans, session, world);
     return plans;
   }
 
   void feed(const int32_t* tokens, const int32_t* targets) {
-    const Program& program = built.program;
+    const Executor& executor = steps_.executor();
+    const Program& program = executor.program();
     const BatchShape batch = session_.batch(Goal::train);
     const size_t count = size_t(batch.micro_batch * batch.sequence_length);
     for (int64_t m = 0; program.find("tokens@" + std::to_string(m)); ++m) {
       const size_t global = size_t(m + batch.microbatches * session_.mesh["data"].coordinate);
       std::copy_n(tokens + global * count, count,
-                  static_cast<int32_t*>(executor->pointer(program.find("tokens@" + std::to_string(m)))));
+                  static_cast<int32_t*>(executor.pointer(program.find("tokens@" + std::to_string(m)))));
       if (const TensorId id = program.find("targets@" + std::to_string(m)))
-        std::copy_n(targets + global * count, count, static_cast<int32_t*>(executor->pointer(id)));
+        std::copy_n(targets + global * count, count, static_cast<int32_t*>(executor.pointer(id)));
     }
   }
 };

@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "engine/planning/gradient_exchange.h"
+#include "engine/planning/guarded.h"
 #include "engine/planning/hoist.h"
 #include "engine/planning/unroll.h"
 #include "engine/plugin/loader.h"
@@ -15,23 +16,6 @@
 
 namespace strata {
 namespace {
-
-// Runs one planning hook of one plugin; what it throws is reported with its name.
-template <class Call>
-void guarded(const NamedPlugin& named, std::string_view stage, Call&& call) {
-  const std::string where = "plugin \"" + named.name + "\", stage " + std::string(stage) + ": ";
-  try {
-    call(*named.plugin);
-  } catch (const Error& error) {
-    throw Error(where + error.what(), error.code());
-  } catch (const std::bad_alloc&) {
-    throw Error(where + "out of memory.", ExitCode::failed);
-  } catch (const std::exception& error) {
-    throw Error(where + "threw \"" + error.what() + "\".", ExitCode::failed);
-  } catch (...) {
-    throw Error(where + "threw something that is not an exception.", ExitCode::failed);
-  }
-}
 
 // How often the program of a step is checked: twice, or after each plugin, which takes as many times as long. The
 // program of one microbatch is always checked after each.
@@ -108,8 +92,8 @@ void require_room_for_microbatches(const Program& single, int64_t microbatches) 
 // The order of the passes as plugins want it. An order that cannot be is the plugin's error.
 std::pair<ScheduleStage, PassTable> scheduled(std::span<const NamedPlugin> plugins, Program& single,
                                               const std::vector<TensorId>& activation_gradients, int microbatches,
-                                              Goal goal) {
-  ScheduleStage schedule{.microbatches = microbatches, .blocks = blocks_of(single)};
+                                              Goal goal, const Phases& phases) {
+  ScheduleStage schedule{.microbatches = microbatches, .blocks = blocks_of(single), .phases = phases};
   schedule.order = default_order(microbatches, 1, goal == Goal::train);
   PassTable passes(single, activation_gradients, schedule.chunks);
   if (goal == Goal::train)
@@ -140,11 +124,11 @@ double flops(const Program& program) {
 
 // `unrolled` tells, also when this throws, whether there was a program of the step.
 BuiltProgram build(std::span<const NamedPlugin> plugins, const BatchShape& batch, Goal goal, const Mesh& mesh,
-                   const std::vector<std::string>& plugin_path, Checks checks, bool& unrolled) {
+                   const std::vector<std::string>& plugin_path, const Phases& phases, Checks checks, bool& unrolled) {
   BuiltProgram built;
   Program single;
 
-  ModelStage model(batch, goal);
+  ModelStage model(batch, goal, phases);
   for (const NamedPlugin& named : plugins) guarded(named, "model", [&](Plugin& plugin) { plugin.model(model); });
   Builder build(single);
   const TensorId result = model.call("model", build, {});
@@ -156,7 +140,7 @@ BuiltProgram build(std::span<const NamedPlugin> plugins, const BatchShape& batch
   verify(single, "model", &mesh);
   const size_t declared = single.tensors.size();
 
-  ProgramStage forward{.program = single, .batch = batch, .goal = goal, .mesh = mesh};
+  ProgramStage forward{.program = single, .batch = batch, .goal = goal, .mesh = mesh, .phases = phases};
   rewrite(plugins, "forward", single, mesh, Checks::each_plugin, [&](Plugin& plugin) { plugin.forward(forward); });
 
   std::vector<TensorId> started = forward.wanted;
@@ -192,7 +176,7 @@ BuiltProgram build(std::span<const NamedPlugin> plugins, const BatchShape& batch
             {.parameter = parameters[i], .tensor = gradients[i], .scale = {}, .partial = partial_over(mesh, layout)});
       }
     if (is_half(forward.gradient_dtype)) round_gradients(single, list, forward.gradient_dtype);
-    exchanges.emplace(ExchangeStage(single, batch, mesh, list), bool(forward.loss_gradient));
+    exchanges.emplace(ExchangeStage(single, batch, mesh, list, phases), bool(forward.loss_gradient));
     for (const NamedPlugin& named : plugins) {
       exchanges->turn_of(named.name);
       guarded(named, "exchange", [&](Plugin& plugin) { plugin.exchange(exchanges->stage()); });
@@ -202,6 +186,7 @@ BuiltProgram build(std::span<const NamedPlugin> plugins, const BatchShape& batch
                           .batch = batch,
                           .goal = goal,
                           .mesh = mesh,
+                          .phases = phases,
                           .gradients = &list,
                           .wanted = forward.wanted,
                           .wanted_gradients = {of_others, made.wanted.end()}};
@@ -216,7 +201,8 @@ BuiltProgram build(std::span<const NamedPlugin> plugins, const BatchShape& batch
   }
 
   require_room_for_microbatches(single, batch.microbatches);
-  const auto [schedule, passes] = scheduled(plugins, single, activation_gradients, int(batch.microbatches), goal);
+  const auto [schedule, passes] =
+      scheduled(plugins, single, activation_gradients, int(batch.microbatches), goal, phases);
   built.program = unroll(single, passes, parameters, gradients, schedule, batch.reproducible);
   Program& step = built.program;
   unrolled = true;
@@ -234,7 +220,7 @@ BuiltProgram build(std::span<const NamedPlugin> plugins, const BatchShape& batch
     const size_t first = step.ops.size();
     Builder reduce(step);
     reduce.stage = Stage::reduce;
-    GradientStage gradient_stage(reduce, list, mesh);
+    GradientStage gradient_stage(reduce, list, mesh, phases);
     const auto call = [&](Plugin& plugin) {
       reduce.role = Role::gradient;
       plugin.gradients(gradient_stage);
@@ -253,7 +239,7 @@ BuiltProgram build(std::span<const NamedPlugin> plugins, const BatchShape& batch
     require_summed(list, plugin_path);
     Builder update(step);
     update.stage = Stage::update;
-    UpdateStage update_stage(update, list, mesh, batch.reproducible);
+    UpdateStage update_stage(update, list, mesh, batch.reproducible, phases);
     rewrite(plugins, "update", step, mesh, checks, [&](Plugin& plugin) {
       update.role = Role::workspace;
       plugin.update(update_stage);
@@ -262,7 +248,7 @@ BuiltProgram build(std::span<const NamedPlugin> plugins, const BatchShape& batch
     hoist(step, first);
   }
 
-  ProgramStage placement{.program = step, .batch = batch, .goal = goal, .mesh = mesh};
+  ProgramStage placement{.program = step, .batch = batch, .goal = goal, .mesh = mesh, .phases = phases};
   rewrite(plugins, "placement", step, mesh, checks, [&](Plugin& plugin) { plugin.placement(placement); });
   verify(step, "placement", &mesh);
   return built;
@@ -271,15 +257,15 @@ BuiltProgram build(std::span<const NamedPlugin> plugins, const BatchShape& batch
 }  // namespace
 
 BuiltProgram build_program(std::span<const NamedPlugin> plugins, const BatchShape& batch, Goal goal, const Mesh& mesh,
-                           const std::vector<std::string>& plugin_path) {
+                           const std::vector<std::string>& plugin_path, const Phases& phases) {
   bool unrolled = false;
   try {
-    return build(plugins, batch, goal, mesh, plugin_path, Checks::whole, unrolled);
+    return build(plugins, batch, goal, mesh, plugin_path, phases, Checks::whole, unrolled);
   } catch (const std::exception&) {
     if (!unrolled) throw;
   }
   // Somebody broke the program of the step, or fails because somebody did: who was first shows when each is checked.
-  return build(plugins, batch, goal, mesh, plugin_path, Checks::each_plugin, unrolled);
+  return build(plugins, batch, goal, mesh, plugin_path, phases, Checks::each_plugin, unrolled);
 }
 
 }  // namespace strata

@@ -221,12 +221,69 @@ std::string rates_text(const PlannedProgram& planned) {
   return text;
 }
 
-std::string plan_text(const PlannedProgram& planned) {
+std::string PlannedProgram::title() const {
+  if (goal != Goal::train) return goal == Goal::evaluate ? "validation" : "generation";
+  const std::string names = phases.text();
+  if (names.empty()) return "training";
+  return names == "no phase" ? names : "phase " + names;
+}
+
+std::optional<size_t> RunPlans::validation() const {
+  for (size_t p = 0; p < programs.size(); ++p)
+    if (programs[p].goal == Goal::evaluate) return p;
+  return {};
+}
+
+std::string print(const RunPlans& plans) {
+  if (plans.programs.size() == 1) return print(plans.main().program());
+  std::string text = plans.phases.text();
+  for (const PlannedProgram& planned : plans.programs) text += "# " + planned.title() + "\n" + print(planned.program());
+  return text;
+}
+
+namespace {
+
+// Beside the first program.
+std::string programs_text(const RunPlans& plans) {
+  if (plans.phases.programs() == 1) return "";
+  std::string text = fmt::format("\n{}{:<40}{:>10}{:>14}{:>16}{:>18}\n", plans.phases.text(), "programs", "ops",
+                                 "model FLOPs", "device memory", "predicted step");
+  for (const PlannedProgram& planned : plans.programs)
+    text += fmt::format("  {:<38}{:>10}{:>14.4e}{:>16}{:>18}\n", planned.title(), planned.program().ops.size(),
+                        planned.built.model_flops, bytes_text(planned.memory.device().total_bytes()),
+                        planned.prediction ? fmt::format("{:.3f} s", planned.prediction->seconds) : "");
+  return text + "What follows is of the first program.\n";
+}
+
+Json::Array programs_json(const RunPlans& plans) {
+  Json::Array list;
+  for (const PlannedProgram& planned : plans.programs) {
+    Json::Object tiers;
+    for (int t = 0; t < kTiers; ++t)
+      if (const TierPlan& tier = planned.memory.tiers[t]; tier.total_bytes() > 0)
+        tiers.emplace_back(std::string(name_of(Tier(t))), Json::Object{{"persistent_bytes", tier.persistent_bytes},
+                                                                       {"transient_bytes", tier.transient_bytes}});
+    list.push_back(Json::Object{
+        {"program", planned.title()},
+        {"ops", int64_t(planned.program().ops.size())},
+        {"model_flops", planned.built.model_flops},
+        {"tiers", std::move(tiers)},
+        {"predicted_seconds", planned.prediction ? Json(planned.prediction->seconds) : Json()},
+    });
+  }
+  return list;
+}
+
+}  // namespace
+
+std::string plan_text(const RunPlans& plans) {
+  const PlannedProgram& planned = plans.main();
   const Program& program = planned.built.program;
   std::string text = fmt::format(
       "parameters        {:>16}\ntokens a step     {:>16}\nops a step        {:>16}\nmodel FLOPs a step{:>16.4e}\n",
       parameter_count(program), planned.built.tokens_per_step, program.ops.size(), planned.built.model_flops);
   if (planned.ranks > 1) text += fmt::format("ranks             {:>16}   (memory is that of one)\n", planned.ranks);
+  text += programs_text(plans);
   for (int t = 0; t < kTiers; ++t) {
     const TierPlan& tier = planned.memory.tiers[t];
     if (tier.total_bytes() == 0) continue;
@@ -238,7 +295,8 @@ std::string plan_text(const PlannedProgram& planned) {
     text += fmt::format("  {:<18}{:>14}   ({:.2f}% lost between tensors)\n", "arena", bytes_text(tier.total_bytes()),
                         100.0 * double(tier.total_bytes() - at_peak) / double(tier.total_bytes()));
     if (const int64_t more = planned.arena_bytes[t]; more > tier.total_bytes())
-      text += fmt::format("  {:<18}{:>14}\n", "with validation", bytes_text(more));
+      text += fmt::format("  {:<18}{:>14}\n", plans.phases.programs() > 1 ? "of all programs" : "with validation",
+                          bytes_text(more));
     if (tier.peak_op >= 0 && tier.live_peak_bytes > 0)
       text += fmt::format("the peak is at op {}: {}\n", tier.peak_op, print(program, program.ops[tier.peak_op]));
     text += "largest there:\n";
@@ -255,7 +313,8 @@ std::string plan_text(const PlannedProgram& planned) {
   return text;
 }
 
-std::string plan_json(const PlannedProgram& planned) {
+std::string plan_json(const RunPlans& plans) {
+  const PlannedProgram& planned = plans.main();
   const Program& program = planned.built.program;
   Json::Object tiers;
   for (int t = 0; t < kTiers; ++t) {
@@ -284,6 +343,7 @@ std::string plan_json(const PlannedProgram& planned) {
                    {"process", process_json(planned.process)},
                    {"model_states", model_states(planned)},
                    {"tiers", std::move(tiers)}};
+  if (plans.programs.size() > 1) all.emplace_back("programs", programs_json(plans));
   if (planned.prediction) {
     all.emplace_back("predicted", prediction_json(planned));
     all.emplace_back("rates", rates_json(planned.rates));

@@ -2,27 +2,46 @@
 #pragma once
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "engine/planning/build.h"
+#include "engine/planning/phases.h"
 #include "engine/planning/predict.h"
 
 namespace strata {
 
 // A program with its memory plan and, of a step that trains, what it is predicted to cost.
 struct PlannedProgram {
-  BuiltProgram built;
+  Goal goal = Goal::train;
+  Phases phases{};  // of whose steps it is
+  BuiltProgram built{};
   int ranks = 1;  // that run it, each a part
-  MemoryPlan memory;
-  Rates rates;
-  std::optional<Prediction> prediction;
-  std::array<int64_t, kTiers> arena_bytes{};  // what a run takes: this program, and the validation beside training
-  int64_t snapshot_bytes = 0;                 // host memory beside the arenas: state on its way to a checkpoint
+  MemoryPlan memory{};
+  Rates rates{};
+  std::optional<Prediction> prediction{};
+  // What a run takes that has this program among others, the same in all of them.
+  std::array<int64_t, kTiers> arena_bytes{};
+  int64_t snapshot_bytes = 0;  // host memory beside the arenas: state on its way to a checkpoint
   ProcessMemory process{};
   const Program& program() const { return built.program; }
+  std::string title() const;  // "training", "phase a + b", "no phase", "validation", "generation"
 };
 
-std::string plan_text(const PlannedProgram& planned);
-std::string plan_json(const PlannedProgram& planned);
+// The programs of a run. All have the same persistent tensors, on the same tiers; what else they need is one region of
+// memory a tier, as large as the largest of them wants it.
+struct RunPlans {
+  PhaseTable phases{};
+  // By program of `phases`, that of the first step first; then, where there is one, that of validation.
+  std::vector<PlannedProgram> programs{};
+  const PlannedProgram& main() const { return programs.front(); }
+  size_t of_step(int64_t step) const { return phases.of_step(step); }
+  std::optional<size_t> validation() const;  // which of the programs that is
+};
+
+std::string plan_text(const RunPlans& plans);
+std::string plan_json(const RunPlans& plans);
+// The programs as text, what ranks compare: one as print(program) shows it, of several each under its title.
+std::string print(const RunPlans& plans);
 
 // Whether compute may have to wait or to run something again.
 bool may_stall(const Program& program);

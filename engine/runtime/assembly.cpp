@@ -10,12 +10,6 @@
 namespace strata {
 namespace {
 
-void make_own(PlannedProgram& planned, const Session& session, const World& world, Goal goal) {
-  Program& program = planned.built.program;
-  program.storage_directory = rank_directory(program.storage_directory, world);
-  localize(program, session.mesh, session.batch(goal).microbatches);
-}
-
 int64_t free_bytes(Device* device, int64_t budget) {
   if (!device) return 0;
   const int64_t free = device->free_bytes();
@@ -26,28 +20,25 @@ int64_t free_bytes(Device* device, int64_t budget) {
 }
 
 std::vector<const Program*> programs_of(const RunPlans& plans) {
-  std::vector<const Program*> programs{&plans.main.program()};
-  if (plans.validation) programs.push_back(&plans.validation->program());
+  std::vector<const Program*> programs;
+  for (const PlannedProgram& planned : plans.programs) programs.push_back(&planned.program());
   return programs;
 }
 
-std::vector<const MemoryPlan*> plans_beside(const RunPlans& plans) {
-  if (!plans.validation) return {};
-  return {&plans.validation->memory};
+std::vector<const MemoryPlan*> memory_of(const RunPlans& plans) {
+  std::vector<const MemoryPlan*> memory;
+  for (const PlannedProgram& planned : plans.programs) memory.push_back(&planned.memory);
+  return memory;
 }
 
 }  // namespace
 
-RunPlans plan_run(const Session& session, Goal goal) {
-  RunPlans plans{.main = session.plan(goal), .validation = {}};
-  if (goal == Goal::train && !session.data.validation.empty())
-    plans.validation = session.plan(Goal::evaluate, &plans.main);
-  return plans;
-}
-
-void make_own(RunPlans& plans, const Session& session, const World& world, Goal goal) {
-  make_own(plans.main, session, world, goal);
-  if (plans.validation) make_own(*plans.validation, session, world, Goal::evaluate);
+void make_own(RunPlans& plans, const Session& session, const World& world) {
+  for (PlannedProgram& planned : plans.programs) {
+    Program& program = planned.built.program;
+    program.storage_directory = rank_directory(program.storage_directory, world);
+    localize(program, session.mesh, session.batch(planned.goal).microbatches);
+  }
 }
 
 Assembly::Assembly(const Session& session, World& world, RunPlans own, Device* shared)
@@ -57,12 +48,22 @@ Assembly::Assembly(const Session& session, World& world, RunPlans own, Device* s
       threads(session.threads(), session.cut()),
       device(shared ? shared : own_device_.get()),
       free_before(free_bytes(device, session.device.memory.count)),
-      storage(program(), plans.main.memory, plans_beside(plans), session.storage_faults, device),
+      storage(program(), plans.main().memory, memory_of(plans), session.storage_faults, device),
       groups(make_groups(world, session.mesh, device, session.network, session.run.reproducible, programs_of(plans))),
-      executor(program(), plans.main.memory, storage, session.device.backend, threads,
-               std::max(1, int(session.host.threads)), &groups, patience(session.network.timeout)) {
-  require_same_exchanges(world, session.mesh, executor.exchanges());
-  if (!session.device.graphs) executor.without_graphs();
+      executors(bind_all(session)) {
+  for (const auto& executor : executors) {
+    require_same_exchanges(world, session.mesh, executor->exchanges());
+    if (!session.device.graphs) executor->without_graphs();
+  }
+}
+
+std::vector<std::unique_ptr<Executor>> Assembly::bind_all(const Session& session) {
+  std::vector<std::unique_ptr<Executor>> all;
+  for (const PlannedProgram& planned : plans.programs)
+    all.push_back(std::make_unique<Executor>(planned.program(), planned.memory, storage, session.device.backend,
+                                             threads, std::max(1, int(session.host.threads)), &groups,
+                                             patience(session.network.timeout)));
+  return all;
 }
 
 }  // namespace strata

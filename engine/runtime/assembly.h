@@ -3,7 +3,7 @@
 #pragma once
 #include <cstdint>
 #include <memory>
-#include <optional>
+#include <vector>
 
 #include "comm/world.h"
 #include "engine/runtime/executor.h"
@@ -12,18 +12,12 @@
 
 namespace strata {
 
-// The programs of a run, as rank 0 of the mesh plans them.
-struct RunPlans {
-  PlannedProgram main;
-  std::optional<PlannedProgram> validation;  // over the same persistent tensors
-};
-// A program for `goal`, and with one that trains another for validation where the session has data for it.
-RunPlans plan_run(const Session& session, Goal goal = Goal::train);
-// Shapes, places and folders become those of this rank.
-void make_own(RunPlans& plans, const Session& session, const World& world, Goal goal = Goal::train);
+// Shapes, places and folders of all programs become those of this rank.
+void make_own(RunPlans& plans, const Session& session, const World& world);
 
 class Assembly {
   std::unique_ptr<Device> own_device_;  // first, so that it outlives what uses it
+  std::vector<std::unique_ptr<Executor>> bind_all(const Session& session);
 
  public:
   // `plans` are this rank's own already; `session` and `world` must outlive this. `shared`: a device to use that
@@ -33,15 +27,16 @@ class Assembly {
   Assembly(const Session& session, World& world, RunPlans plans, Device* shared = nullptr);
   Assembly(const Assembly&) = delete;
 
-  const Program& program() const { return plans.main.program(); }
+  const Program& program() const { return plans.main().program(); }
+  Executor& executor_of(size_t program) const { return *executors.at(program); }
 
   const RunPlans plans;
   Threads threads;
   Device* const device;       // null: the host itself
   const int64_t free_before;  // bytes of the device, before anything is allocated there; 0 without one
   Storage storage;
-  const Groups groups;  // none for a world of one
-  Executor executor;    // of the main program
+  const Groups groups;                                     // none for a world of one
+  const std::vector<std::unique_ptr<Executor>> executors;  // by program of the plans; one runs at a time
 };
 
 }  // namespace strata

@@ -103,8 +103,11 @@ void Executor::place_tensors() {
   for (size_t t = 0; t < program_.tensors.size(); ++t) {
     const Tensor& tensor = program_.tensors[t];
     if (tensor.persistent) {
-      pointers_[t] = storage_.persistent(tensor.name.text());
-      STRATA_CHECK(pointers_[t] || tensor.part_of);
+      const Tensor& whole = program_[program_.whole({int32_t(t)})];  // parts may be other programs' own
+      pointers_[t] = storage_.persistent(whole.name.text());
+      STRATA_CHECK(pointers_[t]);
+      if (tensor.part_of)  // never used on NVMe
+        pointers_[t] = whole.home == Tier::nvme ? nullptr : static_cast<std::byte*>(pointers_[t]) + tensor.part_offset;
     } else if (device_ && (tensor.role == Role::data || tensor.step_output)) {
       pointers_[t] = storage_.shared_memory(tensor.bytes());  // the host writes or reads it
     } else if (plan_.buffer_of[t] >= 0) {

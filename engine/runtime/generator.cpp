@@ -37,7 +37,7 @@ int32_t draw(const float* logits, int64_t vocabulary, const SamplingOptions& opt
 
 Generator::Generator(const Session& session, const std::string& checkpoint)
     : world_(single_world()),
-      assembly_(session, *world_, plan_run(session, Goal::logits)),
+      assembly_(session, *world_, session.plan_run(Goal::logits)),
       window_(session.data.sequence_length) {
   Checkpoint source(checkpoint);
   require_same_model(session.config, source.info().config, checkpoint, session.run.plugin_path);
@@ -50,13 +50,14 @@ Generator::Generator(const Session& session, const std::string& checkpoint)
 
 std::vector<float> Generator::logits(const std::vector<int32_t>& tokens) {
   STRATA_CHECK(int64_t(tokens.size()) <= window_);
-  const TensorId logits = assembly_.plans.main.built.logits;
-  auto* input = static_cast<int32_t*>(assembly_.executor.pointer(assembly_.program().find("tokens@0")));
+  const TensorId logits = assembly_.plans.main().built.logits;
+  Executor& executor = assembly_.executor_of(0);
+  auto* input = static_cast<int32_t*>(executor.pointer(assembly_.program().find("tokens@0")));
   std::fill(std::copy(tokens.begin(), tokens.end(), input), input + window_,
             0);  // attention is causal: what follows has no effect
-  assembly_.executor.run();
+  executor.run();
   std::vector<float> values(tokens.size() * size_t(vocabulary()));
-  to_f32(assembly_.program()[logits].dtype, assembly_.executor.pointer(logits), values.data(), int64_t(values.size()));
+  to_f32(assembly_.program()[logits].dtype, executor.pointer(logits), values.data(), int64_t(values.size()));
   return values;
 }
 

@@ -26,7 +26,7 @@ class Generator {
   void generate(std::vector<int32_t> prompt, const SamplingOptions& options, const std::function<void(int32_t)>& emit);
   // Logits (tokens.size(), vocabulary) of a sequence no longer than data.sequence_length.
   std::vector<float> logits(const std::vector<int32_t>& tokens);
-  int64_t vocabulary() const { return assembly_.plans.main.built.vocabulary; }
+  int64_t vocabulary() const { return assembly_.plans.main().built.vocabulary; }
 
  private:
   std::unique_ptr<World> world_;

@@ -22,12 +22,12 @@ namespace {
 // Steps without checkpoints, on this rank alone.
 class Loop {
  public:
-  Loop(const Session& session, const PlannedProgram& planned)
+  Loop(const Session& session, const RunPlans& plans)
       : session_(session),
         world_(single_world()),
-        assembly_(session, *world_, own(session, *world_, planned)),
-        steps_(session, assembly_),
-        feed_(assembly_.executor, session.batch(Goal::train)) {
+        assembly_(session, *world_, own(session, *world_, plans)),
+        steps_(session, assembly_) {
+    for (const auto& executor : assembly_.executors) feeds_.emplace_back(*executor, session.batch(Goal::train));
     assembly_.storage.initialize(uint64_t(session.run.seed), assembly_.threads);
     try {
       data_.emplace(session.data.train, vocabulary());
@@ -43,18 +43,18 @@ class Loop {
     for (int64_t step = 1; step <= count; ++step) {
       const auto began = std::chrono::steady_clock::now();
       const bool traced = assembly_.device && step == count;  // events around each op cost time there
-      if (traced) assembly_.executor.trace();
+      if (traced) assembly_.executor_of(assembly_.plans.of_step(step)).trace();
       steps_.run(
-          step, [&] { feed(step); }, [&] { result.losses.push_back(feed_.loss()); });
+          step, [&] { feed(step); }, [&] { result.losses.push_back(feeds_[steps_.program()].loss()); });
       if (count == 1 || (step > 1 && !(traced && count > 2)))
         seconds.push_back(std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count());
     }
     std::sort(seconds.begin(), seconds.end());
     result.seconds = seconds[seconds.size() / 2];
     result.steps = seconds;
-    result.stalls = assembly_.executor.stalls();
-    result.spans = assembly_.executor.spans();
-    const PlannedProgram& planned = assembly_.plans.main;
+    result.stalls = steps_.executor().stalls();
+    result.spans = steps_.executor().spans();
+    const PlannedProgram& planned = assembly_.plans.programs[steps_.program()];
     learn_rates(session_.rates_wanted(planned.program()), planned.program(), result.spans, planned.rates);
     result.device_resident = resident(Tier::device);
     result.host_resident = resident(Tier::host);
@@ -63,17 +63,18 @@ class Loop {
   }
 
  private:
-  static RunPlans own(const Session& session, const World& world, const PlannedProgram& planned) {
-    RunPlans plans{.main = planned, .validation = {}};
+  static RunPlans own(const Session& session, const World& world, RunPlans plans) {
+    plans.programs.resize(plans.phases.programs());  // no validation
     make_own(plans, session, world);
     return plans;
   }
-  int64_t vocabulary() const { return assembly_.plans.main.built.vocabulary; }
+  int64_t vocabulary() const { return assembly_.plans.main().built.vocabulary; }
   void feed(int64_t step) {
+    const Feed& feed = feeds_[steps_.program()];
     if (sampler_)
-      feed_.fill(*sampler_, (step - 1) * session_.data.global_batch);
+      feed.fill(*sampler_, (step - 1) * session_.data.global_batch);
     else
-      feed_.fill_random(vocabulary(), uint64_t(step));
+      feed.fill_random(vocabulary(), uint64_t(step));
   }
   int64_t resident(Tier tier) const {
     const Storage& storage = assembly_.storage;
@@ -84,7 +85,7 @@ class Loop {
   std::unique_ptr<World> world_;
   Assembly assembly_;
   StepRunner steps_;
-  Feed feed_;
+  std::vector<Feed> feeds_;  // by program
   std::optional<TokenDataset> data_;
   std::optional<Sampler> sampler_;
 };
@@ -143,11 +144,11 @@ class Wire {
 
 }  // namespace
 
-Measurement measure(const Session& session, const PlannedProgram& planned, int64_t steps) {
-  return Loop(session, planned).run(steps);
+Measurement measure(const Session& session, const RunPlans& plans, int64_t steps) {
+  return Loop(session, plans).run(steps);
 }
 
-Measurement measure_apart(const Session& session, const PlannedProgram& planned, int64_t steps) {
+Measurement measure_apart(const Session& session, const RunPlans& plans, int64_t steps) {
   Wire wire;
   std::fflush(nullptr);
   const pid_t child = fork();
@@ -155,7 +156,7 @@ Measurement measure_apart(const Session& session, const PlannedProgram& planned,
   if (child == 0) {
     Measurement result;
     try {
-      result = measure(session, planned, steps);
+      result = measure(session, plans, steps);
     } catch (const std::exception& error) {
       result.error = error.what();
     }

@@ -13,7 +13,7 @@ struct Measurement {
   double seconds = 0;           // median of the steps after the first
   std::vector<double> steps;    // seconds of each of those, ascending
   Stalls stalls;                // of the last step
-  std::vector<Span> spans;      // of the last step, by op
+  std::vector<Span> spans;      // of the last step, by op of its program
   int64_t device_resident = 0;  // bytes of the arenas that were in memory at the end
   int64_t host_resident = 0;
   int64_t process_peak = 0;  // bytes; of the whole process
@@ -21,9 +21,9 @@ struct Measurement {
 };
 
 // On the training data where it can be opened, otherwise on random tokens. Throws Error.
-Measurement measure(const Session& session, const PlannedProgram& planned, int64_t steps);
+Measurement measure(const Session& session, const RunPlans& plans, int64_t steps);
 
 // The same in a process of its own, so that peaks are its alone. What goes wrong is in `error`.
-Measurement measure_apart(const Session& session, const PlannedProgram& planned, int64_t steps);
+Measurement measure_apart(const Session& session, const RunPlans& plans, int64_t steps);
 
 }  // namespace strata

@@ -186,20 +186,19 @@ void require_same_start(World& world, int64_t step) {
                                         "to all or none.");
 }
 
-void require_same_plan(World& world, const Program& program, const std::string& data) {
+void require_same_plan(World& world, const std::string& plan, const std::string& data) {
   if (world.size() == 1) return;
   const std::string rank = std::to_string(world.rank()), data_of_zero = world.broadcast(data);
   throw_first(world, data == data_of_zero ? ""
                                           : "ranks read different data: rank 0 has " + data_of_zero + ", rank " + rank +
                                                 " has " + data + "; give every rank the same files.");
-  const std::string own = print(program);
-  if (same_everywhere(world, hash_of(own))) return;
-  const std::string of_zero = world.broadcast(own);  // travels only where one is different
-  std::istringstream a(of_zero), b(own);
+  if (same_everywhere(world, hash_of(plan))) return;
+  const std::string of_zero = world.broadcast(plan);  // travels only where one is different
+  std::istringstream a(of_zero), b(plan);
   std::string first, other;
   while (std::getline(a, first) && std::getline(b, other) && first == other) {
   }
-  throw_first(world, own == of_zero
+  throw_first(world, plan == of_zero
                          ? ""
                          : "ranks have different plans; start all with one configuration. The first difference: rank "
                            "0 has\n  " +

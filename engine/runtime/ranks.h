@@ -13,8 +13,9 @@ namespace strata {
 
 // One group for each axis with several ranks, for the stream of that axis's exchanges; one for each pair of ranks of
 // which one sends to the other in a step of these programs, for the streams send and receive (pair_name); and "loop"
-// over all ranks for the step loop's own thread. No group is used by two streams. None for a world of one. With a device, groups are its own (on cuda NCCL's) where every rank has one to
-// itself, network.provider is "auto" or names them, and sums may be in their order; others go through host memory.
+// over all ranks for the step loop's own thread. No group is used by two streams. None for a world of one. With a
+// device, groups are its own (on cuda NCCL's) where every rank has one to itself, network.provider is "auto" or names
+// them, and sums may be in their order; others go through host memory.
 Groups make_groups(World& world, const Mesh& mesh, Device* device = nullptr, const NetworkSection& network = {},
                    bool reproducible = false, const std::vector<const Program*>& programs = {});
 
@@ -26,15 +27,16 @@ std::string rank_directory(const std::string& directory, const World& world);
 // make ranks wait for each other.
 void require_same_settings(World& world, const Settings& settings);
 
-// The smallest `threads` of all ranks: workspaces depend on it, so that hosts of different sizes would plan differently.
-// `note` says so where some rank has more.
+// The smallest `threads` of all ranks: workspaces depend on it, so that hosts of different sizes would plan
+// differently. `note` says so where some rank has more.
 int smallest_of_ranks(World& world, int threads, std::string& note);
 
 // Throws Error (usage) on all ranks when they are about to begin at different steps.
 void require_same_start(World& world, int64_t step);
 
 // Throws Error (usage) on all ranks when their programs or data differ, with the first difference.
-void require_same_plan(World& world, const Program& program, const std::string& data);
+// `plan` is their text (print).
+void require_same_plan(World& world, const std::string& plan, const std::string& data);
 
 // Throws Error (failed) on all ranks when what they exchange in a step does not fit together (planning/agreement.h).
 // `steps` are those of this rank. Where all ranks have the same ones they do.

@@ -161,10 +161,10 @@ void Session::measure_links(Rates& rates, const RatesWanted& wanted) const {
   rates = rates_from(Json::parse(world->broadcast(to_json(rates).dump()), "rates"));
 }
 
-PlannedProgram Session::plan(Goal goal, const PlannedProgram* training) const {
-  PlannedProgram planned = plan(goal, training, training ? training->snapshot_bytes : 0);
-  if (goal != Goal::train || !run.save_behind) return planned;
-  const int64_t snapshot = snapshot_bytes(planned.program().tensors, mesh.first());
+RunPlans Session::plan_run(Goal goal) const {
+  RunPlans plans = plan_run(goal, 0);
+  if (goal != Goal::train || !run.save_behind) return plans;
+  const int64_t snapshot = snapshot_bytes(plans.main().program().tensors, mesh.first());
   // Under a budget the copy takes its share, and more state goes to NVMe, of which there is no copy.
   const bool one_memory = !is_asynchronous(device.backend);
   if (const int64_t budget = host.memory.count + (one_memory ? device.memory.count : 0); budget > 0) {
@@ -174,23 +174,72 @@ PlannedProgram Session::plan(Goal goal, const PlannedProgram* training) const {
                       "more state rest on NVMe, or save without it.",
                       bytes_text(snapshot), host.memory.count > 0 ? "host.memory" : "device.memory",
                       bytes_text(host.memory.count > 0 ? host.memory.count : device.memory.count)));
-    planned = plan(goal, training, snapshot);
+    plans = plan_run(goal, snapshot);
   }
-  planned.snapshot_bytes = snapshot_bytes(planned.program().tensors, mesh.first());
-  planned.process.snapshot = planned.snapshot_bytes;
-  return planned;
+  for (PlannedProgram& planned : plans.programs)
+    planned.snapshot_bytes = planned.process.snapshot = snapshot_bytes(planned.program().tensors, mesh.first());
+  return plans;
 }
 
-PlannedProgram Session::plan(Goal goal, const PlannedProgram* training, int64_t host_bytes_beside) const {
-  PlannedProgram planned;
-  planned.snapshot_bytes = host_bytes_beside;
-  planned.ranks = mesh.size();
-  planned.built =
-      build_program(plugins, batch(goal), goal, goal == Goal::logits ? Mesh() : mesh.first(), run.plugin_path);
+RunPlans Session::plan_run(Goal goal, int64_t host_bytes_beside) const {
+  RunPlans plans = build_run(goal);
+  // Where persistent tensors rest is decided with the program that takes most; the others go along.
+  size_t lead = 0;
+  if (const size_t steps = plans.phases.programs(); steps > 1) {
+    const auto most = [&](const PlannedProgram& a, const PlannedProgram& b) {
+      const auto bytes = [&](const PlannedProgram& planned) {
+        return measure_memory(planned.program(), device.backend, threads()).device().total_bytes();
+      };
+      return bytes(a) < bytes(b);
+    };
+    lead = size_t(std::max_element(plans.programs.begin(), plans.programs.begin() + int64_t(steps), most) -
+                  plans.programs.begin());
+  }
+  plan_memory_of(plans.programs[lead], nullptr, host_bytes_beside);
+  for (size_t p = 0; p < plans.programs.size(); ++p) {
+    if (p == lead) continue;
+    try {
+      plan_memory_of(plans.programs[p], &plans.programs[lead], host_bytes_beside);
+    } catch (const Error& error) {
+      throw Error("program of " + plans.programs[p].title() + ": " + error.what(), error.code());
+    }
+  }
+  settle_arenas(plans, host_bytes_beside);
+  return plans;
+}
+
+RunPlans Session::build_run(Goal goal) const {
+  RunPlans plans{.phases = PhaseTable(plugins)};
+  const auto build = [&](Goal goal, const Phases& phases) {
+    PlannedProgram& planned = plans.programs.emplace_back(PlannedProgram{.goal = goal, .phases = phases});
+    planned.ranks = mesh.size();
+    planned.built = build_program(plugins, batch(goal), goal, goal == Goal::logits ? Mesh() : mesh.first(),
+                                  run.plugin_path, phases);
+  };
+  if (goal != Goal::train) {
+    build(goal, plans.phases.none());
+    plans.phases = {};
+    return plans;
+  }
+  for (size_t p = 0; p < plans.phases.programs(); ++p) try {
+      build(goal, plans.phases.of_program(p));
+    } catch (const Error& error) {
+      if (plans.phases.programs() == 1) throw;
+      throw Error("program of " + plans.programs.back().title() + ": " + error.what(), error.code());
+    }
+  if (!data.validation.empty()) build(Goal::evaluate, plans.phases.none());
+  std::vector<SharingProgram> sharing;
+  for (PlannedProgram& planned : plans.programs) sharing.push_back({planned.title(), &planned.built.program});
+  share_persistent(sharing);
+  return plans;
+}
+
+void Session::plan_memory_of(PlannedProgram& planned, const PlannedProgram* lead, int64_t host_bytes_beside) const {
   Program& program = planned.built.program;
-  const bool resting = rests(program);
-  planned.rates = training ? training->rates : resting || goal == Goal::train ? shared_rates(program) : Rates();
-  const auto homes = training ? homes_of(training->program()) : std::map<std::string, Tier>();
+  const bool trains = planned.goal == Goal::train;
+  planned.snapshot_bytes = host_bytes_beside;
+  planned.rates = lead && !trains ? lead->rates : trains || rests(program) ? shared_rates(program) : Rates();
+  const auto homes = lead ? homes_of(lead->program()) : std::map<std::string, Tier>();
   planned.memory =
       plan_residency(program, {.backend = device.backend,
                                .threads = std::max(threads(), int(host.threads)),  // workspaces do for either team
@@ -200,23 +249,49 @@ PlannedProgram Session::plan(Goal goal, const PlannedProgram* training, int64_t 
                                .host_budget = host.memory.count,
                                .beside = host_bytes_beside,
                                .rates = planned.rates,
-                               .homes = training ? &homes : nullptr,
+                               .homes = lead ? &homes : nullptr,
                                .advice = [this](const MemoryPlan& plan) { return advice(plan); }});
-  if (goal == Goal::train) {
-    const auto on_host = [](const Op& op) { return op.stream == Stream::host; };
-    if (std::any_of(program.ops.begin(), program.ops.end(), on_host)) planned.rates = shared_rates(program);
-    planned.prediction = predict(program, planned.memory, planned.rates);
+  if (!trains) return;
+  const auto on_host = [](const Op& op) { return op.stream == Stream::host; };
+  if (std::any_of(program.ops.begin(), program.ops.end(), on_host)) planned.rates = shared_rates(program);
+  planned.prediction = predict(program, planned.memory, planned.rates);
+}
+
+// One persistent and one transient region a tier for all programs. Where some move bytes from and to the disk and
+// others do not, they plan persistent tensors at other distances; all leave as much room for them as any.
+void Session::settle_arenas(RunPlans& plans, int64_t host_bytes_beside) const {
+  const bool one_memory = !is_asynchronous(device.backend);
+  std::array<int64_t, kTiers> persistent{}, transient{}, budgets{device.memory.count, host.memory.count, 0};
+  if (one_memory) budgets = {device.memory.count + host.memory.count, 0, 0};
+  size_t ops = 0;
+  for (const PlannedProgram& planned : plans.programs) {
+    ops += planned.program().ops.size();
+    for (size_t t = 0; t < kTiers; ++t) {
+      persistent[t] = std::max(persistent[t], planned.memory.tiers[t].persistent_bytes);
+      transient[t] = std::max(transient[t], planned.memory.tiers[t].transient_bytes);
+    }
   }
-  for (int t = 0; t < kTiers; ++t) planned.arena_bytes[t] = planned.memory.tiers[t].total_bytes();
-  size_t ops = program.ops.size();
-  if (goal == Goal::train && !data.validation.empty()) {  // transient memory of both is the same, at other times
-    const PlannedProgram validation = plan(Goal::evaluate, &planned);
-    ops += validation.program().ops.size();
-    for (int t = 0; t < kTiers; ++t)
-      planned.arena_bytes[t] = std::max(planned.arena_bytes[t], validation.memory.tiers[t].total_bytes());
+  for (size_t t = 0; t < kTiers; ++t) {
+    const int64_t beside = Tier(t) == (one_memory ? Tier::device : Tier::host) ? host_bytes_beside : 0;
+    if (const int64_t all = persistent[t] + transient[t] + beside; budgets[t] > 0 && all > budgets[t])
+      throw Error(
+          fmt::format("the programs of the run need {} of {} memory together, but {} are allowed; {} bytes would "
+                      "do.",
+                      bytes_text(all), name_of(Tier(t)), bytes_text(budgets[t]), all));
   }
-  planned.process = process_memory(*this, planned, ops, resident_bytes());
-  return planned;
+  const int64_t resident = resident_bytes();
+  for (PlannedProgram& planned : plans.programs) {
+    for (size_t t = 0; t < kTiers; ++t) {
+      planned.memory.tiers[t].persistent_bytes = persistent[t];
+      planned.arena_bytes[t] = persistent[t] + transient[t];
+    }
+    planned.process = process_memory(*this, planned, ops, resident);
+  }
+  for (PlannedProgram& planned : plans.programs)  // what the largest product takes is taken in any of them
+    planned.process.products =
+        std::max_element(plans.programs.begin(), plans.programs.end(), [](const auto& a, const auto& b) {
+          return a.process.products < b.process.products;
+        })->process.products;
 }
 
 }  // namespace strata

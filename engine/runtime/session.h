@@ -44,14 +44,19 @@ class Session {
   Threads::Cut cut() const { return run.reproducible ? Threads::Cut::by_size : Threads::Cut::by_threads; }
 
   BatchShape batch(Goal goal) const;
-  // Builds and plans under the memory budgets, as rank 0 of the mesh (localize.h); a program for logits is for one
-  // rank. `training` is the plan that decided where persistent tensors rest, for programs that share them.
-  PlannedProgram plan(Goal goal, const PlannedProgram* training = nullptr) const;
+  // Builds and plans under the memory budgets, as rank 0 of the mesh (localize.h): of a run that trains a program for
+  // each combination of phases and one for validation, if there is data for it; a program for logits is for one rank.
+  RunPlans plan_run(Goal goal = Goal::train) const;
+  // The program of the first step, for who needs no other.
+  PlannedProgram plan(Goal goal) const { return plan_run(goal).main(); }
   // What the speed of a program of this session depends on; `program` must outlive the result.
   RatesWanted rates_wanted(const Program& program) const;
 
  private:
-  PlannedProgram plan(Goal goal, const PlannedProgram* training, int64_t host_bytes_beside) const;
+  RunPlans plan_run(Goal goal, int64_t host_bytes_beside) const;
+  RunPlans build_run(Goal goal) const;
+  void plan_memory_of(PlannedProgram& planned, const PlannedProgram* lead, int64_t host_bytes_beside) const;
+  void settle_arenas(RunPlans& plans, int64_t host_bytes_beside) const;
   Rates shared_rates(const Program& program) const;
   void measure_links(Rates& rates, const RatesWanted& wanted) const;
   std::string advice(const MemoryPlan& plan) const;

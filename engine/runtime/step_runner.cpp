@@ -3,6 +3,8 @@
 
 #include <fmt/format.h>
 
+#include <cmath>
+
 #include "engine/runtime/feed.h"
 
 namespace strata {
@@ -10,6 +12,7 @@ namespace strata {
 void StepRunner::run(int64_t step, const std::function<void()>& load, const std::function<void()>& publish,
                      bool poisoned) {
   step_ = step;
+  program_ = assembly_.plans.of_step(step);
   logged_.clear();
   set_scalar(kStepScalar, double(step));
   set_scalar(kSeedScalar, double(session_.run.seed));
@@ -19,9 +22,9 @@ void StepRunner::run(int64_t step, const std::function<void()>& load, const std:
   load();
   at_stage(Stage::load, false);
   if (poisoned)
-    assembly_.executor.run_poisoned();
+    executor().run_poisoned();
   else
-    assembly_.executor.run([&](Stage stage, bool start) { at_stage(stage, start); });
+    executor().run([&](Stage stage, bool start) { at_stage(stage, start); });
   at_stage(Stage::publish, true);
   if (publish) publish();
   at_stage(Stage::publish, false);
@@ -29,11 +32,15 @@ void StepRunner::run(int64_t step, const std::function<void()>& load, const std:
 }
 
 double StepRunner::scalar(std::string_view name) const {
-  const Program& program = assembly_.program();
-  const TensorId id = program.find(name);
-  if (!id || elements(program[id].shape) != 1)
-    throw Error("no scalar is named \"" + std::string(name) + "\" in this program.");
-  return read_scalar(program, id, assembly_.executor.pointer(id));
+  const auto found_in = [&](const Program& program) {
+    const TensorId id = program.find(name);
+    return id && elements(program[id].shape) == 1 ? id : TensorId{};
+  };
+  const Program& program = executor().program();
+  if (const TensorId id = found_in(program)) return read_scalar(program, id, executor().pointer(id));
+  for (const PlannedProgram& planned : assembly_.plans.programs)
+    if (found_in(planned.program())) return NAN;
+  throw Error("no scalar is named \"" + std::string(name) + "\" in this program.");
 }
 
 void StepRunner::at_stage(Stage stage, bool start) {

@@ -1,5 +1,5 @@
-// One step of a program with what belongs around its ops: the step's scalars and the hooks of plugins. `strata train`,
-// measurements and tests run their steps here; data, checkpoints and logs are theirs.
+// One step with what belongs around its ops: the program that is the step's, its scalars and the hooks of plugins.
+// `strata train`, measurements and tests run their steps here; data, checkpoints and logs are theirs.
 #pragma once
 #include <cstdint>
 #include <functional>
@@ -21,6 +21,8 @@ class StepRunner final : public StepContext {
   void run(int64_t step, const std::function<void()>& load, const std::function<void()>& publish = {},
            bool poisoned = false);
   const StepLog::Fields& logged() const { return logged_; }  // by plugins in the last step
+  size_t program() const { return program_; }                // of the plans, that ran or is running; at first the first
+  Executor& executor() const { return assembly_.executor_of(program_); }
 
   int64_t step() const override { return step_; }
   int64_t steps() const override { return session_.run.steps; }
@@ -36,6 +38,7 @@ class StepRunner final : public StepContext {
   Assembly& assembly_;
   StepLog::Fields logged_;
   int64_t step_ = 0;
+  size_t program_ = 0;
 };
 
 }  // namespace strata

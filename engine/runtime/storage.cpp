@@ -77,12 +77,7 @@ Storage::Storage(const Program& program, const MemoryPlan& plan, const std::vect
   }
   for (size_t i = 0; i < program.tensors.size(); ++i) {
     const Tensor& tensor = program.tensors[i];
-    if (!tensor.persistent) continue;
-    if (tensor.part_of) {  // never used on NVMe
-      places_[tensor.name] =
-          tensor.home == Tier::nvme ? nullptr : base(tensor.home) + plan.persistent_offset[i] + tensor.part_offset;
-      continue;
-    }
+    if (!tensor.persistent || tensor.part_of) continue;
     tensors_.push_back(tensor);
     if (device_ && is_shared(tensor)) {
       places_[tensor.name] = shared_memory(tensor.bytes());

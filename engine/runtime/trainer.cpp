@@ -55,9 +55,9 @@ class Loop {
         stop_(options.stop),
         alone_(single_world()),
         world_(session.world ? *session.world : *alone_) {
-    RunPlans plans = plan_run(session);
-    dataset_.emplace(session.data.train, plans.main.built.vocabulary);
-    require_same_plan(world_, plans.main.program(), std::to_string(dataset_->tokens()) + " tokens");
+    RunPlans plans = session.plan_run();
+    dataset_.emplace(session.data.train, plans.main().built.vocabulary);
+    require_same_plan(world_, print(plans), std::to_string(dataset_->tokens()) + " tokens");
     make_own(plans, session, world_);
     if (stop_before_first_step()) return;
     assembly_.emplace(session, world_, std::move(plans));
@@ -65,8 +65,9 @@ class Loop {
     steps_.emplace(session, *assembly_);
     report_.emplace(*assembly_, world_.size());
     sampler_.emplace(*dataset_, session.data.sequence_length, session.data.shuffle, uint64_t(session.run.seed));
-    feed_.emplace(assembly_->executor, session.batch(Goal::train));
-    if (assembly_->plans.validation) validation_.emplace(session, world_, *assembly_);
+    for (size_t p = 0; p < assembly_->plans.phases.programs(); ++p)
+      feeds_.emplace_back(assembly_->executor_of(p), session.batch(Goal::train));
+    if (assembly_->plans.validation()) validation_.emplace(session, world_, *assembly_);
     if (!trace_.empty() && first_rank()) trace_file_.emplace(trace_);
     start(options.resume);
   }
@@ -186,11 +187,12 @@ class Loop {
   // The step, its validation, its line in the log and for whoever watches.
   void one_step() {
     const double step_began = seconds_now();
-    if (assembly_->device && report_->times(last_step())) assembly_->executor.trace();
+    if (assembly_->device && report_->times(last_step()))
+      assembly_->executor_of(assembly_->plans.of_step(step_)).trace();
     run_program();
     const double seconds = seconds_now() - step_began;
     StepLog::Fields fields{{"step", double(step_)}, {"loss", loss_}};
-    for (const StepLog::Fields& more : {report_->add_step(seconds, last_step()), steps_->logged()})
+    for (const StepLog::Fields& more : {report_->add_step(steps_->program(), seconds, last_step()), steps_->logged()})
       fields.insert(fields.end(), more.begin(), more.end());
     if (validation_ && (last_step() || due(session_.run.validate_every))) {
       validation_loss_ = validation_->loss();
@@ -205,7 +207,7 @@ class Loop {
     const double left = (seconds_now() - began_) / double(step_ - first_) * double(steps() - step_);
     std::string line =
         fmt::format("step {}/{}  loss {:.4f}  {:.0f} tokens/s  {:.0f}% of {} peak  memory {}  {} left", step_, steps(),
-                    loss_, report_->tokens_per_second(seconds), report_->peak_share(seconds) * 100,
+                    loss_, report_->tokens_per_second(seconds), report_->peak_share(steps_->program(), seconds) * 100,
                     name_of(report_->compute_dtype()), bytes_text(peak_resident_bytes()), duration_text(left));
     if (!std::isnan(validation_loss_)) line += fmt::format("  validation {:.4f}", validation_loss_);
     return line;
@@ -215,13 +217,13 @@ class Loop {
     const int64_t mine = session_.mesh["data"].coordinate * session_.batch(Goal::train).microbatches;
     try {
       steps_->run(
-          step_, [&] { feed_->fill(*sampler_, samples_ + mine * session_.data.micro_batch); },
+          step_, [&] { feed().fill(*sampler_, samples_ + mine * session_.data.micro_batch); },
           [&] {
             share_loss();
             samples_ += session_.data.global_batch;
           });
     } catch (const NonFinite& what) {
-      std::string first = assembly_->executor.first_non_finite();
+      std::string first = steps_->executor().first_non_finite();
       if (first.empty()) first = "none on a second run";
       throw Error(
           fmt::format("step {}: {} {} The last good checkpoint is {}. A lower learning rate, warm-up or clipping "
@@ -240,8 +242,8 @@ class Loop {
     progress_.finish();
     write_trace();
     if (!first_rank()) return;
-    const PlannedProgram& planned = assembly_->plans.main;
-    const std::vector<Span>& spans = assembly_->executor.spans();
+    const PlannedProgram& planned = assembly_->plans.programs[steps_->program()];  // of the last step
+    const std::vector<Span>& spans = steps_->executor().spans();
     if (!spans.empty() && step_ > first_)
       learn_rates(session_.rates_wanted(planned.program()), planned.program(), spans, planned.rates);
     try {
@@ -262,7 +264,7 @@ class Loop {
 
   // The losses of all microbatches in order, and whether anybody was asked to stop.
   void share_loss() {
-    std::vector<double> values = feed_->losses();
+    std::vector<double> values = feed().losses();
     values.push_back(double(asked_to_stop()));
     const size_t count = values.size();
     values = values_of_ranks(assembly_->groups, std::move(values));
@@ -274,15 +276,16 @@ class Loop {
         stopping_ |= values[i] != 0;
   }
 
+  const Feed& feed() const { return feeds_[steps_->program()]; }
   bool first_rank() const { return world_.rank() == 0; }
   void tell(const std::string& text) {
     if (first_rank()) progress_.message(text);
   }
   // The last step's, when asked for.
   void write_trace() {
-    const Executor& executor = assembly_->executor;
-    if (!trace_file_ || executor.spans().empty()) return;
-    trace_file_->write(chrome_trace(assembly_->program(), assembly_->plans.main.memory, executor.spans()));
+    if (!trace_file_ || steps_->executor().spans().empty()) return;
+    const PlannedProgram& planned = assembly_->plans.programs[steps_->program()];
+    trace_file_->write(chrome_trace(planned.program(), planned.memory, steps_->executor().spans()));
     trace_file_->commit();
     tell(trace_ + ": the last step; open it in ui.perfetto.dev or chrome://tracing");
   }
@@ -300,7 +303,7 @@ class Loop {
   std::optional<Assembly> assembly_;
   std::optional<StepRunner> steps_;
   std::optional<TrainingReport> report_;
-  std::optional<Feed> feed_;
+  std::vector<Feed> feeds_;  // by program of the steps
   std::optional<Validation> validation_;
   std::optional<RunDirectory> directory_;  // of rank 0; outlives what saves there
   std::optional<Saver> saver_;

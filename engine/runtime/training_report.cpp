@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <string>
 
 #include "engine/runtime/usage.h"
@@ -22,32 +23,36 @@ double median_of(std::vector<double> values) {
 
 TrainingReport::TrainingReport(const Assembly& assembly, int ranks)
     : assembly_(assembly),
-      planned_(assembly.plans.main),
+      planned_(assembly.plans.main()),
       ranks_(ranks),
       compute_dtype_(strata::compute_dtype(planned_.program())),
-      may_stall_(strata::may_stall(planned_.program())),
-      peak_(ranks * (assembly.device ? assembly.device->peak_flops(compute_dtype_)
-                                     : peak_of(compute_dtype_, planned_.rates))) {}
+      peak_(ranks *
+            (assembly.device ? assembly.device->peak_flops(compute_dtype_) : peak_of(compute_dtype_, planned_.rates))),
+      of_program_(assembly.plans.phases.programs()) {}
 
 double TrainingReport::tokens_per_second(double seconds) const {
   return double(planned_.built.tokens_per_step) / seconds;
 }
-double TrainingReport::peak_share(double seconds) const {
-  return peak_ > 0 ? planned_.built.model_flops / seconds / peak_ : 0;
+double TrainingReport::peak_share(size_t program, double seconds) const {
+  return peak_ > 0 ? assembly_.plans.programs[program].built.model_flops / seconds / peak_ : 0;
 }
 double TrainingReport::median_tokens_per_second() const { return tokens_per_second(median_of(durations_)); }
 
-StepLog::Fields TrainingReport::add_step(double seconds, bool last_step) {
+StepLog::Fields TrainingReport::add_step(size_t program, double seconds, bool last_step) {
+  const PlannedProgram& planned = assembly_.plans.programs[program];
   durations_.push_back(seconds);
-  if (peak_ > 0) peak_ = std::max(peak_, planned_.built.model_flops / seconds);  // more than was known to be possible
-  StepLog::Fields fields{
-      {"tokens_per_second", tokens_per_second(seconds)}, {"seconds", seconds}, {"peak_share", peak_share(seconds)}};
-  const Stalls& stalls = assembly_.executor.stalls();
-  if (may_stall_ && times(last_step)) {
+  of_program_[program].seconds.push_back(seconds);
+  if (peak_ > 0) peak_ = std::max(peak_, planned.built.model_flops / seconds);  // more than was known to be possible
+  flops_.push_back(planned.built.model_flops / seconds);
+  StepLog::Fields fields{{"tokens_per_second", tokens_per_second(seconds)},
+                         {"seconds", seconds},
+                         {"peak_share", peak_share(program, seconds)}};
+  const Stalls& stalls = assembly_.executor_of(program).stalls();
+  if (may_stall(planned.program()) && times(last_step)) {
     fields.push_back({"waiting_for_nvme", stalls.storage()});
     fields.push_back({"waiting_for_copies", stalls.copies()});
     fields.push_back({"restoring", stalls.restoring});
-    stalls_.push_back(stalls);
+    of_program_[program].stalls.push_back(stalls);
   }
   if (ranks_ > 1 && (times(last_step) || !exchanges_in_queue(assembly_.groups))) {
     fields.push_back({"waiting_for_ranks", stalls.ranks()});
@@ -62,7 +67,7 @@ void TrainingReport::print(double validation_loss) const {
   print_speed();
   if (!std::isnan(validation_loss)) fmt::print("validation loss {:.4f} nats a token\n", validation_loss);
   print_exchanges();
-  print_prediction();
+  print_predictions();
   print_memory();
 }
 
@@ -74,7 +79,7 @@ void TrainingReport::print_speed() const {
                                             : fmt::format("the {} peak measured on {} threads", name_of(compute_dtype_),
                                                           assembly_.threads.count() * ranks_);
   fmt::print("median {:.0f} tokens/s{}\n", tokens_per_second(median),
-             peak_ == 0 ? "" : fmt::format(", {:.1f}% of {}", peak_share(median) * 100, peak));
+             peak_ == 0 ? "" : fmt::format(", {:.1f}% of {}", median_of(flops_) / peak_ * 100, peak));
 }
 
 void TrainingReport::print_exchanges() const {
@@ -84,30 +89,35 @@ void TrainingReport::print_exchanges() const {
              waiting, 100 * std::max(0.0, 1 - waiting / exchanging));
 }
 
-double TrainingReport::median_of_stalls(const std::function<double(const Stalls&)>& figure) const {
-  std::vector<double> all;
-  for (const Stalls& stalls : stalls_) all.push_back(figure(stalls));
-  return median_of(all);
+void TrainingReport::print_predictions() const {
+  for (size_t p = 0; p < of_program_.size(); ++p) {
+    if (of_program_.size() > 1 && of_program_[p].seconds.empty()) continue;
+    if (of_program_.size() > 1)
+      fmt::print("{}, {} steps\n", assembly_.plans.programs[p].title(), of_program_[p].seconds.size());
+    print_prediction(p);
+  }
+  if (const std::string assumed = assumed_text(planned_.rates); !assumed.empty()) fmt::print("{}\n", assumed);
 }
 
-void TrainingReport::print_prediction() const {
-  const Prediction& predicted = *planned_.prediction;
+void TrainingReport::print_prediction(size_t program) const {
+  const Prediction& predicted = *assembly_.plans.programs[program].prediction;
+  const Steps& steps = of_program_[program];
   const auto row = [](const char* name, double planned, double measured) {
     fmt::print("{:<18}{:>14.3f}{:>14.3f}\n", name, planned, measured);
   };
   fmt::print("{:<18}{:>14}{:>14}\n", "a step, seconds", "predicted", "measured");
-  row("in all", predicted.seconds, median_of(durations_));
-  if (!stalls_.empty()) {
-    const auto stall = [&](const char* name, const std::function<double(const Stalls&)>& figure) {
-      row(name, figure(predicted.stalls), median_of_stalls(figure));
-    };
-    stall("waiting for NVMe", &Stalls::storage);
-    stall("waiting for copies", &Stalls::copies);
-    if (predicted.stalls.host() > 0) stall("waiting for host", &Stalls::host);
-    if (ranks_ > 1) stall("waiting for ranks", &Stalls::ranks);
-    stall("running again", [](const Stalls& stalls) { return stalls.restoring; });
-  }
-  if (const std::string assumed = assumed_text(planned_.rates); !assumed.empty()) fmt::print("{}\n", assumed);
+  row("in all", predicted.seconds, median_of(steps.seconds));
+  if (steps.stalls.empty()) return;
+  const auto stall = [&](const char* name, const std::function<double(const Stalls&)>& figure) {
+    std::vector<double> all;
+    for (const Stalls& stalls : steps.stalls) all.push_back(figure(stalls));
+    row(name, figure(predicted.stalls), median_of(all));
+  };
+  stall("waiting for NVMe", &Stalls::storage);
+  stall("waiting for copies", &Stalls::copies);
+  if (predicted.stalls.host() > 0) stall("waiting for host", &Stalls::host);
+  if (ranks_ > 1) stall("waiting for ranks", &Stalls::ranks);
+  stall("running again", [](const Stalls& stalls) { return stalls.restoring; });
 }
 
 void TrainingReport::print_memory() const {
@@ -119,7 +129,7 @@ void TrainingReport::print_memory() const {
       if (planned_.memory[tier].total_bytes() > 0) print_tier(tier);
   }
   if (planned_.snapshot_bytes > 0) fmt::print("{:<18}{:>14}\n", "saving behind", bytes_text(planned_.snapshot_bytes));
-  if (const int64_t stored = planned_.memory[Tier::nvme].total_bytes(); stored > 0)
+  if (const int64_t stored = planned_.arena_bytes[int(Tier::nvme)]; stored > 0)
     fmt::print("{:<18}{:>14}\n", "on NVMe", bytes_text(stored));
   fmt::print("{:<18}{:>14}{:>14}\n", "process, peak", bytes_text(planned_.process.total()),
              bytes_text(peak_resident_bytes()));
@@ -136,7 +146,11 @@ void TrainingReport::print_tier(Tier tier) const {
       resident[int(tensor.role)] +=
           resident_bytes(static_cast<std::byte*>(storage.persistent(tensor.name.text())), tensor.bytes());
   row(std::string(name_of(tier)) + " memory", "planned", "measured");
-  const auto& plan = planned_.memory[tier];
+  // Beside persistent tensors, what the program that takes most has at its peak.
+  const auto& programs = assembly_.plans.programs;
+  const auto& plan = std::max_element(programs.begin(), programs.end(), [&](const auto& a, const auto& b) {
+                       return a.memory[tier].total_bytes() < b.memory[tier].total_bytes();
+                     })->memory[tier];
   for (int r = 0; r < kRoles; ++r)
     if (plan.at_peak[r] > 0)
       row(name_of(Role(r)), bytes_text(plan.at_peak[r]), resident[r] > 0 ? bytes_text(resident[r]) : "");

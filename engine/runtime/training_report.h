@@ -2,7 +2,6 @@
 // was planned and predicted beside what was measured.
 #pragma once
 #include <cstdint>
-#include <functional>
 #include <vector>
 
 #include "engine/runtime/assembly.h"
@@ -17,10 +16,11 @@ class TrainingReport {
   // Whether a step is to be looked into: a device's ops are timed in the last step alone, it costs events around each.
   bool times(bool last_step) const { return !assembly_.device || last_step; }
 
-  // Takes down a step and returns its fields of the log, seconds and what follows.
-  StepLog::Fields add_step(double seconds, bool last_step);
+  // Takes down a step of a program of the plans and returns its fields of the log, seconds and what follows.
+  StepLog::Fields add_step(size_t program, double seconds, bool last_step);
   double tokens_per_second(double seconds) const;  // of a step
-  double peak_share(double seconds) const;         // its model FLOPs of what is possible; 0: not known
+  // Model FLOPs of a step of the program, of what is possible; 0: not known.
+  double peak_share(size_t program, double seconds) const;
   DType compute_dtype() const { return compute_dtype_; }
 
   double median_tokens_per_second() const;  // NaN without a step
@@ -30,19 +30,24 @@ class TrainingReport {
  private:
   void print_speed() const;
   void print_exchanges() const;
-  void print_prediction() const;
+  void print_predictions() const;
+  void print_prediction(size_t program) const;
   void print_memory() const;
   void print_tier(Tier tier) const;
-  double median_of_stalls(const std::function<double(const Stalls&)>& figure) const;
 
+  // What steps of one program took, by step.
+  struct Steps {
+    std::vector<double> seconds;
+    std::vector<Stalls> stalls;
+  };
   const Assembly& assembly_;
-  const PlannedProgram& planned_;
+  const PlannedProgram& planned_;  // of the first step
   const int ranks_;
   const DType compute_dtype_;
-  const bool may_stall_;
   double peak_;                                        // FLOP/s
+  std::vector<double> flops_;                          // FLOP/s of the model, by step
   std::vector<double> durations_, exchanges_, waits_;  // seconds, by step
-  std::vector<Stalls> stalls_;
+  std::vector<Steps> of_program_;
 };
 
 }  // namespace strata

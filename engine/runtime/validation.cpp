@@ -8,17 +8,14 @@
 
 namespace strata {
 
-Validation::Validation(const Session& session, World& world, Assembly& assembly)
+Validation::Validation(const Session& session, const World& world, Assembly& assembly)
     : session_(session),
       world_(world),
       groups_(assembly.groups),
-      dataset_(session.data.validation, assembly.plans.main.built.vocabulary),
+      dataset_(session.data.validation, assembly.plans.main().built.vocabulary),
       sampler_(dataset_, session.data.sequence_length, false, 0),
-      executor_(assembly.plans.validation->program(), assembly.plans.validation->memory, assembly.storage,
-                session.device.backend, assembly.threads, 1, &assembly.groups, patience(session.network.timeout)),
-      feed_(executor_, session.batch(Goal::evaluate)) {
-  require_same_exchanges(world, session.mesh, executor_.exchanges());
-}
+      executor_(assembly.executor_of(assembly.plans.validation().value())),
+      feed_(executor_, session.batch(Goal::evaluate)) {}
 
 double Validation::loss() {
   const int64_t available = sampler_.sequences() / session_.data.micro_batch;

@@ -1,4 +1,4 @@
-// The validation loss: a program of its own over the parameters of training, run between steps.
+// The validation loss: the run's program for it, over the parameters of training, run between steps.
 #pragma once
 #include "engine/data/sampler.h"
 #include "engine/data/token_file.h"
@@ -9,8 +9,8 @@ namespace strata {
 
 class Validation {
  public:
-  // `assembly` has a plan for validation. All must outlive this. Throws Error for data that the model cannot take.
-  Validation(const Session& session, World& world, Assembly& assembly);
+  // `assembly` has a program for validation. All must outlive this. Throws Error for data that the model cannot take.
+  Validation(const Session& session, const World& world, Assembly& assembly);
   // Mean loss, nats a token, over run.validate_batches microbatches at most, the same ones each time; all ranks call it
   // and get the same.
   double loss();
@@ -21,7 +21,7 @@ class Validation {
   const Groups& groups_;
   TokenDataset dataset_;
   Sampler sampler_;
-  Executor executor_;
+  Executor& executor_;
   Feed feed_;
 };
 

@@ -11,6 +11,7 @@
 
 #include "strata/builder.h"
 #include "strata/mesh.h"
+#include "strata/phases.h"
 
 namespace strata {
 
@@ -107,11 +108,13 @@ struct ExchangeForm {
 // microbatch has been made.
 class ExchangeStage {
  public:
-  ExchangeStage(const Program& program, BatchShape batch, const Mesh& mesh, const std::vector<Gradient>& gradients)
-      : program_(program), batch_(batch), mesh_(mesh), gradients_(gradients) {}
+  ExchangeStage(const Program& program, BatchShape batch, const Mesh& mesh, const std::vector<Gradient>& gradients,
+                Phases phases = {})
+      : program_(program), batch_(batch), mesh_(mesh), gradients_(gradients), phases_(std::move(phases)) {}
   const Program& program() const { return program_; }  // of one microbatch
   const BatchShape& batch() const { return batch_; }
   const Mesh& mesh() const { return mesh_; }
+  const Phases& phases() const { return phases_; }  // that the program is for
   const std::vector<Gradient>& gradients() const { return gradients_; }
 
   // Of the sum of a gradient over an axis (or both parts of `data`). A second result for one gradient and axis is an
@@ -135,10 +138,11 @@ class ExchangeStage {
   BatchShape batch_;
   const Mesh& mesh_;
   const std::vector<Gradient>& gradients_;
+  Phases phases_;
   std::string plugin_;  // whose turn it is
   std::vector<ExchangeForm> forms_;
   std::map<std::pair<std::string, std::string>, size_t> form_named_;  // by plugin and name
-  std::map<std::string, std::map<std::string, Wanted>> wanted_;  // by parameter and axis of the grid
+  std::map<std::string, std::map<std::string, Wanted>> wanted_;       // by parameter and axis of the grid
   std::map<std::string, std::map<std::string, Formed>> formed_;
 };
 

@@ -32,6 +32,8 @@ class StepContext {
   virtual ~StepContext() = default;
   virtual int64_t step() const = 0;   // 1 for the first step of the run, goes on after a resume
   virtual int64_t steps() const = 0;  // [run] steps
+  // A scalar of the step's program, after the step; NaN where only programs of other phases have it, an Error where
+  // none has.
   virtual double scalar(std::string_view name) const = 0;
   // Before the step: the value of a scalar that the program declared (Builder::scalar). Any other name is an Error.
   virtual void set_scalar(std::string_view name, double value) = 0;
@@ -68,7 +70,9 @@ class Plugin {
   virtual void options(Options&) {}
   virtual Capabilities capabilities() const { return {}; }
 
-  // Planning, in this order. Throwing Error refuses the plan; the engine adds the plugin's name.
+  // Planning, in this order; phases once, what follows for each program (phases.h), one program after the other.
+  // Throwing Error refuses the plan; the engine adds the plugin's name.
+  virtual void phases(PhaseStage&) {}
   virtual void model(ModelStage&) {}
   virtual void forward(ProgramStage&) {}
   virtual void exchange(ExchangeStage&) {}

@@ -1,5 +1,5 @@
-// The stages of planning as plugins see them. Each is called once per plan, in this order:
-// model, forward, exchange, backward, schedule, gradients, update, placement.
+// The stages of planning as plugins see them. Each is called once for each program of a plan, in this order:
+// model, forward, exchange, backward, schedule, gradients, update, placement. Before them all, once: phases (phases.h).
 #pragma once
 #include <functional>
 #include <initializer_list>
@@ -11,6 +11,7 @@
 #include "strata/builder.h"
 #include "strata/exchange.h"
 #include "strata/mesh.h"
+#include "strata/phases.h"
 
 namespace strata {
 
@@ -25,6 +26,7 @@ class ModelStage {
   virtual ~ModelStage() = default;
   const BatchShape& batch() const { return batch_; }
   Goal goal() const { return goal_; }
+  const Phases& phases() const { return phases_; }  // that the program is for
 
   void define(std::string name, Module module);   // the model plugin's; a name defined twice is an Error
   void replace(std::string name, Module module);  // called instead of the defined one, whichever comes first
@@ -36,11 +38,13 @@ class ModelStage {
   void declare_vocabulary(int64_t size) { vocabulary_ = size; }
   int64_t vocabulary() const { return vocabulary_; }
 
-  ModelStage(BatchShape batch, Goal goal) : batch_(batch), goal_(goal) {}
+  ModelStage(BatchShape batch, Goal goal, Phases phases = {})
+      : batch_(batch), goal_(goal), phases_(std::move(phases)) {}
 
  private:
   BatchShape batch_;
   Goal goal_;
+  Phases phases_;
   int64_t vocabulary_ = 0;
   std::map<std::string, Module, std::less<>> defined_, replaced_;
   std::map<std::string, std::vector<std::function<TensorId(Builder&, TensorId, const Module&)>>, std::less<>> wraps_;
@@ -62,6 +66,7 @@ struct ProgramStage {
   BatchShape batch;
   Goal goal = Goal::train;
   Mesh mesh{};                                 // as rank 0 sees it: every rank plans the same
+  Phases phases{};                             // that the program is for
   std::vector<Gradient>* gradients = nullptr;  // backward: of one microbatch
   TensorId loss_gradient{};                    // forward: the f64 {1} gradient of each loss; invalid means 1
   DType gradient_dtype = DType::f32;           // forward: of parameters' gradients; in a 16-bit type they are summed so
@@ -87,7 +92,8 @@ std::string text(const Pass& pass);  // "weight gradient of chunk 1, microbatch 
 // after those that it needs; gradients are summed over microbatches in the order of the passes that make them.
 struct ScheduleStage {
   int microbatches = 1;
-  int blocks = 0;  // that the model has
+  int blocks = 0;   // that the model has
+  Phases phases{};  // that the program is for
   // The first block of each chunk, ascending. What comes before the first block belongs to the first chunk, what comes
   // after the last block to the last.
   std::vector<int> chunks{0};
@@ -100,9 +106,10 @@ struct ScheduleStage {
 // emitted here run as soon as their inputs are final.
 class GradientStage {
  public:
-  GradientStage(Builder& builder, std::vector<Gradient>& gradients, const Mesh& mesh)
-      : build_(builder), gradients_(gradients), mesh_(mesh) {}
+  GradientStage(Builder& builder, std::vector<Gradient>& gradients, const Mesh& mesh, Phases phases = {})
+      : build_(builder), gradients_(gradients), mesh_(mesh), phases_(std::move(phases)) {}
   const Mesh& mesh() const { return mesh_; }
+  const Phases& phases() const { return phases_; }  // that the program is for
   std::vector<Gradient>& gradients() { return gradients_; }
   Builder& build() { return build_; }
   // Emits, for each of the gradients, a kind whose first input is the gradient and whose first output becomes the
@@ -123,14 +130,17 @@ class GradientStage {
   Builder& build_;
   std::vector<Gradient>& gradients_;
   const Mesh& mesh_;
+  Phases phases_;
 };
 
 // stage `update`: the ops that update one parameter from its gradient and states.
 class UpdateStage {
  public:
-  UpdateStage(Builder& builder, const std::vector<Gradient>& gradients, const Mesh& mesh, bool reproducible = false)
-      : build_(builder), gradients_(gradients), mesh_(mesh), reproducible_(reproducible) {}
+  UpdateStage(Builder& builder, const std::vector<Gradient>& gradients, const Mesh& mesh, bool reproducible = false,
+              Phases phases = {})
+      : build_(builder), gradients_(gradients), mesh_(mesh), reproducible_(reproducible), phases_(std::move(phases)) {}
   const Mesh& mesh() const { return mesh_; }
+  const Phases& phases() const { return phases_; }     // that the program is for
   bool reproducible() const { return reproducible_; }  // sums must not depend on the layout
   const std::vector<Gradient>& gradients() const { return gradients_; }
   Builder& build() { return build_; }
@@ -164,6 +174,7 @@ class UpdateStage {
   const std::vector<Gradient>& gradients_;
   const Mesh& mesh_;
   bool reproducible_;
+  Phases phases_;
 };
 
 // Scalars every program has, written by the step loop before each step.

@@ -65,7 +65,9 @@ class Clip final : public strata::Plugin {
     for (auto& gradient : stage.gradients()) stage.scale(gradient, out[0]);
   }
 
-  void step_end(strata::StepContext& context) override { context.log("gradient_norm", context.scalar(norm_)); }
+  void step_end(strata::StepContext& context) override {
+    if (!norm_.empty()) context.log("gradient_norm", context.scalar(norm_));  // without gradients there is none
+  }
 
  private:
   double max_norm_ = 1;

@@ -48,9 +48,10 @@ int bench_kernels_command_main(const BenchKernelsArguments& arguments) {
   if (session.mesh.size() > 1)
     throw Error(fmt::format("bench kernels measures one rank, but [mesh] asks for {}; add --set mesh.data=1.",
                             session.mesh.size()));
-  const PlannedProgram planned = session.plan(Goal::train);
+  const RunPlans plans = session.plan_run();
+  const PlannedProgram& planned = plans.programs[plans.of_step(arguments.steps)];  // whose ops are timed
   const Rates& rates = planned.rates;
-  const Measurement measured = measure(session, planned, arguments.steps);
+  const Measurement measured = measure(session, plans, arguments.steps);
   std::vector<Row> rows = rows_of(planned.program(), measured.spans);
   double total = 0;
   for (const Row& row : rows) total += row.stream == Stream::compute ? row.seconds : 0;

@@ -123,7 +123,7 @@ int train_command_main(const TrainArguments& arguments) {
     if (alone.mesh.size() > 1 || arguments.restarts > 0) {
       // What is wrong with it is said once. Signals wait: planning forks to measure, which a thread that takes them
       // forbids.
-      alone.plan(Goal::train);
+      alone.plan_run();
       if (stop_signal_waits()) {
         say("stopped before the first step");
         return int(ExitCode::done);
@@ -138,17 +138,21 @@ int train_command_main(const TrainArguments& arguments) {
 
 int plan_command_main(const PlanArguments& arguments) {
   const Session session(arguments.config, arguments.sets);
-  const PlannedProgram planned = session.plan(Goal::train);
+  const RunPlans plans = session.plan_run();
+  const PlannedProgram& planned = plans.main();
   if (!arguments.trace.empty() || !arguments.html.empty()) {
-    const Prediction& prediction = *planned.prediction;
     if (!arguments.trace.empty())
-      write_atomically(arguments.trace, chrome_trace(planned.program(), planned.memory, prediction.spans));
-    const PageRun run{.name = "The step as planned",
-                      .program = &planned.program(),
-                      .memory = &planned.memory,
-                      .spans = prediction.spans,
-                      .stalls = prediction.stalls,
-                      .seconds = prediction.seconds};
+      write_atomically(arguments.trace, chrome_trace(planned.program(), planned.memory, planned.prediction->spans));
+    std::vector<PageRun> runs;
+    for (size_t p = 0; p < plans.phases.programs(); ++p) {
+      const PlannedProgram& one = plans.programs[p];
+      runs.push_back({.name = plans.phases.programs() == 1 ? "The step as planned" : "A step of " + one.title(),
+                      .program = &one.program(),
+                      .memory = &one.memory,
+                      .spans = one.prediction->spans,
+                      .stalls = one.prediction->stalls,
+                      .seconds = one.prediction->seconds});
+    }
     if (!arguments.html.empty())
       write_atomically(
           arguments.html,
@@ -156,13 +160,13 @@ int plan_command_main(const PlanArguments& arguments) {
               arguments.config,
               fmt::format("As planned for {} threads; nothing ran. Times are predicted. Rates {}.", session.threads(),
                           planned.rates.assumed.empty() ? "measured on this machine" : assumed_text(planned.rates)),
-              {&run, 1}));
+              runs));
   }
   if (arguments.json)
-    fmt::print("{}", plan_json(planned));
+    fmt::print("{}", plan_json(plans));
   else
-    fmt::print("{}", plan_text(planned));
-  if (arguments.program) fmt::print("\n{}", print(planned.program()));
+    fmt::print("{}", plan_text(plans));
+  if (arguments.program) fmt::print("\n{}", plans.phases.programs() == 1 ? print(planned.program()) : print(plans));
   return int(ExitCode::done);
 }
 
