@@ -210,13 +210,16 @@ TEST(Passes, OrdersThatCannotBeAreRefused) {
               s.order.push_back({Part::weight_gradient, 0, 2});
             }),
             begin + "pass 8 of the schedule, weight gradient of chunk 0, microbatch 2: it has run before.");
-  EXPECT_EQ(refusal([](ScheduleStage& s) { s.order[0].microbatch = -1; }),
-            begin +
-                "pass 0 of the schedule, forward of chunk 0, microbatch -1: a pass begun in the step before cannot "
-                "be planned; schedules end with their step.");
+  EXPECT_EQ(
+      refusal([](ScheduleStage& s) { s.order[0].microbatch = -1; }),
+      begin +
+          "pass 0 of the schedule, forward of chunk 0, microbatch -1: before the first step there is none. Declare "
+          "a phase of step 1 alone (stage phases), and leave it out there.");
   EXPECT_EQ(
       refusal([](ScheduleStage& s) { s.order[0].microbatch = 4; }),
-      begin + "pass 0 of the schedule, forward of chunk 0, microbatch 4: there are 4 microbatches, counted from 0.");
+      begin +
+          "pass 0 of the schedule, forward of chunk 0, microbatch 4: there are 4 microbatches, counted from 0, in "
+          "the step before from -4 to -1.");
   EXPECT_EQ(refusal([](ScheduleStage& s) { s.order[0].chunk = 1; }),
             begin + "pass 0 of the schedule, forward of chunk 1, microbatch 0: there is 1 chunk, counted from 0.");
   EXPECT_EQ(refusal([](ScheduleStage& s) {

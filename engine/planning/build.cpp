@@ -115,6 +115,19 @@ void require_summed(const std::vector<Gradient>& list, const std::vector<std::st
           installed_for("summed_gradients", plugin_path) + ", or set it to 1.");
 }
 
+// Of a pass that is left to the next step.
+void require_may_be_left(const ProgramStage& forward, const Mesh& mesh, const std::string& pass) {
+  if (forward.loss_gradient)
+    throw Error("the " + pass +
+                " is left to the next step, in which the loss scale may be another; train without loss "
+                "scaling (bf16, f32).");
+  const auto of_data = mesh.parts_of(kDataAxis);
+  for (const Axis& axis : mesh.axes())
+    if (axis.size > 1 && std::find(of_data.begin(), of_data.end(), axis.name) == of_data.end())
+      throw Error("the " + pass + " is left to the next step, which cannot be planned yet with ranks along axis \"" +
+                  axis.name + "\".");
+}
+
 // Of the program of one microbatch.
 double flops(const Program& program) {
   double sum = 0;
@@ -203,7 +216,9 @@ BuiltProgram build(std::span<const NamedPlugin> plugins, const BatchShape& batch
   require_room_for_microbatches(single, batch.microbatches);
   const auto [schedule, passes] =
       scheduled(plugins, single, activation_gradients, int(batch.microbatches), goal, phases);
-  built.program = unroll(single, passes, parameters, gradients, schedule, batch.reproducible);
+  for (const Pass& pass : passes.left(schedule)) built.left.push_back(text(pass));
+  if (!built.left.empty()) require_may_be_left(forward, mesh, built.left.front());
+  built.program = unroll(single, passes, parameters, gradients, schedule, batch.reproducible, mesh);
   Program& step = built.program;
   unrolled = true;
   if (checks == Checks::each_plugin) verify(step, "unrolling", &mesh);
@@ -217,6 +232,7 @@ BuiltProgram build(std::span<const NamedPlugin> plugins, const BatchShape& batch
       gradient.tensor = gradients[i];
       gradient.parameter = step.find(single[parameters[i]].name);
     }
+    std::erase_if(list, [](const Gradient& gradient) { return !gradient.tensor; });  // left to the next step
     const size_t first = step.ops.size();
     Builder reduce(step);
     reduce.stage = Stage::reduce;

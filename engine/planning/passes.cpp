@@ -79,6 +79,10 @@ std::vector<char> leading_ops(const Program& program, const std::vector<TensorId
   return leads;
 }
 
+std::string where_of(const ScheduleStage& schedule, size_t pass) {
+  return "pass " + std::to_string(pass) + " of the schedule, " + text(schedule.order[pass]) + ": ";
+}
+
 void require_chunks(const std::vector<int>& chunks, int blocks) {
   bool right = !chunks.empty() && chunks.front() == 0 && chunks.size() <= INT16_MAX;
   for (size_t c = 1; right && c < chunks.size(); ++c) right = chunks[c] > chunks[c - 1] && chunks[c] < blocks;
@@ -186,41 +190,69 @@ bool PassTable::makes(const Pass& pass, TensorId tensor) const {
   return std::find(own.begin(), own.end(), maker) != own.end();
 }
 
-void PassTable::require_pass(const Pass& pass, int microbatches, const std::string& where) const {
+void PassTable::require_pass(const Pass& pass, const ScheduleStage& schedule, const std::string& where) const {
+  const int microbatches = schedule.microbatches;
   if (pass.chunk < 0 || pass.chunk >= chunks_)
     throw Error(where + "there " + (chunks_ == 1 ? "is 1 chunk" : "are " + std::to_string(chunks_) + " chunks") +
                 ", counted from 0.");
-  if (pass.microbatch < 0)
-    throw Error(where + "a pass begun in the step before cannot be planned; schedules end with their step.");
-  if (pass.microbatch >= microbatches)
+  if (pass.microbatch >= microbatches || pass.microbatch < -microbatches)
     throw Error(where + "there " +
                 (microbatches == 1 ? "is 1 microbatch" : "are " + std::to_string(microbatches) + " microbatches") +
-                ", counted from 0.");
+                ", counted from 0, in the step before from -" + std::to_string(microbatches) + " to -1.");
+  if (pass.microbatch < 0 && schedule.phases.has_first_step())
+    throw Error(where +
+                "before the first step there is none. Declare a phase of step 1 alone (stage phases), and leave "
+                "it out there.");
+}
+
+std::vector<std::vector<char>> PassTable::left_units(const ScheduleStage& schedule) const {
+  std::vector<char> has_ops(needs_.size(), false);
+  for (int u : unit_of_) has_ops[size_t(u)] = true;
+  std::vector<std::vector<char>> left(size_t(schedule.microbatches), has_ops);
+  for (const Pass& pass : schedule.order)
+    if (pass.microbatch >= 0)
+      for (int u : units(pass)) left[size_t(pass.microbatch)][size_t(u)] = false;
+  return left;
+}
+
+std::vector<Pass> PassTable::left(const ScheduleStage& schedule) const {
+  std::vector<Pass> passes;
+  const std::vector<std::vector<char>> left = left_units(schedule);
+  for (size_t m = 0; m < left.size(); ++m)
+    for (size_t u = 0; u < left[m].size(); ++u)
+      if (left[m][u]) passes.push_back(pass_of(int(u), int(m)));
+  return passes;
 }
 
 void PassTable::check(const ScheduleStage& schedule) const {
   const size_t units_in_all = needs_.size();
-  std::vector<std::vector<char>> done(size_t(schedule.microbatches), std::vector<char>(units_in_all, false));
+  for (size_t p = 0; p < schedule.order.size(); ++p) require_pass(schedule.order[p], schedule, where_of(schedule, p));
+  const std::vector<std::vector<char>> left = left_units(schedule);
+  std::vector<std::vector<char>> done(left.size(), std::vector<char>(units_in_all, false)), before = left;
+  for (auto& ran : before)  // what was not left to this step has run
+    for (char& unit : ran) unit = !unit;
   for (size_t p = 0; p < schedule.order.size(); ++p) {
     const Pass& pass = schedule.order[p];
-    const std::string where = "pass " + std::to_string(p) + " of the schedule, " + text(pass) + ": ";
-    require_pass(pass, schedule.microbatches, where);
-    auto& ran = done[size_t(pass.microbatch)];
+    const bool begun = pass.microbatch < 0;
+    const size_t m = size_t(begun ? pass.microbatch + schedule.microbatches : pass.microbatch);
+    auto& ran = begun ? before[m] : done[m];
     const std::vector<int> own = units(pass);
+    const auto is_left = [&](int u) { return left[m][size_t(u)]; };
+    if (begun && std::none_of(own.begin(), own.end(), is_left))
+      throw Error(where_of(schedule, p) + "it has run in the step that it was begun in.");
     for (int u : own)
-      if (std::exchange(ran[size_t(u)], true)) throw Error(where + "it has run before.");
+      if ((!begun || is_left(u)) && std::exchange(ran[size_t(u)], true))
+        throw Error(where_of(schedule, p) + "it has run before.");
     for (int u : own)
       for (size_t other = 0; other < units_in_all; ++other)
         if (needs_[size_t(u)][other] && !ran[other])
-          throw Error(where + "it needs the " + text(pass_of(int(other), pass.microbatch)) +
+          throw Error(where_of(schedule, p) + "it needs the " + text(pass_of(int(other), pass.microbatch)) +
                       ", which has not run yet.");
   }
-  std::vector<char> has_ops(units_in_all, false);
-  for (int u : unit_of_) has_ops[size_t(u)] = true;
-  for (int m = 0; m < schedule.microbatches; ++m)
-    for (size_t u = 0; u < units_in_all; ++u)
-      if (has_ops[u] && !done[size_t(m)][u])
-        throw Error("the schedule never runs the " + text(pass_of(int(u), m)) + ".");
+  if (schedule.phases.is_first_step()) return;  // whether others run what it leaves, the plan of the run checks
+  for (const Pass& pass : this->left(schedule))
+    if (!before[size_t(pass.microbatch)][size_t(units(pass).front())])
+      throw Error("the schedule never runs the " + text(pass) + ".");
 }
 
 }  // namespace strata

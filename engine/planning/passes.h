@@ -27,8 +27,11 @@ class PassTable {
   // Whether the op that makes a gradient belongs to the pass; what no backward op makes belongs to the weight gradients
   // of chunk 0.
   bool makes(const Pass& pass, TensorId tensor) const;
-  // Throws Error unless each pass runs once, all of its microbatch that it needs having run before.
+  // Throws Error unless each pass runs once, all of its microbatch that it needs having run before: in this step, or,
+  // but in the first, in the one before, if this step leaves the same to the next.
   void check(const ScheduleStage& schedule) const;
+  // The passes, undivided ones, that an order leaves to the next step, by microbatch.
+  std::vector<Pass> left(const ScheduleStage& schedule) const;
 
  private:
   // A pass that cannot be divided: forward, input_gradient or weight_gradient of a chunk.
@@ -39,7 +42,9 @@ class PassTable {
   std::vector<int> units(const Pass& pass) const;
   Pass pass_of(int unit, int microbatch) const;
   const std::vector<int32_t>& list(Pass::Part part, int chunk) const { return ops_[size_t(chunk)][size_t(part)]; }
-  void require_pass(const Pass& pass, int microbatches, const std::string& where) const;
+  void require_pass(const Pass& pass, const ScheduleStage& schedule, const std::string& where) const;
+  // By microbatch and unit: those that have ops and do not run in the step that their microbatch begins in.
+  std::vector<std::vector<char>> left_units(const ScheduleStage& schedule) const;
   void find_needs(const Program& single);
 
   int chunks_ = 1;

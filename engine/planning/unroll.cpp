@@ -5,6 +5,7 @@
 #include <map>
 
 #include "engine/planning/hoist.h"
+#include "strata/op_kind.h"
 
 namespace strata {
 namespace {
@@ -12,8 +13,13 @@ namespace {
 class Unroller {
  public:
   Unroller(const Program& single, const PassTable& passes, const std::vector<TensorId>& parameters,
-           std::vector<TensorId>& gradients, bool balanced)
-      : single_(single), passes_(passes), parameters_(parameters), gradients_(gradients), balanced_(balanced) {
+           std::vector<TensorId>& gradients, bool balanced, const Mesh& mesh)
+      : single_(single),
+        passes_(passes),
+        parameters_(parameters),
+        gradients_(gradients),
+        balanced_(balanced),
+        mesh_(mesh) {
     uses_.assign(single.tensors.size(), 0);
     for (const Op& op : single.ops)
       for (TensorId id : op.inputs)
@@ -30,8 +36,15 @@ class Unroller {
   }
 
   Program run(const ScheduleStage& schedule) {
-    maps_.assign(schedule.microbatches, shared_);
-    placed_.assign(schedule.microbatches, std::vector<int32_t>(single_.ops.size(), -1));
+    microbatches_ = schedule.microbatches;
+    const std::vector<Pass> left = passes_.left(schedule);
+    const size_t begun = left.empty() ? 0 : size_t(microbatches_);  // in the step before
+    maps_.assign(size_t(microbatches_) + begun, shared_);
+    placed_.assign(size_t(microbatches_) + begun, std::vector<int32_t>(single_.ops.size(), -1));
+    left_.assign(begun, std::vector<char>(single_.ops.size(), false));
+    for (const Pass& pass : left)
+      for (int32_t i : passes_.ops(pass)) left_[size_t(pass.microbatch)][size_t(i)] = true;
+    for (size_t m = 0; m < begun; ++m) find_kept(int(m));
     const size_t additions = balanced_ ? gradients_.size() : 0;
     const size_t copies = size_t(schedule.microbatches);
     // And as much again as one microbatch for what happens once a step: growing would copy it all.
@@ -42,14 +55,17 @@ class Unroller {
       if (pass.part == Pass::Part::forward) continue;
       for (size_t g : made_in(pass)) balanced_ ? grow(g, pass) : accumulate(g, pass);
     }
-    if (balanced_) close_trees(schedule.order.back());
-    for (int m = 0; m < schedule.microbatches; ++m)
+    if (balanced_ && !schedule.order.empty()) close_trees(schedule.order.back());
+    for (const auto& [from, to] : kept_) keep(from, to);
+    for (int m = -int(begun); m < microbatches_; ++m)
       for (TensorId loss : single_.losses) {
+        if (!is_made(loss, m)) continue;
         result_.losses.push_back(mapped(loss, m));
         result_[result_.losses.back()].step_output = true;
       }
-    for (int m = 0; m < schedule.microbatches; ++m)
+    for (int m = 0; m < microbatches_; ++m)
       for (const auto& [tensor, forms] : single_.forms) {
+        if (!is_made({tensor}, m)) continue;
         std::vector<RestingForm> copies = forms;
         for (RestingForm& form : copies)
           for (auto* list : {&form.rest, &form.restore})
@@ -72,10 +88,11 @@ class Unroller {
  private:
   TensorId mapped(TensorId id, int m) {
     if (!id) return id;
-    TensorId& to = maps_[m][id.value];
+    TensorId& to = maps_[place_of(m)][size_t(id.value)];
     if (!to) {
       Tensor tensor = single_[id];
-      tensor.name = names_[size_t(id.value)].of_microbatch(m);
+      tensor.name = m < 0 ? Name(tensor.name + ".before").of_microbatch(m + microbatches_)
+                          : names_[size_t(id.value)].of_microbatch(m);
       if (tensor.role == Role::data) {
         to = result_.add(std::move(tensor));
       } else {  // a name of its own without asking (Program::find)
@@ -108,8 +125,68 @@ class Unroller {
     Op op = single_.ops[i];
     for (TensorId& id : op.inputs) id = mapped(id, m);
     for (TensorId& id : op.outputs) id = mapped(id, m);
-    op.microbatch = m;
-    placed_[m][i] = int32_t(result_.ops.size());
+    op.microbatch = m < 0 ? m + microbatches_ : m;
+    placed_[place_of(m)][i] = int32_t(result_.ops.size());
+    result_.ops.push_back(std::move(op));
+  }
+
+  // In lists by microbatch: those that began in the step before come after those of this one.
+  size_t place_of(int m) const { return size_t(m < 0 ? m + 2 * microbatches_ : m); }
+
+  // Whether a tensor of a microbatch is made in this step, or by nobody (data).
+  bool is_made(TensorId id, int m) const {
+    const int32_t producer = producer_[size_t(id.value)];
+    if (left_.empty()) return true;
+    const bool left = producer >= 0 && left_[size_t(m < 0 ? m + microbatches_ : m)][size_t(producer)];
+    return m < 0 ? left && placed_[place_of(m)][size_t(producer)] >= 0 : !left;
+  }
+
+  // A persistent tensor for everything that the ops of a microbatch which are left to the next step read and do not
+  // make.
+  void find_kept(int m) {
+    std::vector<char> made(single_.tensors.size(), false), changed(made);
+    for (size_t i = 0; i < single_.ops.size(); ++i)
+      for (TensorId id : single_.ops[i].outputs) {
+        changed[size_t(single_.whole(id).value)] = true;
+        if (left_[size_t(m)][i]) made[size_t(single_.whole(id).value)] = true;
+      }
+    for (size_t i = 0; i < single_.ops.size(); ++i)
+      for (TensorId id : single_.ops[i].inputs) {
+        if (!left_[size_t(m)][i] || !id || made[size_t(single_.whole(id).value)]) continue;
+        TensorId& slot = maps_[place_of(m - microbatches_)][size_t(id.value)];
+        if (slot != shared_[size_t(id.value)]) continue;  // has one
+        const Tensor& tensor = single_[id];
+        if (tensor.part_of || (tensor.persistent && changed[size_t(id.value)]))
+          throw Error("a pass that is left to the next step reads " + tensor.name + ", " +
+                      (tensor.part_of ? "a part of a tensor" : "which ops of other microbatches change") +
+                      "; that cannot be kept for it.");
+        slot = result_.add(kept(tensor, m));
+        kept_.emplace_back(tensor.persistent ? shared_[size_t(id.value)] : mapped(id, m), slot);
+      }
+  }
+
+  Tensor kept(Tensor tensor, int m) const {
+    if (!tensor.persistent && mesh_.size(kDataAxis) > 1) {  // each rank's own: together one tensor, split by rows
+      Layout layout{
+          {.dimension = 0, .axis = std::string(kDataAxis), .full = tensor.full_shape()[0] * mesh_.size(kDataAxis)}};
+      layout.insert(layout.end(), tensor.layout.begin(), tensor.layout.end());
+      tensor.layout = std::move(layout);
+      tensor.dimensions = {};
+    }
+    tensor.name = tensor.name + ".kept." + std::to_string(m);
+    tensor.role = Role::optimizer_state;
+    tensor.persistent = true;
+    tensor.step_output = false;
+    tensor.rounded_from = {};
+    tensor.initializer = {};
+    return tensor;
+  }
+
+  // As soon as the value is there and the one of the step before is not needed any more (hoist).
+  void keep(TensorId from, TensorId to) {
+    Op op = make_op("move", {from}, {to});
+    op.stage = Stage::backward;
+    additions_.push_back(result_.ops.size());
     result_.ops.push_back(std::move(op));
   }
 
@@ -125,14 +202,14 @@ class Unroller {
     } else {
       sums_[g] = now;
       const int32_t producer = producer_[size_t(gradients_[g].value)];
-      made_at_[g] = producer < 0 ? -1 : placed_[size_t(pass.microbatch)][size_t(producer)];
+      made_at_[g] = producer < 0 ? -1 : placed_[place_of(pass.microbatch)][size_t(producer)];
     }
   }
 
   TensorId add(size_t g, TensorId a, TensorId b, const Pass& pass) {
     Builder build(result_);
     build.stage = Stage::backward;
-    build.microbatch = pass.microbatch;
+    build.microbatch = pass.microbatch < 0 ? pass.microbatch + microbatches_ : pass.microbatch;
     build.role = Role::gradient;
     additions_.push_back(result_.ops.size());
     const TensorId sum = build.emit("add", {a, b}, {}, result_[parameters_[g]].name + ".gradient");
@@ -148,8 +225,8 @@ class Unroller {
     int count;  // of microbatches
   };
   void grow(size_t g, const Pass& pass) {
-    int first = pass.microbatch;
-    Partial now{mapped(gradients_[g], first), 1};
+    int first = pass.microbatch < 0 ? pass.microbatch + microbatches_ : pass.microbatch;
+    Partial now{mapped(gradients_[g], pass.microbatch), 1};
     result_[now.sum].role = Role::gradient;
     auto& tree = tree_[g];
     for (;;) {
@@ -190,9 +267,10 @@ class Unroller {
         continue;
       }
       if (output >= 32 || !(op.kind->accumulates >> output & 1)) return false;
-      Op& placed = result_.ops[placed_[m][index]];
+      const int32_t at = placed_[place_of(m)][size_t(index)];
+      Op& placed = result_.ops[size_t(at)];
       // Where passes of microbatches cross, the op may have run before there was a sum.
-      if (placed.accumulate >> output & 1 || placed_[m][index] < made_at_[g]) return false;
+      if (placed.accumulate >> output & 1 || at < made_at_[g]) return false;
       const int before = __builtin_popcount(placed.accumulate & ((1u << output) - 1));
       placed.inputs.insert(placed.inputs.end() - placed.addends() + before, sums_[g]);
       placed.accumulate |= 1u << output;
@@ -207,6 +285,10 @@ class Unroller {
   const std::vector<TensorId>& parameters_;
   std::vector<TensorId>& gradients_;
   bool balanced_;
+  const Mesh& mesh_;
+  int microbatches_ = 1;
+  std::vector<std::vector<char>> left_;  // by microbatch and op of the single program; empty: nothing is left
+  std::vector<std::pair<TensorId, TensorId>> kept_;                    // for the next step: from where, to where
   std::vector<std::map<int, Partial>> tree_;                           // by gradient and first microbatch
   std::map<std::pair<Pass::Part, int>, std::vector<size_t>> made_in_;  // by part and chunk of a pass
   Program result_;
@@ -223,9 +305,9 @@ class Unroller {
 }  // namespace
 
 Program unroll(const Program& single, const PassTable& passes, const std::vector<TensorId>& parameters,
-               std::vector<TensorId>& gradients, const ScheduleStage& schedule, bool balanced) {
+               std::vector<TensorId>& gradients, const ScheduleStage& schedule, bool balanced, const Mesh& mesh) {
   passes.check(schedule);
-  return Unroller(single, passes, parameters, gradients, balanced).run(schedule);
+  return Unroller(single, passes, parameters, gradients, balanced, mesh).run(schedule);
 }
 
 }  // namespace strata

@@ -26,6 +26,22 @@ int64_t largest_factor(const Program& program) {
   return most;
 }
 
+// Each step runs what the one before left to it: so all must leave the same (what others than the first run, is checked
+// of each).
+void require_same_left(const RunPlans& plans) {
+  const auto first = [](const std::vector<std::string>& of, const std::vector<std::string>& without) {
+    for (const std::string& pass : of)
+      if (std::find(without.begin(), without.end(), pass) == without.end()) return pass;
+    return std::string();
+  };
+  const PlannedProgram& main = plans.main();
+  for (const PlannedProgram& other : plans.programs)
+    for (const auto& [a, b] : {std::pair(&main, &other), std::pair(&other, &main)})
+      if (const std::string pass = first(a->built.left, b->built.left); !pass.empty())
+        throw Error("the schedule of " + a->title() + " leaves the " + pass + " to the next step, and that of " +
+                    b->title() + " does not; all steps must leave the same.");
+}
+
 bool spans_hosts(const World* world) { return world && world->local_size() < world->size(); }
 
 // What a process takes beside its arenas. What is there already when the plan is made is measured (`resident`: code,
@@ -227,6 +243,7 @@ RunPlans Session::build_run(Goal goal) const {
       if (plans.phases.programs() == 1) throw;
       throw Error("program of " + plans.programs.back().title() + ": " + error.what(), error.code());
     }
+  require_same_left(plans);
   if (!data.validation.empty()) build(Goal::evaluate, plans.phases.none());
   std::vector<SharingProgram> sharing;
   for (PlannedProgram& planned : plans.programs) sharing.push_back({planned.title(), &planned.built.program});

@@ -268,7 +268,7 @@ class Loop {
     values.push_back(double(asked_to_stop()));
     const size_t count = values.size();
     values = values_of_ranks(assembly_->groups, std::move(values));
-    loss_ = 0;
+    loss_ = count > 1 ? 0 : NAN;  // a first step may leave all of it to the next
     for (size_t i = 0; i < values.size(); ++i)
       if (i % count + 1 < count)
         loss_ += values[i];
