@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <map>
+#include <memory_resource>
 
 namespace strata {
 namespace {
@@ -42,7 +43,8 @@ class Ranges {
     const auto piece = std::prev(next);
     if (piece->first != at) state_.emplace_hint(next, at, piece->second);
   }
-  std::map<int64_t, Piece> state_;
+  std::pmr::unsynchronized_pool_resource memory_;
+  std::pmr::map<int64_t, Piece> state_{&memory_};
 };
 
 }  // namespace

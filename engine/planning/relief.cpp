@@ -13,21 +13,21 @@ constexpr int kMostRounds = 64;
 
 }  // namespace
 
-Materialized Relief::fit(const std::array<int64_t, kTiers>& targets) {
+std::pair<Materialized, MemoryPlan> Relief::fit(const std::array<int64_t, kTiers>& targets) {
   for (int round = 0;; ++round) {
     for (Tensor& part : program_.tensors)
       if (part.part_of && part.persistent) part.home = program_[part.part_of].home;
     Materialized now =
         materialize(program_, decisions_, is_asynchronous(settings_.backend) && !program_.direct_storage);
     bool within = true, changed = false;
-    const MemoryPlan plan = measure_memory(now.program, settings_.backend, settings_.threads);
+    MemoryPlan plan = measure_memory(now.program, settings_.backend, settings_.threads);
     for (Tier tier : {Tier::device, Tier::host}) {
       const int64_t target = targets[int(tier)];
       if (target <= 0 || plan[tier].total_bytes() <= target) continue;
       within = false;
       changed |= relieve(now, plan, tier, target);
     }
-    if (within || !changed || round == kMostRounds) return now;
+    if (within || !changed || round == kMostRounds) return {std::move(now), std::move(plan)};
   }
 }
 

@@ -23,8 +23,8 @@ class Relief {
         settings_(settings),
         homes_first_(homes_first) {}
   // Adds decisions until the live bytes of every tier are within `targets` (0: as it is), or nothing is left to give
-  // up.
-  Materialized fit(const std::array<int64_t, kTiers>& targets);
+  // up. The program with them, and its memory without offsets.
+  std::pair<Materialized, MemoryPlan> fit(const std::array<int64_t, kTiers>& targets);
 
  private:
   struct Candidate {

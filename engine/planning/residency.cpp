@@ -28,14 +28,16 @@ class Planner {
   // never gives a slower plan, and what a refusal says is enough is enough.
   MemoryPlan run() {
     const int64_t alignment = program_.storage_directory.empty() ? kAlignment : kStorageAlignment;
-    without_ = {program_, plan_memory(program_, settings_.backend, settings_.threads, alignment)};
+    without_.memory = plan_memory(program_, settings_.backend, settings_.threads, alignment);
     bytes_without_ = without_.memory.device().total_bytes();
+    moves_ = moves_any(program_);
+    if (!moves_) without_.program = program_;
     homes_.choose_homes(program_);
     homes_.choose_update_tiers(program_);
-    start_ = program_;
+    for (const Tensor& tensor : program_.tensors) homes_at_start_.push_back(tensor.home);
     decided_ = decisions_at_start(program_, uses_, homes_);
     const auto may_go = [](const Tensor& t) { return t.persistent && !t.part_of && t.home != t.farthest; };
-    homes_may_go_ = homes_.one_memory() && std::any_of(start_.tensors.begin(), start_.tensors.end(), may_go);
+    homes_may_go_ = homes_.one_memory() && std::any_of(program_.tensors.begin(), program_.tensors.end(), may_go);
     const bool budgets = budget(Tier::device) > 0 || budget(Tier::host) > 0;
     Planned chosen = budgets ? within_budgets() : without_budgets();
     // What is to be elsewhere goes there all the same.
@@ -53,8 +55,8 @@ class Planner {
   struct Planned {
     Program program{};
     MemoryPlan memory{};
-    Prediction prediction{};
-    bool last_resort = false;  // not what the plugins ask for, but it fits
+    double seconds = 0, waits = 0;  // predicted, once it is compared with others
+    bool last_resort = false;       // not what the plugins ask for, but it fits
   };
 
   // What one attempt aims at.
@@ -67,22 +69,27 @@ class Planner {
 
   // Decides, writes the decisions into the program, and plans its memory; moves are spread where that fits.
   Planned attempt(const Aim& aim) {
-    program_ = start_;
+    for (size_t t = 0; t < homes_at_start_.size(); ++t) program_.tensors[t].home = homes_at_start_[t];
     Decisions decisions = decided_;
     if (!aim.forms) std::erase_if(decisions, [](const auto& decision) { return decision.second.form >= 0; });
-    const Materialized now =
+    auto [now, before] =
         Relief(program_, std::move(decisions), uses_, homes_, settings_, aim.homes_first).fit(aim.targets);
-    Planned plan{now.program, {}};
-    const MemoryPlan before = measure_memory(plan.program, settings_.backend, settings_.threads);
+    Planned plan{std::move(now.program)};
+    std::vector<Op> in_place = plan.program.ops;
     const auto limits = limits_of_spreading(before, aim);
     spread_moves(plan.program, before, settings_.rates, limits);
     plan.memory = plan_memory(plan.program, settings_.backend, settings_.threads);
     if (beyond(plan.memory, {limits[int(Tier::device)], aim.targets[int(Tier::host)], 0})) {
-      plan.program = now.program;
+      plan.program.ops = std::move(in_place);
       plan.memory = plan_memory(plan.program, settings_.backend, settings_.threads);
     }
-    plan.prediction = predict(plan.program, plan.memory, settings_.rates);
     return plan;
+  }
+
+  void predict_time(Planned& plan) const {
+    const Prediction prediction = predict(plan.program, plan.memory, settings_.rates);
+    plan.seconds = prediction.seconds;
+    plan.waits = prediction.stalls.total();
   }
 
   // Where no budget says how far apart moves may be, the device stays within what it takes without any, and what is
@@ -102,13 +109,11 @@ class Planner {
   // Where restoring takes more memory than it saves: the plain program, or the one that moves what it must.
   Planned without_restoring() {
     Planned plan;
-    if (moves_any(without_.program)) {
+    if (moves_)
       plan = attempt(
           {.targets = {budget(Tier::device) > 0 ? bytes_without_ : 0, budget(Tier::host) > 0, 0}, .forms = false});
-    } else {
+    else
       plan = without_;
-      plan.prediction = predict(plan.program, plan.memory, settings_.rates);
-    }
     plan.last_resort = true;
     return plan;
   }
@@ -121,15 +126,16 @@ class Planner {
     constexpr int kSteps = 4;
     constexpr double kLittle = 1.05;
     const int64_t least = tight.memory.device().total_bytes(), most = std::max(least, bytes_without_ / 2);
-    std::vector<Planned> plans{std::move(tight)};
-    for (int step = 1; step <= kSteps && most > least && plans.back().prediction.stalls.total() > 0; ++step)
+    std::vector<Planned> plans;
+    predict_time(plans.emplace_back(std::move(tight)));
+    for (int step = 1; step <= kSteps && most > least && plans.back().waits > 0; ++step)
       if (Planned plan = attempt({.room = least + (most - least) * step / kSteps});
           plan.memory.device().total_bytes() <= most)
-        plans.push_back(std::move(plan));
-    double fastest = plans.front().prediction.seconds;
-    for (const Planned& plan : plans) fastest = std::min(fastest, plan.prediction.seconds);
+        predict_time(plans.emplace_back(std::move(plan)));
+    double fastest = plans.front().seconds;
+    for (const Planned& plan : plans) fastest = std::min(fastest, plan.seconds);
     return std::move(*std::find_if(plans.begin(), plans.end(),
-                                   [&](const Planned& plan) { return plan.prediction.seconds <= kLittle * fastest; }));
+                                   [&](const Planned& plan) { return plan.seconds <= kLittle * fastest; }));
   }
 
   // The series: from a plan that gives up all it can to one that keeps everything, in even steps of the device's
@@ -146,7 +152,7 @@ class Planner {
   bool better(const Planned& b, const Planned& a) const {
     const auto rank = [&](const Planned& plan) {
       const int64_t bytes = plan.memory.device().total_bytes();
-      return std::tuple(bytes > bytes_without_, plan.last_resort, plan.prediction.seconds, -bytes);
+      return std::tuple(bytes > bytes_without_, plan.last_resort, plan.seconds, -bytes);
     };
     return rank(b) < rank(a);
   }
@@ -167,6 +173,7 @@ class Planner {
       if (!plan.last_resort && !beyond(plan.memory, {0, budget(Tier::host), budget(Tier::nvme)}))
         least_asked = std::min(least_asked, plan.memory.device().total_bytes());
       if (!over(plan.memory)) {
+        predict_time(plan);
         if (!best || better(plan, *best)) best = std::move(plan);
       } else if (!refused || excess(plan.memory) < excess(refused->memory)) {
         refused = std::move(plan);
@@ -223,8 +230,9 @@ class Planner {
   const Homes homes_;
   const Uses uses_;
   Decisions decided_;
-  Program start_;    // what each attempt begins with
-  Planned without_;  // were nothing to rest
+  std::vector<Tier> homes_at_start_;  // by tensor: what each attempt begins with
+  bool moves_ = false;                // tensors may be elsewhere
+  Planned without_;                   // were nothing to rest; its program only where nothing moves
   bool homes_may_go_ = false;
   int64_t bytes_without_ = 0;  // of the device, were nothing to rest
 };

@@ -9,7 +9,9 @@ namespace strata {
 double Stalls::total() const { return std::accumulate(waited.begin(), waited.end(), restoring); }
 
 StallFinder::StallFinder(const Program& program, const Waits& waits) : program_(program) {
-  std::array<std::vector<int32_t>, kStreams> ops;  // by stream
+  const auto is_compute = [](const Op& op) { return op.stream == Stream::compute; };
+  if (std::all_of(program.ops.begin(), program.ops.end(), is_compute)) return;  // nothing to wait for
+  std::array<std::vector<int32_t>, kStreams> ops;                               // by stream
   int32_t chains = 0;
   for (auto* by_op : {&causes_, &chain_of_}) by_op->reserve(program.ops.size());
   first_.reserve(program.ops.size() + 1);
@@ -27,6 +29,7 @@ StallFinder::StallFinder(const Program& program, const Waits& waits) : program_(
 
 // What the op waited for and was done last; -1: nothing.
 int32_t StallFinder::released_by(int32_t op, const std::vector<Span>& spans) const {
+  if (chain_of_.empty()) return -1;
   int32_t last = -1;
   for (uint32_t c = first_[size_t(op)]; c < first_[size_t(op) + 1]; ++c)
     if (last < 0 || spans[size_t(causes_[c])].finish > spans[size_t(last)].finish) last = causes_[c];

@@ -45,7 +45,7 @@ class StallFinder {
   struct Chain {
     std::array<double, kStreams> seconds{};  // that ops of each stream ran in it
   };
-  bool on_compute(int32_t op) const { return chain_of_[size_t(op)] < 0; }
+  bool on_compute(int32_t op) const { return chain_of_.empty() || chain_of_[size_t(op)] < 0; }
   Chain& chain(int32_t op) { return chains_[size_t(chain_of_[size_t(op)])]; }
   int32_t released_by(int32_t op, const std::vector<Span>& spans) const;
   void charge(double seconds, const Chain& chain);
@@ -53,8 +53,9 @@ class StallFinder {
   const Program& program_;
   std::vector<int32_t> causes_;     // of each op: those it waits for, and the one before it on its stream
   std::vector<uint32_t> first_{0};  // by op: of its causes
-  std::vector<int32_t> chain_of_;   // by op: which chain; -1: on the compute stream, where chains end
-  std::vector<Chain> chains_;       // by op of another stream: that ended with it
+  // By op: which chain; -1: on the compute stream, where chains end. Empty: all are, and nothing ever waits.
+  std::vector<int32_t> chain_of_;
+  std::vector<Chain> chains_;  // by op of another stream: that ended with it
   Stalls stalls_;
 };
 

@@ -51,7 +51,7 @@ int ranks_of(const Mesh::Sizes& sizes) {
 
 // A tensor as coordinate 0 of every axis plans it: each axis splits one dimension or none, in any order.
 Tensor random_tensor(Random& random, const Mesh& mesh, Shape shape) {
-  Tensor tensor{.name = "t", .role = Role::parameter, .persistent = true};
+  Tensor tensor{.name = "t", .shape = {}, .role = Role::parameter, .persistent = true};
   std::vector<const Axis*> axes;
   for (const Axis& axis : mesh.axes()) axes.push_back(&axis);
   std::shuffle(axes.begin(), axes.end(), random);

@@ -45,7 +45,11 @@ class Verifier {
   }
 
   // What is being checked, for messages.
-  std::string place() const { return form_.empty() ? "op " + std::to_string(at_) : form_ + std::to_string(at_); }
+  std::string place() const {
+    const std::string op = "op " + std::to_string(at_);
+    return form_ ? form_text() + (rests_ ? "rest " : "restore ") + op : op;
+  }
+  std::string form_text() const { return "resting form \"" + form_->name + "\" of " + form_of_->name + ": "; }
 
   void check_tensor(int32_t index) {
     const Tensor& tensor = program_.tensors[size_t(index)];
@@ -291,14 +295,14 @@ class Verifier {
   void check_form(TensorId id, const RestingForm& form, const std::vector<char>& made) {
     if (!known(id)) refuse("a resting form \"" + form.name + "\" is of a tensor that does not exist.");
     const Tensor& tensor = program_[id];
-    const std::string where = "resting form \"" + form.name + "\" of " + tensor.name + ": ";
     if (tensor.persistent || tensor.part_of)
       refuse(tensor, "has a resting form \"" + form.name + "\", but only whole tensors that live within the step do.");
+    form_ = &form, form_of_ = &tensor;
     bool restored = false;
     for (const auto* list : {&form.rest, &form.restore})
       for (size_t i = 0; i < list->size(); ++i) {
         const Op& op = (*list)[i];
-        form_ = where + (list == &form.rest ? "rest" : "restore") + " op ";
+        rests_ = list == &form.rest;
         at_ = i;
         check_op(op);
         for (TensorId input : op.inputs)
@@ -306,15 +310,18 @@ class Verifier {
             refuse(op, "reads " + program_[input].name + ", which nothing writes.");
         for (TensorId output : op.outputs) restored |= list == &form.restore && output == id;
       }
-    if (!restored) refuse(where + "nothing that restores it writes it.");
+    if (!restored) refuse(form_text() + "nothing that restores it writes it.");
   }
 
   const Program& program_;
   std::string_view after_;
   const Mesh* mesh_;
-  std::vector<char> written_;           // by tensor
-  size_t at_ = 0;                       // the op that is being checked
-  std::string form_;                    // and the form whose it is, for messages; empty: the program's
+  std::vector<char> written_;  // by tensor
+  size_t at_ = 0;              // the op that is being checked
+  // And the form whose it is, for messages; none: the program's.
+  const RestingForm* form_ = nullptr;
+  const Tensor* form_of_ = nullptr;
+  bool rests_ = false;
   std::unordered_set<uint64_t> sound_;  // signatures of ops that keep to their shape rules
 };
 

@@ -411,6 +411,14 @@ std::string Executor::positions() const {
 
 void Executor::run(const StageHook& hook) {
   Streams& streams = *streams_;
+  streams.failed = false;
+  streams.error = nullptr;
+  stalls_ = {};
+  step_began_ = 0;
+  step_began_ = now();
+  for (auto& count : streams.done) count.store(0, std::memory_order_relaxed);
+  ++streams.begun;
+  // From here on: of what was counted in the step before, the watchdog would ask for events of a captured graph.
   const struct Watched {
     explicit Watched(Watchdog* dog) : dog(dog) {
       if (dog) dog->begin();
@@ -420,13 +428,6 @@ void Executor::run(const StageHook& hook) {
     }
     Watchdog* dog;
   } watched(is_one_graph() ? nullptr : watchdog_.get());
-  streams.failed = false;
-  streams.error = nullptr;
-  stalls_ = {};
-  step_began_ = 0;
-  step_began_ = now();
-  for (auto& count : streams.done) count.store(0, std::memory_order_relaxed);
-  ++streams.begun;
   streams.running = int(streams.threads.size());
   if (!streams.threads.empty()) {
     ++streams.started;

@@ -19,10 +19,12 @@ namespace {
 // Bytes of the largest matrix that is multiplied.
 int64_t largest_factor(const Program& program) {
   int64_t most = 0;
-  for (const Op& op : program.ops)
+  for (const Op& op : program.ops) {
+    if (op.microbatch > 0) continue;  // as large as those of the first
     for (TensorId id : op.inputs)
       if (id && program[id].shape.size() > 1 && program[id].bytes() > most && cost_of(OpView(program, op)).flops > 0)
         most = program[id].bytes();
+  }
   return most;
 }
 
