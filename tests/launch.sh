@@ -87,6 +87,16 @@ expect 0 '' "$strata" train config.toml --set run.directory=half --set mesh.data
 expect 0 '' "$strata" train config.toml --set run.directory=half --set mesh.data=1 --resume
 losses half/log.jsonl | grep -v '^[35] ' | cmp - <(losses alone/log.jsonl | grep -v '^[35] ') || fail "a run that changed its ranks differs"
 
+# Ranks that share the work: sums in another order, and a checkpoint goes from any mesh to any other.
+sed '/reproducible/d; s/^data = 2/tensor = 2/; /zero/,$d' config.toml >tensor.toml
+echo '[plugins.tensor_parallel]' >>tensor.toml
+expect 0 '' "$strata" train tensor.toml --set run.directory=tensor --set run.steps=2
+expect 0 '' "$strata" train tensor.toml --set run.directory=tensor --set run.steps=4 --resume --set plugins.tensor_parallel.sequence=true --set mesh.data=2 --set plugins.zero.stage=2
+expect 0 '' "$strata" train tensor.toml --set run.directory=tensor --resume --set mesh.tensor=1
+paste -d' ' <(losses alone/log.jsonl) <(losses tensor/log.jsonl) | awk '
+  { if ($1 != $4 || ($2 - $5)^2 > (1e-5 * $2)^2) bad = 1 } END { exit bad || NR != 6 }' || fail "ranks that share the work differ from one: $(losses tensor/log.jsonl)"
+expect 0 '' "$strata" generate tensor.toml --checkpoint tensor --prompt hello --tokens 3
+
 # Variables of torchrun: both ranks, in any order.
 $(launched 1 2) "$strata" train config.toml --set run.directory=torch >out1 2>error1 &
 expect 0 '' $(launched 0 2) "$strata" train config.toml --set run.directory=torch

@@ -62,6 +62,15 @@ struct SquaredReluGradient {
   STRATA_DEVICE void operator()(const float (&x)[2], float (&y)[1], int64_t) const { y[0] = x[0] * 2 * sqrtf(x[1]); }
 };
 
+// The tensor on one rank, zeros on the others.
+struct CountedOnce {
+  bool here;
+  STRATA_DEVICE void operator()(const float (&x)[1], float (&y)[1], int64_t) const { y[0] = here ? x[0] : 0.0f; }
+};
+struct RescaledSum {
+  STRATA_DEVICE void operator()(const float (&x)[3], float (&y)[1], int64_t) const { y[0] = x[0] * expf(x[1] - x[2]); }
+};
+
 // As on the CPU: element `index` keeps its value when word index%4 of block index/4 is at least the threshold.
 struct Dropout {
   const double *seed, *step;
@@ -90,6 +99,11 @@ const Registration kinds[] = {
     {"relu_gradient", [](const Binding& b) { return bind_apply<2, 1>(b, ReluGradient{}); }},
     {"squared_relu", [](const Binding& b) { return bind_apply<1, 1>(b, SquaredRelu{}); }},
     {"squared_relu_gradient", [](const Binding& b) { return bind_apply<2, 1>(b, SquaredReluGradient{}); }},
+    {"counted_once",
+     [](const Binding& b) {
+       return bind_apply<1, 1>(b, CountedOnce{b.attributes().integer("coordinate") == 0});
+     }},
+    {"rescaled_sum", [](const Binding& b) { return bind_apply<3, 1>(b, RescaledSum{}); }},
     {"dropout", [](const Binding& b) {
        const double p = b.attributes().real("probability");
        return bind_apply<1, 1>(b, Dropout{b.in<double>(1), b.in<double>(2), uint64_t(b.attributes().integer("stream")),

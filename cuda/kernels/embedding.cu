@@ -1,18 +1,33 @@
 // Embeddings, forward and backward. The weight's gradient sums the rows of a token in their order, without atomics, so
 // that runs repeat bit for bit.
 #include "cuda/bind.h"
+#include "strata/layout.h"
 
 namespace strata::cuda::embedding_kernels {
 namespace {
 
 constexpr int kBlock = 128, kEach = 8;
 
+// Rows of the vocabulary that this rank has: tokens of others are zeros here.
+struct OwnRows {
+  int64_t first, count;
+  explicit OwnRows(const Tensor& table) : first(box_of(table).offset[0]), count(table.shape[0]) {}
+};
+
 template <class T>
-STRATA_KERNEL embed(const int32_t* tokens, const T* w, const T* positions, T* x, int64_t time, int64_t columns) {
-  const int64_t row = blockIdx.x;
+STRATA_KERNEL embed(const int32_t* tokens, const T* w, const T* positions, T* x, int64_t time, int64_t columns,
+                    int64_t first, int64_t own) {
+  const int64_t row = blockIdx.x, from = tokens[row] - first;
+  const bool here = from >= 0 && from < own;
   float v[kEach], p[kEach];
   for (int64_t i = int64_t(threadIdx.x) * kEach; i < columns; i += kBlock * kEach) {
-    load(w + int64_t(tokens[row]) * columns, i, columns, v);
+    if (!here) {
+#pragma unroll
+      for (int e = 0; e < kEach; ++e) v[e] = 0;
+      store(x + row * columns, i, columns, v);
+      continue;
+    }
+    load(w + from * columns, i, columns, v);
     if (positions) {
       load(positions + row % time * columns, i, columns, p);
 #pragma unroll
@@ -29,10 +44,13 @@ STRATA_KERNEL clear(float* out, int64_t count) {
 
 // A block a row: that of a token's first row sums all rows of the token; the others leave.
 template <class T>
-STRATA_KERNEL embedding_gradient(const T* dx, const int32_t* tokens, float* dw, int64_t rows, int64_t columns) {
+STRATA_KERNEL embedding_gradient(const T* dx, const int32_t* tokens, float* dw, int64_t rows, int64_t columns,
+                                 int64_t first, int64_t own) {
   __shared__ int earlier;
   const int64_t row = blockIdx.x;
   const int32_t token = tokens[row];
+  const int64_t to = token - first;
+  if (to < 0 || to >= own) return;
   if (threadIdx.x == 0) earlier = 0;
   __syncthreads();
   for (int64_t r = threadIdx.x; r < row; r += kBlock)
@@ -43,7 +61,7 @@ STRATA_KERNEL embedding_gradient(const T* dx, const int32_t* tokens, float* dw, 
   for (int64_t base = 0; base < columns; base += kBlock * kEach) {
     const int64_t i = base + int64_t(threadIdx.x) * kEach;
     float sum[kEach], v[kEach];
-    load(static_cast<const float*>(dw) + int64_t(token) * columns, i, columns, sum);
+    load(static_cast<const float*>(dw) + to * columns, i, columns, sum);
     for (int64_t r = row; r < rows; r += 32) {
       unsigned same = __ballot_sync(0xFFFFFFFFu, r + lane < rows && tokens[r + lane] == token);
       for (; same; same &= same - 1) {
@@ -52,7 +70,7 @@ STRATA_KERNEL embedding_gradient(const T* dx, const int32_t* tokens, float* dw, 
         for (int e = 0; e < kEach; ++e) sum[e] += v[e];
       }
     }
-    store(dw + int64_t(token) * columns, i, columns, sum);
+    store(dw + to * columns, i, columns, sum);
   }
 }
 
@@ -77,8 +95,9 @@ const Registration forward("embedding", [](const Binding& b) -> Launch {
   return with_type(b.input(1).dtype, [&](auto zero) -> Launch {
     using T = decltype(zero);
     return [=, tokens = b.in<int32_t>(0), w = b.in<T>(1), p = b.has_input(2) ? b.in<T>(2) : nullptr, x = b.out<T>(0),
-            rows = count(b.input(0)), time = b.input(0).shape[1], columns = b.columns(1), queue = b.queue()] {
-      launch(embed<T>, dim3(unsigned(rows)), kBlock, 0, queue, tokens, w, p, x, time, columns);
+            rows = count(b.input(0)), time = b.input(0).shape[1], columns = b.columns(1), own = OwnRows(b.input(1)),
+            queue = b.queue()] {
+      launch(embed<T>, dim3(unsigned(rows)), kBlock, 0, queue, tokens, w, p, x, time, columns, own.first, own.count);
     };
   });
 });
@@ -86,9 +105,11 @@ const Registration backward("embedding_gradient", [](const Binding& b) -> Launch
   return with_type(b.input(0).dtype, [&](auto zero) -> Launch {
     using T = decltype(zero);
     return [=, dx = b.in<T>(0), tokens = b.in<int32_t>(1), dw = b.out<float>(0), rows = b.rows(0),
-            columns = b.columns(0), all = count(b.output(0)), onto = b.accumulates(0), queue = b.queue()] {
+            columns = b.columns(0), all = count(b.output(0)), own = OwnRows(b.output(0)), onto = b.accumulates(0),
+            queue = b.queue()] {
       if (!onto) launch(clear, dim3(blocks(all, 256)), 256, 0, queue, dw, all);
-      launch(embedding_gradient<T>, dim3(unsigned(rows)), kBlock, 0, queue, dx, tokens, dw, rows, columns);
+      launch(embedding_gradient<T>, dim3(unsigned(rows)), kBlock, 0, queue, dx, tokens, dw, rows, columns, own.first,
+             own.count);
     };
   });
 });

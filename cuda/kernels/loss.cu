@@ -1,24 +1,21 @@
 // The output layer with its cross-entropy: logits of a chunk of rows at a time, turned into their gradient where they
-// lie.
+// lie. Where an axis splits the vocabulary, what ranks exchange of each row instead (engine/ops/vocabulary_loss.cpp).
 #include <memory>
 
 #include "cuda/bind.h"
 #include "cuda/gemm.h"
+#include "strata/layout.h"
 
 namespace strata::cuda::loss_kernels {
 namespace {
 
 constexpr int kBlock = 1024, kEach = 4;
 
-// A block a row: -log softmax(logits)[target] into losses, scale·upstream·(softmax - onehot) into gradient.
-template <class T>
-STRATA_KERNEL __launch_bounds__(kBlock)
-    row_loss(const float* logits, T* gradient, const int32_t* targets, double* losses, int64_t vocabulary,
-             int64_t stride, float scale, const double* upstream) {
-  __shared__ float scratch[32];
-  const int64_t row = blockIdx.x;
-  const float* x = logits + row * stride;
-  const int32_t target = targets[row];
+// Of a row of logits, by the threads of a block: the largest, and the sum of exponentials below it.
+struct Exponentials {
+  float top, sum;
+};
+STRATA_DEVICE Exponentials exponentials(const float* x, int64_t vocabulary, float* scratch) {
   float top = -3.0e38f, sum = 0, v[kEach];  // of what this thread has seen: Σ exp(x - top)
   for (int64_t i = int64_t(threadIdx.x) * kEach; i < vocabulary; i += kBlock * kEach) {
     load(x, i, vocabulary, v);
@@ -33,18 +30,71 @@ STRATA_KERNEL __launch_bounds__(kBlock)
       if (i + e < vocabulary) sum += __expf(v[e] - top);  // NaN stays
   }
   const float highest = block_max(top, scratch);
-  sum = block_sum(sum * __expf(top - highest), scratch);
-  top = highest;
-  if (threadIdx.x == 0) losses[row] = target < 0 ? 0.0 : log(double(sum)) - (double(x[target]) - double(top));
-  __syncthreads();  // gradient may be where the logits are
-  if (!gradient) return;
-  const float factor = target < 0 ? 0.0f : float(double(scale) * (upstream ? *upstream : 1.0));
+  return {highest, block_sum(sum * __expf(top - highest), scratch)};
+}
+
+// factor·(exp(x - top)/sum - onehot) of a row.
+template <class T>
+STRATA_DEVICE void slopes_of(const float* x, T* gradient, int64_t vocabulary, int64_t target, float factor, float top,
+                             float sum) {
+  float v[kEach];
   for (int64_t i = int64_t(threadIdx.x) * kEach; i < vocabulary; i += kBlock * kEach) {
     load(x, i, vocabulary, v);
 #pragma unroll
     for (int e = 0; e < kEach; ++e) v[e] = factor * (__expf(v[e] - top) / sum - (i + e == target ? 1.0f : 0.0f));
-    store(gradient + row * stride, i, vocabulary, v);
+    store(gradient, i, vocabulary, v);
   }
+}
+
+// A block a row: -log softmax(logits)[target] into losses, scale·upstream·(softmax - onehot) into gradient.
+template <class T>
+STRATA_KERNEL __launch_bounds__(kBlock)
+    row_loss(const float* logits, T* gradient, const int32_t* targets, double* losses, int64_t vocabulary,
+             int64_t stride, float scale, const double* upstream) {
+  __shared__ float scratch[32];
+  const int64_t row = blockIdx.x;
+  const float* x = logits + row * stride;
+  const int32_t target = targets[row];
+  const Exponentials of = exponentials(x, vocabulary, scratch);
+  if (threadIdx.x == 0) losses[row] = target < 0 ? 0.0 : log(double(of.sum)) - (double(x[target]) - double(of.top));
+  __syncthreads();  // gradient may be where the logits are
+  if (!gradient) return;
+  const float factor = target < 0 ? 0.0f : float(double(scale) * (upstream ? *upstream : 1.0));
+  slopes_of(x, gradient + row * stride, vocabulary, target, factor, of.top, of.sum);
+}
+
+// The same of ranks that each have rows of the vocabulary, this one from `first` on: what they exchange, …
+STRATA_KERNEL __launch_bounds__(kBlock)
+    row_statistics(const float* logits, const int32_t* targets, float* maximum, float* sums, float* at_target,
+                   int64_t first, int64_t vocabulary, int64_t stride) {
+  __shared__ float scratch[32];
+  const int64_t row = blockIdx.x, target = targets[row] < 0 ? -1 : targets[row] - first;
+  const float* x = logits + row * stride;
+  const Exponentials of = exponentials(x, vocabulary, scratch);
+  if (threadIdx.x > 0) return;
+  maximum[row] = of.top;
+  sums[row] = of.sum;
+  at_target[row] = target >= 0 && target < vocabulary ? x[target] : 0.0f;
+}
+
+// … and with that of all of them, gradients …
+template <class T>
+STRATA_KERNEL __launch_bounds__(kBlock)
+    row_gradient(const float* logits, T* gradient, const int32_t* targets, const float* maximum, const float* sums,
+                 int64_t first, int64_t vocabulary, int64_t stride, float scale, const double* upstream) {
+  const int64_t row = blockIdx.x;
+  const float factor = targets[row] < 0 ? 0.0f : float(double(scale) * (upstream ? *upstream : 1.0));
+  slopes_of(logits + row * stride, gradient + row * stride, vocabulary, targets[row] - first, factor, maximum[row],
+            sums[row]);
+}
+
+// … and losses.
+STRATA_KERNEL losses_of(const int32_t* targets, const float* maximum, const float* sums, const float* at_target,
+                        double* losses, int64_t rows) {
+  const int64_t row = int64_t(blockIdx.x) * 256 + threadIdx.x;
+  if (row < rows)
+    losses[row] =
+        targets[row] < 0 ? 0.0 : log(double(sums[row])) + double(maximum[row]) - double(at_target[row]);
 }
 
 STRATA_KERNEL total(const double* losses, int64_t rows, double scale, float* loss) {
@@ -82,7 +132,10 @@ struct Products {
   std::unique_ptr<Gemm> logits, dx, dw_first, dw;
 };
 
-Launch bind_loss(const Binding& b, bool gradient) {
+// Chunk by chunk: of_rows(first row, rows, logits, their gradient, losses, queue) looks at the logits and where there are
+// gradients makes theirs; then end(losses, queue). dx and dw are outputs 1 and 2.
+template <class OfRows, class End>
+Launch bind_chunks(const Binding& b, bool gradient, OfRows of_rows, End end) {
   const Sizes s(b);
   char* const base = b.workspace<char>();
   auto* const logits = reinterpret_cast<float*>(base);
@@ -111,28 +164,86 @@ Launch bind_loss(const Binding& b, bool gradient) {
     return p;
   };
   const auto full = prepare(s.chunk), last = s.rows % s.chunk ? prepare(s.rows % s.chunk) : full;
-  const double scale = b.attributes().real("scale");
   return [=, queue = b.queue()] {
-    const auto* targets = b.in<int32_t>(2);
-    const double* upstream = b.has_input(3) ? b.in<double>(3) : nullptr;
     for (int64_t row = 0; row < s.rows; row += s.chunk) {
       const int64_t m = std::min(s.chunk, s.rows - row);
       const Products& p = m == s.chunk ? *full : *last;
       const void* x = at(b.in<void>(0), s.type, row * s.hidden);
       p.logits->run({x, b.in<void>(1), logits, room}, queue);
-      with_type(s.type, [&](auto zero) {
-        using T = decltype(zero);
-        launch(row_loss<T>, dim3(unsigned(m)), kBlock, 0, queue, logits, gradient ? static_cast<T*>(slopes) : nullptr,
-               targets + row, losses + row, s.vocabulary, s.stride, float(scale), upstream);
-      });
+      of_rows(row, m, logits, slopes, losses, queue);
       if (!gradient) continue;
       p.dx->run({slopes, b.in<void>(1), at(b.out<void>(1), s.type, row * s.hidden), room}, queue);
       (row > 0 ? p.dw : p.dw_first)->run({slopes, x, b.out<void>(2), room}, queue);
     }
-    launch(total, dim3(1), 256, 0, queue, losses, s.rows, scale, b.out<float>(0));
+    end(losses, queue);
   };
 }
+
+// The sum of the rows' losses.
+auto summed(const Binding& b) {
+  return [rows = b.rows(0), scale = b.attributes().real("scale"), loss = b.out<float>(0)](const double* losses,
+                                                                                         void* queue) {
+    launch(total, dim3(1), 256, 0, queue, losses, rows, scale, loss);
+  };
+}
+
+Launch bind_loss(const Binding& b, bool gradient) {
+  const auto of_rows = [=, s = Sizes(b), targets = b.in<int32_t>(2), scale = float(b.attributes().real("scale")),
+                        upstream = b.has_input(3) ? b.in<double>(3) : nullptr](
+                           int64_t row, int64_t m, const float* logits, void* slopes, double* losses, void* queue) {
+    with_type(s.type, [&](auto zero) {
+      using T = decltype(zero);
+      launch(row_loss<T>, dim3(unsigned(m)), kBlock, 0, queue, logits, gradient ? static_cast<T*>(slopes) : nullptr,
+             targets + row, losses + row, s.vocabulary, s.stride, scale, upstream);
+    });
+  };
+  return bind_chunks(b, gradient, of_rows, summed(b));
+}
+
+int64_t first_row(const Binding& b) { return box_of(b.input(1)).offset[0]; }
+
+Launch bind_statistics(const Binding& b) {
+  const auto of_rows = [s = Sizes(b), targets = b.in<int32_t>(2), maximum = b.out<float>(0), sums = b.out<float>(1),
+                        at_target = b.out<float>(2), first = first_row(b)](
+                           int64_t row, int64_t m, const float* logits, void*, double*, void* queue) {
+    launch(row_statistics, dim3(unsigned(m)), kBlock, 0, queue, logits, targets + row, maximum + row, sums + row,
+           at_target + row, first, s.vocabulary, s.stride);
+  };
+  return bind_chunks(b, false, of_rows, [](const double*, void*) {});
+}
+
+// Losses of all rows by what ranks have exchanged of them.
+auto losses_by_parts(const Binding& b) {
+  return [rows = b.rows(0), targets = b.in<int32_t>(2), maximum = b.in<float>(3), sums = b.in<float>(4),
+          at_target = b.in<float>(5), sum = summed(b)](double* losses, void* queue) {
+    launch(losses_of, dim3(blocks(rows, 256)), 256, 0, queue, targets, maximum, sums, at_target, losses, rows);
+    sum(losses, queue);
+  };
+}
+
+Launch bind_parts_with_gradient(const Binding& b) {
+  const auto of_rows = [s = Sizes(b), targets = b.in<int32_t>(2), maximum = b.in<float>(3), sums = b.in<float>(4),
+                        first = first_row(b), scale = float(b.attributes().real("scale")),
+                        upstream = b.has_input(6) ? b.in<double>(6) : nullptr](
+                           int64_t row, int64_t m, const float* logits, void* slopes, double*, void* queue) {
+    with_type(s.type, [&](auto zero) {
+      using T = decltype(zero);
+      launch(row_gradient<T>, dim3(unsigned(m)), kBlock, 0, queue, logits, static_cast<T*>(slopes), targets + row,
+             maximum + row, sums + row, first, s.vocabulary, s.stride, scale, upstream);
+    });
+  };
+  return bind_chunks(b, true, of_rows, losses_by_parts(b));
+}
 int64_t workspace(const OpView& v, int) { return Sizes(v).workspace(); }
+
+const Registration parts[] = {
+    {"vocabulary_statistics", bind_statistics, workspace},
+    {"vocabulary_loss",
+     [](const Binding& b) -> Launch {
+       return [end = losses_by_parts(b), losses = b.workspace<double>(), queue = b.queue()] { end(losses, queue); };
+     },
+     [](const OpView& v, int) -> int64_t { return v.rows(0) * 8; }},
+    {"vocabulary_loss_with_gradient", bind_parts_with_gradient, workspace}};
 
 const Registration kinds[] = {
     {"lm_head_loss", [](const Binding& b) { return bind_loss(b, false); }, workspace},

@@ -52,9 +52,10 @@ struct HostSection {
 struct MeshSection {
   int64_t data = 1;
   int64_t replicate = 1;
+  int64_t tensor = 1;
   // The mesh's axes, outermost first (strata/mesh.h).
   std::vector<std::pair<std::string, int>> axes() const {
-    return {{"replicate", int(replicate)}, {"shard", int(data / replicate)}};
+    return {{"replicate", int(replicate)}, {"shard", int(data / replicate)}, {"tensor", int(tensor)}};
   }
 };
 

@@ -335,6 +335,7 @@ const AtLoad registered([] {
              return Cost{flops(v, 0, 2), bytes(v)};
            },
        .half = true,
+       .sharding = {.dimensions = "bth -> bth, bht", .whole = "t"},
        .kernels = {{"cpu", cpu_kernel([](const Binding& b) { forward(b); },
                                       [](const OpView& v, int threads) {
                                         const Sizes s(v, v.input(0));
@@ -358,6 +359,7 @@ const AtLoad registered([] {
              return Cost{flops(v, 1, 4), bytes(v)};
            },
        .half = true,
+       .sharding = {.dimensions = "bth, bth, bth, bht -> bth", .whole = "t"},
        .kernels = {{"cpu", cpu_kernel([](const Binding& b) { backward(b); },
                                       [](const OpView& v, int threads) {
                                         const Sizes s(v, v.input(1));

@@ -142,6 +142,7 @@ const AtLoad registered([] {
                      },
                  .in_place = {{0, 0}},
                  .half = true,
+                 .sharding = elementwise(1, 1, 2, 1),
                  .kernels = {{"cpu", {bind_cpu, {}}}, {"reference", {bind_reference_type, {}}}}});
 });
 

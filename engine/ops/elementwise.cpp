@@ -82,6 +82,7 @@ void register_add() {
                      },
                  .in_place = {{0, 0}, {0, 1}},
                  .half = true,
+                 .sharding = elementwise(2, 1, 0, 3),
                  .kernels = {{"cpu", elementwise_kernel<2>([](const Binding&, const auto& in, const auto& out,
                                                               int64_t n, int64_t) { add(in[0], in[1], out[0], n); })},
                              {"reference", reference_kernel([](const Binding& b, auto zero) {
@@ -101,6 +102,7 @@ void register_scale() {
        },
        .in_place = {{0, 0}},
        .half = true,
+       .sharding = elementwise(1, 1, 1, 1),
        .kernels = {{"cpu", elementwise_kernel<1>([](const Binding& b, const auto& in, const auto& out, int64_t n,
                                                     int64_t) { scale(in[0], float(*b.in<double>(1)), out[0], n); })},
                    {"reference", reference_kernel([](const Binding& b, auto zero) {
@@ -148,6 +150,7 @@ void register_clamp() {
                  },
                  .in_place = {{0, 0}},
                  .half = true,
+                 .sharding = elementwise(1),
                  .kernels = {{"cpu", elementwise_kernel<1>(
                                          [](const Binding& b, const auto& in, const auto& out, int64_t n, int64_t) {
                                            clamp(in[0], float(b.attributes().real("limit")), out[0], n);
@@ -170,6 +173,7 @@ void register_gelu() {
                      },
                  .in_place = {{0, 0}},
                  .half = true,
+                 .sharding = elementwise(1),
                  .kernels = {{"cpu", elementwise_kernel<1>([](const Binding&, const auto& in, const auto& out,
                                                               int64_t n, int64_t) { gelu(in[0], out[0], n); })},
                              {"reference", reference_kernel([](const Binding& b, auto zero) {
@@ -191,6 +195,7 @@ void register_gelu_gradient() {
        .in_place = {{0, 0}},
        .fusions = {{"linear_input_gradient", "linear_gelu_gradient"}},
        .half = true,
+       .sharding = elementwise(2, 1, 0, 1),
        .kernels = {{"cpu", elementwise_kernel<2>([](const Binding&, const auto& in, const auto& out, int64_t n,
                                                     int64_t) { gelu_gradient(in[0], in[1], out[0], n); })},
                    {"reference", reference_kernel([](const Binding& b, auto zero) {
@@ -212,6 +217,7 @@ void register_swiglu() {
            },
        .in_place = {{0, 0}, {0, 1}},
        .half = true,
+       .sharding = elementwise(2),
        .kernels = {{"cpu", elementwise_kernel<2>([](const Binding&, const auto& in, const auto& out, int64_t n,
                                                     int64_t) { swiglu(in[0], in[1], out[0], n); })},
                    {"reference", reference_kernel([](const Binding& b, auto zero) {
@@ -233,6 +239,7 @@ void register_swiglu_gradient() {
        },
        .in_place = {{0, 0}, {1, 1}, {1, 2}},
        .half = true,
+       .sharding = elementwise(3, 2, 0, 1),
        .kernels = {
            {"cpu", elementwise_kernel<3, 2>([](const Binding&, const auto& in, const auto& out, int64_t n, int64_t) {
               swiglu_gradient(in[0], in[1], in[2], out[0], out[1], n);

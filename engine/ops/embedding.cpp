@@ -7,7 +7,9 @@
 #include <tuple>
 
 #include "engine/ops/registration.h"
+#include "engine/ops/shares.h"
 #include "engine/ops/vector.h"
+#include "strata/layout.h"
 
 namespace strata {
 namespace {
@@ -19,23 +21,36 @@ STRATA_SIMD void add_to(float* sum, const float* x, int64_t n) {
   simd::map(n, [&](int64_t i, int64_t c) STRATA_INLINE_LAMBDA { put(sum + i, get(sum + i, c) + get(x + i, c), c); });
 }
 
+// Rows of a table over which an axis splits the vocabulary: tokens of other rows are other ranks', here they are zeros.
+struct OwnRows {
+  int64_t first, count;
+  OwnRows(const Tensor& table) : first(box_of(table).offset[0]), count(table.shape[0]) {}
+  // The row of a token, or -1.
+  int64_t operator()(int32_t token) const {
+    const int64_t row = token - first;
+    return row >= 0 && row < count ? row : -1;
+  }
+};
+
 template <class T>
-void embed_row(const Binding& b, int64_t row) {
-  const int64_t columns = b.columns(1), time = b.input(0).shape[1];
-  const T* w = b.in<T>(1) + int64_t(b.in<int32_t>(0)[row]) * columns;
+void embed_row(const Binding& b, const OwnRows& own, int64_t row) {
+  const int64_t columns = b.columns(1), time = b.input(0).shape[1], from = own(b.in<int32_t>(0)[row]);
+  if (from < 0) return void(std::fill_n(b.out<T>(0) + row * columns, columns, T(0)));
+  const T* w = b.in<T>(1) + from * columns;
   const T* p = b.has_input(2) ? b.in<T>(2) + row % time * columns : nullptr;
   T* x = b.out<T>(0) + row * columns;
   for (int64_t i = 0; i < columns; ++i) x[i] = w[i] + (p ? p[i] : T(0));
 }
 
-void embed_half_row(const Binding& b, int64_t row) {
+void embed_half_row(const Binding& b, const OwnRows& own, int64_t row) {
   constexpr int64_t kChunk = 512;
   const DType type = b.input(1).dtype;
-  const int64_t columns = b.columns(1), time = b.input(0).shape[1];
+  const int64_t columns = b.columns(1), time = b.input(0).shape[1], from = own(b.in<int32_t>(0)[row]);
+  if (from < 0) return void(std::memset(at(b.out<void>(0), type, row * columns), 0, size_t(columns * size_of(type))));
   float x[kChunk], p[kChunk];
   for (int64_t i = 0; i < columns; i += kChunk) {
     const int64_t count = std::min(kChunk, columns - i);
-    to_f32(type, at(b.in<void>(1), type, int64_t(b.in<int32_t>(0)[row]) * columns + i), x, count);
+    to_f32(type, at(b.in<void>(1), type, from * columns + i), x, count);
     if (b.has_input(2)) {
       to_f32(type, at(b.in<void>(2), type, row % time * columns + i), p, count);
       add_to(x, p, count);
@@ -57,6 +72,21 @@ void add_row_to(const Binding& b, float* sum, int64_t row, int64_t columns) {
   }
 }
 
+// The axis that splits the rows is named in the op, and in its gradient's, whose result is split so.
+std::vector<TensorId> with_split_rows(Builder& build, const OpView& v, const std::string& axis, int size) {
+  Attributes attributes = v.attributes();
+  attributes.set("axis", axis);
+  attributes.set("size", int64_t(size));
+  return {build.emit("embedding", v.op().inputs, attributes, "embedding.own")};
+}
+
+// Rows of a table's gradient on this rank.
+int64_t own_rows(const OpView& v) {
+  const int64_t rows = v.attributes().integer("rows");
+  if (!v.attributes().has("axis")) return rows;
+  return share_of_output(v, 0, 0, v.attributes().string("axis"), rows, int(v.attributes().integer("size")));
+}
+
 void register_embedding() {
   register_kind(
       {.name = "embedding",
@@ -74,9 +104,12 @@ void register_embedding() {
        .gradient =
            [](Differentiation& d) {
              const OpView& v = d.forward();
-             if (d.needs(1))
-               d.set(1, d.build().emit("embedding_gradient", {d.output_gradient(0), d.input(0)},
-                                       {{"rows", v.input(1).shape[0]}}));
+             if (d.needs(1)) {
+               Attributes rows = v.attributes();  // the axis that splits the rows, if one does
+               const Split* split = rows.has("axis") ? last_split(v.input(1), 0, rows.string("axis")) : nullptr;
+               rows.set("rows", split ? split->full : v.input(1).shape[0]);
+               d.set(1, d.build().emit("embedding_gradient", {d.output_gradient(0), d.input(0)}, rows));
+             }
              if (d.needs(2))
                d.set(2, d.build().emit("position_gradient", {d.output_gradient(0)}, {{"rows", v.input(2).shape[0]}}));
            },
@@ -86,17 +119,21 @@ void register_embedding() {
                          3.0 * double(elements(v.input(0).shape) * v.columns(1)) * double(size_of(v.input(1).dtype))};
            },
        .half = true,
+       // The rank that has a token's row adds its position too, so that the sum has it once.
+       .sharding = {.dimensions = "bt, vc, pc -> btc", .whole = "tp", .replaced = "v", .replace = with_split_rows},
        .kernels = {{"cpu", cpu_kernel([](const Binding& b) {
-                      b.threads().split(elements(b.input(0).shape), 16, [&](int64_t r, int64_t e) {
-                        for (; r < e; ++r)
-                          if (is_half(b.input(1).dtype))
-                            embed_half_row(b, r);
-                          else
-                            embed_row<float>(b, r);
-                      });
+                      b.threads().split(elements(b.input(0).shape), 16,
+                                        [&, own = OwnRows(b.input(1))](int64_t r, int64_t e) {
+                                          for (; r < e; ++r)
+                                            if (is_half(b.input(1).dtype))
+                                              embed_half_row(b, own, r);
+                                            else
+                                              embed_row<float>(b, own, r);
+                                        });
                     })},
                    {"reference", reference_kernel([](const Binding& b, auto zero) {
-                      for (int64_t r = 0; r < elements(b.input(0).shape); ++r) embed_row<decltype(zero)>(b, r);
+                      const OwnRows own(b.input(1));
+                      for (int64_t r = 0; r < elements(b.input(0).shape); ++r) embed_row<decltype(zero)>(b, own, r);
                     })}}});
   register_kind(
       {.name = "embedding_gradient",
@@ -106,7 +143,7 @@ void register_embedding() {
                      v.input(1).dtype == DType::i32 && v.rows(0) == elements(v.input(1).shape) &&
                      v.attributes().has("rows"),
                  v, "dx (B, T, C), tokens i32 (B, T) and an attribute rows");
-         return {{{v.attributes().integer("rows"), v.columns(0)}, wide(v.input(0).dtype)}};
+         return {{{own_rows(v), v.columns(0)}, wide(v.input(0).dtype)}};
        },
        .cost =
            [](const OpView& v) {
@@ -114,27 +151,35 @@ void register_embedding() {
            },
        .accumulates = 1,
        .half = true,
+       .layout = [](const OpView& v) -> std::vector<Layout> {
+         if (!v.attributes().has("axis")) return {{}};
+         return {with_split({}, 0, v.attributes().string("axis"), v.attributes().integer("rows"))};
+       },
+       .sharding = {.dimensions = "btc, bt -> vc", .whole = "c"},
        // Every thread owns the rows of the tokens that are its own modulo the team: no two write one row, and each row
        // is summed in the order of the tokens whatever the number of threads.
        .kernels = {{"cpu", cpu_kernel([](const Binding& b) {
                       const int64_t columns = b.columns(0), rows = b.rows(0);
+                      const OwnRows own(b.output(0));
                       float* dw = b.out<float>(0);
                       if (!b.accumulates(0))
                         b.threads().split(elements(b.output(0).shape), kGrain,
                                           [&](int64_t i, int64_t e) { std::memset(dw + i, 0, size_t(e - i) * 4); });
                       b.threads().parallel([&](int t) {
                         for (int64_t r = 0; r < rows; ++r)
-                          if (const int64_t token = b.in<int32_t>(1)[r]; token % b.threads().count() == t)
-                            add_row_to(b, dw + token * columns, r, columns);
+                          if (const int64_t row = own(b.in<int32_t>(1)[r]); row >= 0 && row % b.threads().count() == t)
+                            add_row_to(b, dw + row * columns, r, columns);
                       });
                     })},
                    {"reference", reference_kernel([](const Binding& b, auto zero) {
                       using T = decltype(zero);
                       const int64_t columns = b.columns(0);
+                      const OwnRows own(b.output(0));
                       if (!b.accumulates(0)) std::fill_n(b.out<T>(0), elements(b.output(0).shape), T(0));
                       for (int64_t r = 0; r < b.rows(0); ++r)
-                        for (int64_t i = 0; i < columns; ++i)
-                          b.out<T>(0)[b.in<int32_t>(1)[r] * columns + i] += b.in<T>(0)[r * columns + i];
+                        if (const int64_t row = own(b.in<int32_t>(1)[r]); row >= 0)
+                          for (int64_t i = 0; i < columns; ++i)
+                            b.out<T>(0)[row * columns + i] += b.in<T>(0)[r * columns + i];
                     })}}});
   register_kind({.name = "position_gradient",
                  .summary = "dx (B, T, C); attribute rows = P -> dp (P, C), summed over B",
@@ -146,6 +191,7 @@ void register_embedding() {
                  },
                  .accumulates = 1,
                  .half = true,
+                 .sharding = {.dimensions = "btc -> pc", .whole = "t"},
                  .kernels = {{"cpu", cpu_kernel([](const Binding& b) {
                                 const Shape& s = b.input(0).shape;
                                 b.threads().split(b.output(0).shape[0], 8, [&](int64_t t, int64_t e) {
@@ -264,6 +310,7 @@ void register_rotary() {
            },
        .in_place = {{0, 0}},
        .half = true,
+       .sharding = {.dimensions = "bth -> bth", .whole = "t", .linear = 1},
        .kernels = {{"cpu", {bind_rotary<float>, {}}},
                    {"reference",
                     {[](const Binding& b) {

@@ -2,11 +2,8 @@
 // In training the loss and its gradients come from one pass, so that the logits are computed once.
 #include <cmath>
 #include <cstring>
-#include <memory>
-#include <optional>
 
-#include "engine/ops/gemm.h"
-#include "engine/ops/registration.h"
+#include "engine/ops/language_model_head.h"
 #include "engine/ops/vector.h"
 
 namespace strata {
@@ -15,13 +12,6 @@ namespace {
 using simd::F;
 using simd::get;
 using simd::put;
-
-// Rows of logits held at once: about 50 MB, where the products are still at full speed.
-int64_t chunk_rows(int64_t rows, int64_t vocabulary) {
-  constexpr int64_t kLogits = 12'900'000;
-  return std::min(rows, std::max<int64_t>(64, std::min<int64_t>(1024, kLogits / vocabulary / 64 * 64)));
-}
-int64_t row_stride(int64_t vocabulary) { return (vocabulary + 15) / 16 * 16; }
 
 // -log softmax(logits)[target] of one row; turns the row into scale·(softmax - onehot) when asked.
 STRATA_SIMD double row_loss(float* logits, int64_t n, int64_t target, float scale, bool gradient) {
@@ -58,122 +48,24 @@ STRATA_SIMD double row_loss(float* logits, int64_t n, int64_t target, float scal
   return std::log(total) - double(at_target);
 }
 
-struct Sizes {
-  int64_t rows, hidden, vocabulary, chunk, stride;
-  DType type;
-  explicit Sizes(const OpView& v)
-      : rows(v.rows(0)),
-        hidden(v.columns(0)),
-        vocabulary(v.input(1).shape[0]),
-        chunk(chunk_rows(rows, vocabulary)),
-        stride(row_stride(vocabulary)),
-        type(v.input(0).dtype) {}
-  // The workspace: logits, losses of a chunk's rows in f64, and where the model has 16 bits the logits' gradient in
-  // those, and what products need.
-  int64_t losses_at() const { return chunk * stride * 4; }
-  int64_t halves_at() const { return losses_at() + (chunk * 8 + 63) / 64 * 64; }
-  int64_t product_at() const { return halves_at() + (is_half(type) ? (chunk * stride * 2 + 63) / 64 * 64 : 0); }
-};
-
-// The products of a chunk of `m` rows.
-struct Shapes {
-  HalfShape logits, dx, dw_first, dw;
-  Shapes(const OpView& v, const Sizes& s, int64_t m)
-      : logits{Transpose::no, Transpose::yes, m,        s.vocabulary, s.hidden,
-               s.hidden,      s.hidden,       s.stride, s.type,       DType::f32},
-        dx{Transpose::no, Transpose::no, m,      s.hidden, s.vocabulary, s.stride,
-           s.hidden,      s.hidden,      s.type, s.type,   false,        v.accumulates(1)},
-        dw_first{Transpose::yes, Transpose::no, s.vocabulary, s.hidden,   m,     s.stride,
-                 s.hidden,       s.hidden,      s.type,       DType::f32, false, v.accumulates(2)},
-        dw{dw_first} {
-    dw.accumulate = true;
-  }
-};
-
-struct Products {
-  HalfGemm logits;
-  std::optional<HalfGemm> dx, dw_first, dw;
-  Products(const Binding& b, const Shapes& s, bool gradient) : logits(b.threads(), s.logits) {
-    if (!gradient) return;
-    dx.emplace(b.threads(), s.dx);
-    dw_first.emplace(b.threads(), s.dw_first);
-    dw.emplace(b.threads(), s.dw);
-  }
-};
-
-int64_t workspace(const OpView& v, bool gradient, int threads) {
-  const Sizes s(v);
-  if (!is_half(s.type)) return s.product_at();
-  int64_t most = 0;
-  for (int64_t m : {s.chunk, s.rows % s.chunk}) {
-    if (m == 0) continue;
-    const Shapes shapes(v, s, m);
-    most = std::max(most, HalfGemm::workspace(shapes.logits, threads));
-    if (gradient)
-      for (const HalfShape* shape : {&shapes.dx, &shapes.dw_first, &shapes.dw})
-        most = std::max(most, HalfGemm::workspace(*shape, threads));
-  }
-  return s.product_at() + most;
-}
-
 // Input 3, where there is one: the gradient of the loss, a scalar that loss scaling sets.
-void loss_on_cpu(const Binding& b, bool gradient, const Products* full, const Products* last) {
-  const Sizes s(b);
-  auto* const base = b.workspace<std::byte>();
-  auto* logits = reinterpret_cast<float*>(base);
-  auto* losses = reinterpret_cast<double*>(base + s.losses_at());
-  void *const halves = base + s.halves_at(), *const scratch = base + s.product_at();
+void loss_on_cpu(const Binding& b, bool gradient, const head::Products* full, const head::Products* last) {
+  const int64_t vocabulary = b.input(1).shape[0];
   const int32_t* targets = b.in<int32_t>(2);
   const float scale = float(b.attributes().real("scale") * (b.has_input(3) ? *b.in<double>(3) : 1));
-  double total = 0;
-  for (int64_t row = 0; row < s.rows; row += s.chunk) {
-    const int64_t m = std::min(s.chunk, s.rows - row);
-    const Products* products = m == s.chunk ? full : last;
-    const void* x = at(b.in<void>(0), s.type, row * s.hidden);
-    if (products)
-      products->logits.run(x, b.in<void>(1), nullptr, logits, scratch);
-    else
-      gemm(b.threads(), Transpose::no, Transpose::yes, m, s.vocabulary, s.hidden, b.in<float>(0) + row * s.hidden,
-           s.hidden, b.in<float>(1), s.hidden, 0, logits, s.stride);
-    b.threads().split(m, 1, [&](int64_t i, int64_t e) {
-      for (; i < e; ++i) {
-        const int64_t target = targets[row + i];
-        losses[i] = 0;
-        if (target >= 0)
-          losses[i] = row_loss(logits + i * s.stride, s.vocabulary, target, scale, gradient);
-        else if (gradient)
-          std::memset(logits + i * s.stride, 0, size_t(s.vocabulary) * 4);
-        if (gradient && products)
-          from_f32(s.type, logits + i * s.stride, at(halves, s.type, i * s.stride), s.vocabulary);
-      }
-    });
-    for (int64_t i = 0; i < m; ++i) total += losses[i];
-    if (!gradient) continue;
-    if (products) {
-      products->dx->run(halves, b.in<void>(1), nullptr, at(b.out<void>(1), s.type, row * s.hidden), scratch);
-      (row > 0 ? products->dw : products->dw_first)->run(halves, x, nullptr, b.out<void>(2), scratch);
-      continue;
-    }
-    gemm(b.threads(), Transpose::no, Transpose::no, m, s.hidden, s.vocabulary, logits, s.stride, b.in<float>(1),
-         s.hidden, b.accumulates(1) ? 1.0f : 0.0f, b.out<float>(1) + row * s.hidden, s.hidden);
-    gemm(b.threads(), Transpose::yes, Transpose::no, s.vocabulary, s.hidden, m, logits, s.stride,
-         b.in<float>(0) + row * s.hidden, s.hidden, row > 0 || b.accumulates(2) ? 1.0f : 0.0f, b.out<float>(2),
-         s.hidden);
-  }
+  const double total = head::run_chunks(b, gradient, full, last, [&](int64_t row, float* logits) -> double {
+    if (targets[row] >= 0) return row_loss(logits, vocabulary, targets[row], scale, gradient);
+    if (gradient) std::memset(logits, 0, size_t(vocabulary) * 4);
+    return 0;
+  });
   *b.out<float>(0) = float(total * b.attributes().real("scale"));
 }
 
 Kernel head_kernel(bool gradient) {
-  return {[=](const Binding& b) -> Launch {
-            require(compute_type(b) != DType::f64, b, "f32, bf16 or f16 tensors on the cpu backend");
-            const Sizes s(b);
-            if (!is_half(s.type)) return [=] { loss_on_cpu(b, gradient, nullptr, nullptr); };
-            const auto full = std::make_shared<Products>(b, Shapes(b, s, s.chunk), gradient);
-            const int64_t rest = s.rows % s.chunk;
-            const auto last = rest ? std::make_shared<Products>(b, Shapes(b, s, rest), gradient) : full;
-            return [=] { loss_on_cpu(b, gradient, full.get(), last.get()); };
-          },
-          [=](const OpView& v, int threads) { return workspace(v, gradient, threads); }};
+  return head::chunked_kernel(gradient,
+                              [gradient](const Binding& b, const head::Products* full, const head::Products* last) {
+                                loss_on_cpu(b, gradient, full, last);
+                              });
 }
 
 template <class T>
@@ -209,17 +101,26 @@ void reference_loss(const Binding& b, bool gradient) {
 }
 
 void check(const OpView& v) {
-  require((v.inputs() == 3 || (v.inputs() == 4 && v.has_input(3) && is_scalar(v.input(3)))) && v.has_input(0) &&
-              v.has_input(1) && v.has_input(2) && is_float(v.input(0)) && v.input(1).dtype == v.input(0).dtype &&
-              v.input(1).shape.size() == 2 && v.columns(0) == v.columns(1) && v.input(2).dtype == DType::i32 &&
-              elements(v.input(2).shape) == v.rows(0) && v.attributes().has("scale"),
+  require(head::fits(v) && (v.inputs() == 3 || (v.inputs() == 4 && v.has_input(3) && is_scalar(v.input(3)))) &&
+              v.attributes().has("scale"),
           v, "x (B, T, C), w (V, C), targets i32 (B, T) and an attribute scale");
 }
-Cost head_cost(const OpView& v, double products) {
-  const double size = double(size_of(v.input(0).dtype));
-  return {2 * products * double(v.rows(0)) * double(v.columns(0)) * double(v.input(1).shape[0]),
-          products * size * (double(elements(v.input(0).shape)) + double(elements(v.input(1).shape)))};
+
+// Where an axis splits the vocabulary (vocabulary_loss.cpp): the maximum, then the sums are exchanged, logits never.
+std::vector<TensorId> over_parts_of_vocabulary(Builder& build, const OpView& v, const std::string& axis, int size) {
+  const std::vector<TensorId> inputs = v.op().inputs;
+  Attributes attributes = v.attributes();
+  const auto own = build.emit_all("vocabulary_statistics", inputs, {}, {}, "loss.statistics");
+  const TensorId maximum =
+      build.emit("all_reduce", {own[0]}, {{"axis", axis}, {"reduction", std::string("max")}}, "loss.maximum");
+  const TensorId sum = build.emit("rescaled_sum", {own[1], own[0], maximum}, {}, "loss.own_sum");
+  const auto sums =
+      build.emit_all("all_reduce", {sum, own[2]}, {{"axis", axis}, {"reduction", std::string("sum")}}, {}, "loss.sums");
+  (void)size;
+  return {build.emit("vocabulary_loss", {inputs[0], inputs[1], inputs[2], maximum, sums[0], sums[1]}, attributes,
+                     "loss.whole")};
 }
+
 const AtLoad registered([] {
   register_kind(
       {.name = "lm_head_loss",
@@ -239,8 +140,10 @@ const AtLoad registered([] {
              d.set(0, out[1]);
              d.set(1, out[2]);
            },
-       .cost = [](const OpView& v) { return head_cost(v, 1); },
+       .cost = [](const OpView& v) { return head::cost(v, 1); },
        .half = true,
+       .sharding =
+           {.dimensions = "...c, vc, ... -> _", .whole = "c", .replaced = "v", .replace = over_parts_of_vocabulary},
        .kernels = {{"cpu", head_kernel(false)}, {"reference", reference_kernel([](const Binding& b, auto zero) {
                                                    reference_loss<decltype(zero)>(b, false);
                                                  })}}});
@@ -251,9 +154,10 @@ const AtLoad registered([] {
          check(v);
          return {{{1}, wide(v.input(0).dtype)}, like(v.input(0)), {v.input(1).shape, wide(v.input(1).dtype)}};
        },
-       .cost = [](const OpView& v) { return head_cost(v, 3); },
+       .cost = [](const OpView& v) { return head::cost(v, 3); },
        .accumulates = 6,
        .half = true,
+       .sharding = {.dimensions = "...c, vc, ..., _ -> _, ...c, vc", .whole = "cv"},
        .kernels = {{"cpu", head_kernel(true)}, {"reference", reference_kernel([](const Binding& b, auto zero) {
                                                   reference_loss<decltype(zero)>(b, true);
                                                 })}}});

@@ -89,6 +89,7 @@ void register_linear() {
                      },
                  .accumulates = 1,
                  .half = true,
+                 .sharding = {.dimensions = "...i, oi, o -> ...o", .linear = 1, .added = 4},
                  .kernels = {{"cpu", product_kernel(
                                          [](const OpView& v) -> HalfShape {
                                            const int64_t m = v.rows(0), n = v.input(1).shape[0], k = v.columns(0);
@@ -131,6 +132,7 @@ void register_linear_input_gradient() {
            },
        .accumulates = 1,
        .half = true,
+       .sharding = {.dimensions = "...o, oi -> ...i", .linear = 1},
        .kernels = {{"cpu", product_kernel(
                                [](const OpView& v) -> HalfShape {
                                  const int64_t m = v.rows(0), n = v.columns(1), k = v.columns(0);
@@ -163,6 +165,7 @@ void register_linear_weight_gradient() {
                      },
                  .accumulates = 1,
                  .half = true,
+                 .sharding = {.dimensions = "...o, ...i -> oi"},
                  .kernels = {{"cpu", product_kernel(
                                          [](const OpView& v) -> HalfShape {
                                            const int64_t m = v.columns(0), n = v.columns(1), k = v.rows(0);

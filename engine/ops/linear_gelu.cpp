@@ -29,26 +29,28 @@ Kernel in_turn(std::string backend) {
 }
 
 const AtLoad registered([] {
-  register_kind({.name = "linear_gelu_gradient",
-                 .summary = "dy (…, out), w (out, in), x (…, in) -> dx (…, in) = (dy w) gelu'(x)",
-                 .shape = [](const OpView& v) -> std::vector<TensorSpec> {
-                   require(v.inputs() == 3 && v.has_input(0) && v.has_input(1) && v.has_input(2), v,
-                           "dy (…, out), w (out, in) and x (…, in)");
-                   const Op product = product_of(v);
-                   const auto specs = product.kind->shape(OpView(v.program(), product));
-                   require(v.input(2).shape == specs[0].shape && v.input(2).dtype == specs[0].dtype, v,
-                           "an x like the product dy w");
-                   return specs;
-                 },
-                 .cost =
-                     [](const OpView& v) {
-                       const Op product = product_of(v);
-                       Cost cost = cost_of(OpView(v.program(), product));
-                       cost.bytes += double(v.input(2).bytes());
-                       return cost;
-                     },
-                 .half = true,
-                 .kernels = {{"cpu", in_turn("cpu")}, {"reference", in_turn("reference")}}});
+  OpKind kind{.name = "linear_gelu_gradient",
+              .summary = "dy (…, out), w (out, in), x (…, in) -> dx (…, in) = (dy w) gelu'(x)",
+              .shape = [](const OpView& v) -> std::vector<TensorSpec> {
+                require(v.inputs() == 3 && v.has_input(0) && v.has_input(1) && v.has_input(2), v,
+                        "dy (…, out), w (out, in) and x (…, in)");
+                const Op product = product_of(v);
+                const auto specs = product.kind->shape(OpView(v.program(), product));
+                require(v.input(2).shape == specs[0].shape && v.input(2).dtype == specs[0].dtype, v,
+                        "an x like the product dy w");
+                return specs;
+              },
+              .cost =
+                  [](const OpView& v) {
+                    const Op product = product_of(v);
+                    Cost cost = cost_of(OpView(v.program(), product));
+                    cost.bytes += double(v.input(2).bytes());
+                    return cost;
+                  },
+              .half = true,
+              .sharding = {.dimensions = "...o, oi, ...i -> ...i", .linear = 1}};
+  kind.kernels = {{"cpu", in_turn("cpu")}, {"reference", in_turn("reference")}};
+  register_kind(std::move(kind));
 });
 
 }  // namespace

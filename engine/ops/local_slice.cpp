@@ -1,6 +1,7 @@
 // Where a tensor that is whole on every rank of an axis meets split ones: what each rank takes of it, without a wire.
 // local_slice takes a share along a dimension; replicated takes all of it, and says that each rank's gradient is only
-// what this rank adds to it. Their gradients are exchanges (exchange.cpp).
+// what this rank adds to it. Their gradients are exchanges (exchange.cpp). counted_once takes all of it on one rank and
+// zeros on the others, so that a sum over the axis has it once; its gradient is the sum's, on every rank.
 #include <cstring>
 
 #include "engine/ops/registration.h"
@@ -102,9 +103,36 @@ void register_replicated() {
   register_kind(std::move(kind));
 }
 
+Launch bind_once(const Binding& b) {
+  const bool first = b.attributes().integer("coordinate") == 0;
+  return [first, from = b.in<std::byte>(0), to = b.out<std::byte>(0), bytes = b.input(0).bytes()] {
+    if (!first)
+      std::memset(to, 0, size_t(bytes));
+    else if (to != from)
+      std::memcpy(to, from, size_t(bytes));
+  };
+}
+
+void register_once() {
+  OpKind kind{.name = "counted_once",
+              .summary = "x (…), the same on all ranks of an axis -> x on the rank of `coordinate` 0, zeros on others"};
+  kind.shape = [](const OpView& v) -> std::vector<TensorSpec> {
+    require(v.inputs() == 1 && v.has_input(0) && v.attributes().has("axis") && v.attributes().has("coordinate"), v,
+            "one tensor and attributes axis and coordinate");
+    return {like(v.input(0))};
+  };
+  kind.layout = [](const OpView& v) -> std::vector<Layout> { return {v.input(0).layout}; };
+  kind.gradient = [](Differentiation& d) { d.set(0, d.output_gradient(0)); };
+  kind.in_place = {{0, 0}};
+  kind.half = true;
+  kind.kernels = {{"cpu", {bind_once}}, {"reference", {bind_once}}};
+  register_kind(std::move(kind));
+}
+
 const AtLoad registered([] {
   register_slice();
   register_replicated();
+  register_once();
 });
 
 }  // namespace

@@ -21,13 +21,12 @@ Launch bind(const Binding& b) {
 }
 
 const AtLoad registered([] {
-  register_kind({.name = "move",
-                 .summary = "x (…) -> x on another tier",
-                 .shape = [](const OpView& v) -> std::vector<TensorSpec> {
-                   require(v.inputs() == 1 && v.has_input(0), v, "one tensor");
-                   return {like(v.input(0))};
-                 },
-                 .kernels = {{"cpu", {bind, {}}}, {"reference", {bind, {}}}}});
+  OpKind kind{.name = "move", .summary = "x (…) -> x on another tier", .shape = [](const OpView& v) {
+                require(v.inputs() == 1 && v.has_input(0), v, "one tensor");
+                return std::vector<TensorSpec>{like(v.input(0))};
+              }};
+  kind.kernels = {{"cpu", {bind, {}}}, {"reference", {bind, {}}}};
+  register_kind(std::move(kind));
 });
 
 }  // namespace

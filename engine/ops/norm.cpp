@@ -216,6 +216,7 @@ void register_norm(const std::string& name, bool layer) {
              for (int i = 0; i < inputs; ++i) d.set(i, out[i]);
            },
        .half = true,
+       .sharding = {.dimensions = layer ? "...c, c, c -> ...c, (...)s" : "...c, c -> ...c, (...)s", .whole = "c"},
        .kernels = {{"cpu", cpu_kernel([layer](const Binding& b) { forward(b, layer); },
                                       [](const OpView& v, int threads) { return half_rows(v, threads, 2, 2); })},
                    {"reference", reference_kernel([layer](const Binding& b, auto zero) {
@@ -237,6 +238,9 @@ void register_norm(const std::string& name, bool layer) {
                  .accumulates = layer ? 7u : 3u,
                  .in_place = {{0, 0}},
                  .half = true,
+                 .sharding = {.dimensions =
+                                  layer ? "...c, ...c, c, (...)s -> ...c, c, c" : "...c, ...c, c, (...)s -> ...c, c",
+                              .whole = "c"},
                  .kernels = {{"cpu", cpu_kernel([layer](const Binding& b) { backward(b, layer); },
                                                 [](const OpView& v, int threads) {
                                                   return parts_of(v.rows(0)) * 2 * padded(v.columns(0)) * 4 +

@@ -93,6 +93,7 @@ const AtLoad registered([] {
                  },
                  .accumulates = 1,
                  .half = true,
+                 .sharding = {.dimensions = "...n -> n", .linear = 1},
                  .kernels = {{"cpu", cpu_kernel([](const Binding& b) {
                                 const DType type = b.input(0).dtype;
                                 b.threads().split(b.columns(0), 64, [&](int64_t i, int64_t e) {

@@ -64,12 +64,14 @@ void add_pair(const std::string& name, const std::string& summary, std::map<std:
                      },
                  .in_place = {{0, 0}},
                  .half = true,
+                 .sharding = elementwise(1),
                  .kernels = std::move(forward)});
   register_kind({.name = name + "_gradient",
                  .summary = "dy, y -> dx",
                  .shape = same_shape(2),
                  .in_place = {{0, 0}},
                  .half = true,
+                 .sharding = elementwise(2, 1, 0, 1),
                  .kernels = std::move(backward)});
 }
 

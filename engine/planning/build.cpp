@@ -7,11 +7,13 @@
 #include "engine/planning/gradient_exchange.h"
 #include "engine/planning/guarded.h"
 #include "engine/planning/hoist.h"
+#include "engine/planning/split_program.h"
 #include "engine/planning/unroll.h"
 #include "engine/plugin/loader.h"
 #include "engine/program/autodiff.h"
 #include "engine/program/drop_unused.h"
 #include "engine/program/op_limit.h"
+#include "engine/program/sharding.h"
 #include "strata/convert.h"
 
 namespace strata {
@@ -52,10 +54,10 @@ struct Order {
   }
 };
 
-// What a gradient of one microbatch has yet to be summed over: the axes that split the batch, but those that split its
-// parameter.
-std::vector<std::string> partial_over(const Mesh& mesh, const Layout& layout) {
-  std::vector<std::string> axes;
+// What a gradient of one microbatch has yet to be summed over: the axes over which its ops left it partial, and those
+// that split the batch, but those that split its parameter.
+std::vector<std::string> partial_over(const Mesh& mesh, const Layout& layout, const Partial& partial) {
+  std::vector<std::string> axes(partial.begin(), partial.end());
   for (std::string_view axis : mesh.parts_of(kDataAxis))
     if (mesh.size(axis) > 1 &&
         std::none_of(layout.begin(), layout.end(), [&](const Split& split) { return split.axis == axis; }))
@@ -107,12 +109,31 @@ std::pair<ScheduleStage, PassTable> scheduled(std::span<const NamedPlugin> plugi
   return {std::move(schedule), std::move(passes)};
 }
 
-void require_summed(const std::vector<Gradient>& list, const std::vector<std::string>& plugin_path) {
+void require_summed(const Mesh& mesh, const std::vector<Gradient>& list, const std::vector<std::string>& plugin_path) {
+  const std::vector<std::string_view> of_data = mesh.parts_of(kDataAxis);
   for (const Gradient& gradient : list)
-    if (!gradient.partial.empty())
-      throw Error(
-          "mesh.data asks for several ranks, but no enabled plugin sums gradients over them; enable one that does" +
-          installed_for("summed_gradients", plugin_path) + ", or set it to 1.");
+    for (const std::string& axis : gradient.partial) {
+      if (std::find(of_data.begin(), of_data.end(), axis) != of_data.end())
+        throw Error(
+            "mesh.data asks for several ranks, but no enabled plugin sums gradients over them; enable one that does" +
+            installed_for("summed_gradients", plugin_path) + ", or set it to 1.");
+      throw Error("some gradients are partial sums over axis \"" + axis + "\", and no enabled plugin sums them.");
+    }
+}
+
+// Ranks that see the same sequences share the work, or they are there for nothing.
+void require_used(const Mesh& mesh, const std::vector<NamedSplit>& splits,
+                  const std::vector<std::string>& plugin_path) {
+  const std::vector<std::string_view> of_data = mesh.parts_of(kDataAxis);
+  for (const Axis& axis : mesh.axes()) {
+    const bool known = std::find(of_data.begin(), of_data.end(), axis.name) != of_data.end();
+    if (axis.size == 1 || known) continue;
+    if (std::any_of(splits.begin(), splits.end(), [&](const NamedSplit& split) { return split.axis == axis.name; }))
+      continue;
+    throw Error("mesh." + axis.name + " asks for " + std::to_string(axis.size) +
+                " ranks, but no enabled plugin splits anything over them; enable one that does" +
+                installed_for("splits over " + axis.name, plugin_path) + ", or set it to 1.");
+  }
 }
 
 // Of a pass that is left to the next step.
@@ -160,6 +181,9 @@ BuiltProgram build(std::span<const NamedPlugin> plugins, const BatchShape& batch
   for (const Root& root : forward.roots) started.insert(started.end(), {root.tensor, root.gradient});
   drop_unused(single, started, declared);
   verify(single, "dropping what is unused", &mesh);
+  require_used(mesh, forward.splits, plugin_path);
+  split_program(single, forward.splits, started, mesh);
+  verify(single, "splitting over the mesh", &mesh);
 
   require_room_for_microbatches(single, batch.microbatches);
   const std::vector<TensorId> parameters = single.with_role(Role::parameter);
@@ -181,12 +205,15 @@ BuiltProgram build(std::span<const NamedPlugin> plugins, const BatchShape& batch
     gradients.assign(made.wanted.begin(), of_others);
     activation_gradients = std::move(made.activations);
     verify(single, "differentiation", &mesh);
+    const std::vector<Partial> partial = partial_sums(single, "differentiation", &mesh);
     for (size_t i = 0; i < parameters.size(); ++i)
       if (gradients[i]) {
         const Layout& layout = single[parameters[i]].layout;
         single[gradients[i]].layout = layout;
-        list.push_back(
-            {.parameter = parameters[i], .tensor = gradients[i], .scale = {}, .partial = partial_over(mesh, layout)});
+        list.push_back({.parameter = parameters[i],
+                        .tensor = gradients[i],
+                        .scale = {},
+                        .partial = partial_over(mesh, layout, partial[size_t(gradients[i].value)])});
       }
     if (is_half(forward.gradient_dtype)) round_gradients(single, list, forward.gradient_dtype);
     exchanges.emplace(ExchangeStage(single, batch, mesh, list, phases), bool(forward.loss_gradient));
@@ -222,7 +249,7 @@ BuiltProgram build(std::span<const NamedPlugin> plugins, const BatchShape& batch
   Program& step = built.program;
   unrolled = true;
   if (checks == Checks::each_plugin) verify(step, "unrolling", &mesh);
-  built.model_flops = flops(single) * double(batch.microbatches) * double(batch.ranks);
+  built.model_flops = flops(single) * double(batch.microbatches) * double(goal == Goal::train ? mesh.size() : 1);
   built.tokens_per_step = batch.sequences() * batch.sequence_length;
   if (goal == Goal::logits) built.logits = step.find(single[result].name.of_microbatch(0));
 
@@ -252,7 +279,7 @@ BuiltProgram build(std::span<const NamedPlugin> plugins, const BatchShape& batch
     } else {
       rewrite(order.rest, "gradients", step, mesh, checks, call);
     }
-    require_summed(list, plugin_path);
+    require_summed(mesh, list, plugin_path);
     Builder update(step);
     update.stage = Stage::update;
     UpdateStage update_stage(update, list, mesh, batch.reproducible, phases);

@@ -38,8 +38,11 @@ void localize(Program& program, const Mesh& mesh, int64_t microbatches) {
       part.part_offset = row * (elements(part.shape) / std::max<int64_t>(1, part.shape[0])) * size_of(part.dtype);
   }
   const int first = mesh[kDataAxis].coordinate * int(microbatches);
-  for (Op& op : program.ops)
+  for (Op& op : program.ops) {
     if (op.microbatch >= 0) op.microbatch += first;
+    if (op.attributes.has("coordinate"))
+      op.attributes.set("coordinate", int64_t(mesh[op.attributes.string("axis")].coordinate));
+  }
   verify(program, "localizing", &mesh);
 }
 

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
 
 #include "strata/json.h"
 
@@ -70,6 +71,31 @@ bool matters(const PlannedProgram& planned, std::string_view figure) {
   return true;
 }
 
+// What a rank hands to others in a step, by axis and kind of exchange, in the order of the axes' names.
+struct OnWire {
+  int64_t calls = 0;
+  double bytes = 0;
+};
+std::map<std::pair<std::string, std::string>, OnWire> on_wire(const PlannedProgram& planned) {
+  std::map<std::pair<std::string, std::string>, OnWire> parts;
+  for (const Op& op : planned.program().ops) {
+    if (!is_exchange(op.stream)) continue;
+    OnWire& part = parts[{op.attributes.string("axis"), op.kind->name}];
+    ++part.calls;
+    part.bytes += wire_bytes(OpView(planned.program(), op), planned.rates);
+  }
+  return parts;
+}
+
+std::string wire_text(const PlannedProgram& planned) {
+  std::string text =
+      fmt::format("on the wire: {} from each rank\n", bytes_text(int64_t(planned.prediction->wire_bytes)));
+  for (const auto& [key, part] : on_wire(planned))
+    text +=
+        fmt::format("  {:<16}{:<22}{:>8}{:>14}\n", key.first, key.second, part.calls, bytes_text(int64_t(part.bytes)));
+  return text;
+}
+
 std::string prediction_text(const PlannedProgram& planned) {
   const Program& program = planned.program();
   const Prediction& predicted = *planned.prediction;
@@ -95,8 +121,7 @@ std::string prediction_text(const PlannedProgram& planned) {
       text += fmt::format(" {} {:.0f}%", name_of(Stream(s)),
                           100 * predicted.busy[size_t(s)] / std::max(predicted.seconds, 1e-12));
   text += "\n";
-  if (exchanges(program))
-    text += fmt::format("on the wire: {} from each rank\n", bytes_text(int64_t(predicted.wire_bytes)));
+  if (exchanges(program)) text += wire_text(planned);
   text += fmt::format("\n{:<40}{:>8}{:>10}{:>8}\n", "predicted by kind", "calls", "ms", "share");
   constexpr size_t kMost = 16;
   const std::vector<KindTime> kinds = time_by_kind(program, predicted.spans);
@@ -126,6 +151,10 @@ Json::Object prediction_json(const PlannedProgram& planned) {
                                  {"stream", std::string(name_of(kind.stream))},
                                  {"calls", kind.calls},
                                  {"seconds", kind.seconds}});
+  Json::Array wire;
+  for (const auto& [key, part] : on_wire(planned))
+    wire.push_back(
+        Json::Object{{"axis", key.first}, {"kind", key.second}, {"calls", part.calls}, {"bytes", part.bytes}});
   const double share = model_flop_share(planned, predicted.seconds);
   return {{"seconds", predicted.seconds},
           {"waiting_for_nvme", stalls.storage()},
@@ -135,6 +164,7 @@ Json::Object prediction_json(const PlannedProgram& planned) {
           {"exchanging", stalls.exchanging},
           {"restoring", stalls.restoring},
           {"wire_bytes", predicted.wire_bytes},
+          {"wire", std::move(wire)},
           {"model_flop_share", std::isnan(share) ? Json() : Json(share)},
           {"busy", std::move(busy)},
           {"kinds", std::move(kinds)}};

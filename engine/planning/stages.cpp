@@ -122,10 +122,10 @@ std::vector<TensorId> GradientStage::over_all(std::string_view each, std::string
   return values;
 }
 
-TensorId UpdateStage::over_parts(const Gradient& gradient, TensorId partial, const std::string& reduction) {
+TensorId UpdateStage::over_parts(const Gradient& gradient, TensorId partial, const std::string& reduction, int along) {
   const Layout layout = build_[gradient.parameter].layout;
   for (const Split& split : layout) {
-    if (mesh_.size(split.axis) == 1) continue;
+    if (mesh_.size(split.axis) == 1 || (along != kAll && split.dimension != along)) continue;
     std::vector<TensorId> outputs;
     if (build_[partial].persistent) outputs = {partial};
     partial = build_.emit_all("all_reduce", {partial}, {{"axis", split.axis}, {"reduction", reduction}}, outputs)[0];

@@ -2,6 +2,7 @@
 #include "strata/builder.h"
 
 #include "engine/program/op_limit.h"
+#include "engine/program/sharding.h"
 
 namespace strata {
 
@@ -61,8 +62,8 @@ std::vector<TensorId> Builder::emit_all(std::string_view kind, std::vector<Tenso
   op.block = block_index;
   op.microbatch = microbatch;
   const std::vector<TensorSpec> specs = op.kind->shape(OpView(*program_, op));
-  const std::vector<Layout> layouts =
-      op.kind->layout ? op.kind->layout(OpView(*program_, op)) : std::vector<Layout>(specs.size());
+  std::vector<Layout> layouts = layouts_of(OpView(*program_, op));
+  layouts.resize(specs.size());
   outputs.resize(specs.size());
   for (size_t i = 0; i < specs.size(); ++i)
     if (!outputs[i]) {

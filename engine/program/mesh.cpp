@@ -66,6 +66,12 @@ std::vector<std::string_view> Mesh::parts_of(std::string_view axis) const {
   return {axis};
 }
 
+bool Mesh::counts() const {
+  return std::all_of(axes_.begin(), axes_.end(), [](const Axis& axis) {
+    return axis.coordinate == 0 || axis.name == kReplicateAxis || axis.name == kShardAxis;
+  });
+}
+
 std::vector<Axis> Mesh::groups() const {
   std::vector<Axis> all = axes_;
   all.push_back(data_);

@@ -15,9 +15,18 @@ std::string attribute_text(const Attribute& value) {
   return buffer;
 }
 
+// " [dimension 0 of 61 over tensor]", or nothing.
+std::string split_text(const Tensor& tensor) {
+  std::string result;
+  for (const Split& split : tensor.layout)
+    result += (result.empty() ? " [" : ", ") + std::string("dimension ") + std::to_string(split.dimension) + " of " +
+              std::to_string(split.full) + " over " + split.axis;
+  return result.empty() ? result : result + "]";
+}
+
 std::string typed(const Program& program, TensorId id) {
   const Tensor& tensor = program[id];
-  return "%" + tensor.name + ":" + std::string(name_of(tensor.dtype)) + text(tensor.shape);
+  return "%" + tensor.name + ":" + std::string(name_of(tensor.dtype)) + text(tensor.shape) + split_text(tensor);
 }
 
 }  // namespace
@@ -58,7 +67,8 @@ std::string print(const Program& program) {
   for (const Tensor& tensor : program.tensors)
     if (tensor.persistent || tensor.role == Role::data)
       result += "%" + tensor.name + ":" + std::string(name_of(tensor.dtype)) + text(tensor.shape, tensor.dimensions) +
-                "  # " + std::string(name_of(tensor.role)) + (tensor.persistent ? ", persistent" : "") + "\n";
+                split_text(tensor) + "  # " + std::string(name_of(tensor.role)) +
+                (tensor.persistent ? ", persistent" : "") + "\n";
   for (size_t i = 0; i < program.ops.size(); ++i)
     result += std::to_string(i) + ": " + print(program, program.ops[i]) + "\n";
   return result;

@@ -4,6 +4,7 @@
 #include <string>
 #include <unordered_set>
 
+#include "engine/program/sharding.h"
 #include "engine/program/signature.h"
 #include "strata/communicator.h"
 #include "strata/mesh.h"
@@ -29,6 +30,7 @@ class Verifier {
     for (TensorId loss : program_.losses)
       if (!known(loss) || !written_[size_t(loss.value)]) refuse("nothing writes the loss.");
     check_forms();
+    if (is_split_) partial_sums(program_, after_, mesh_);
   }
 
  private:
@@ -80,6 +82,7 @@ class Verifier {
   }
 
   void check_layout(const Tensor& tensor) {
+    is_split_ = is_split_ || !tensor.layout.empty();
     if (tensor.layout.empty()) return;
     std::set<std::string> axes;
     for (size_t s = 0; s < tensor.layout.size(); ++s) {
@@ -157,6 +160,7 @@ class Verifier {
       sound_.insert(own);
     }
     check_stream(op);
+    if (has_rule(*op.kind)) check_layouts(op);
   }
 
   std::vector<TensorSpec> specs_of(const Op& op) const {
@@ -244,10 +248,14 @@ class Verifier {
     refuse(op, "is an exchange, but no attribute \"axis\" names the ranks.");
   }
 
-  // Where an exchange leaves its results split as its kind says, the next one finds the pieces that it looks for.
+  // Where an op leaves its results split as its kind says, the next one finds what it looks for.
   void check_layouts(const Op& op) const {
-    if (!op.kind->layout) return;
-    const std::vector<Layout> layouts = op.kind->layout(OpView(program_, op));
+    if (!op.kind->layout && !has_rule(*op.kind)) return;
+    const auto is_whole = [&](TensorId id) { return !id || program_[id].layout.empty(); };
+    if (!op.kind->exchange && std::ranges::all_of(op.inputs, is_whole) && std::ranges::all_of(op.outputs, is_whole))
+      return;
+    std::vector<Layout> layouts = layouts_of(OpView(program_, op));
+    layouts.resize(op.outputs.size());
     const auto same = [](const Split& a, const Split& b) {
       return a.dimension == b.dimension && a.axis == b.axis && a.full == b.full;
     };
@@ -317,6 +325,7 @@ class Verifier {
   std::string_view after_;
   const Mesh* mesh_;
   std::vector<char> written_;  // by tensor
+  bool is_split_ = false;      // some tensor
   size_t at_ = 0;              // the op that is being checked
   // And the form whose it is, for messages; none: the program's.
   const RestingForm* form_ = nullptr;

@@ -80,9 +80,10 @@ Session::Session(const std::string& config_path, const std::vector<std::string>&
   host = sections.host;
   mesh_section = sections.mesh;
   network = sections.network;
-  if (world && world->size() != mesh_section.data)
-    throw Error("[mesh] asks for " + std::to_string(mesh_section.data) + " ranks, but " +
-                std::to_string(world->size()) + " were started; set mesh.data to that, or start as many.");
+  const int ranks = Mesh(0, mesh_section.axes()).size();
+  if (world && world->size() != ranks)
+    throw Error("[mesh] asks for " + std::to_string(ranks) + " ranks, but " + std::to_string(world->size()) +
+                " were started; change the sizes of its axes, or start as many.");
   mesh = Mesh(world ? world->rank() : 0, mesh_section.axes());
   load_backend(device.backend);
   if (is_asynchronous(device.backend))

@@ -67,7 +67,7 @@ class Loop {
     sampler_.emplace(*dataset_, session.data.sequence_length, session.data.shuffle, uint64_t(session.run.seed));
     for (size_t p = 0; p < assembly_->plans.phases.programs(); ++p)
       feeds_.emplace_back(assembly_->executor_of(p), session.batch(Goal::train));
-    if (assembly_->plans.validation()) validation_.emplace(session, world_, *assembly_);
+    if (assembly_->plans.validation()) validation_.emplace(session, *assembly_);
     if (!trace_.empty() && first_rank()) trace_file_.emplace(trace_);
     start(options.resume);
   }
@@ -265,6 +265,7 @@ class Loop {
   // The losses of all microbatches in order, and whether anybody was asked to stop.
   void share_loss() {
     std::vector<double> values = feed().losses();
+    if (!session_.mesh.counts()) std::fill(values.begin(), values.end(), 0.0);
     values.push_back(double(asked_to_stop()));
     const size_t count = values.size();
     values = values_of_ranks(assembly_->groups, std::move(values));

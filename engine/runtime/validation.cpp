@@ -8,9 +8,8 @@
 
 namespace strata {
 
-Validation::Validation(const Session& session, const World& world, Assembly& assembly)
+Validation::Validation(const Session& session, Assembly& assembly)
     : session_(session),
-      world_(world),
       groups_(assembly.groups),
       dataset_(session.data.validation, assembly.plans.main().built.vocabulary),
       sampler_(dataset_, session.data.sequence_length, false, 0),
@@ -20,15 +19,15 @@ Validation::Validation(const Session& session, const World& world, Assembly& ass
 double Validation::loss() {
   const int64_t available = sampler_.sequences() / session_.data.micro_batch;
   const int64_t batches = std::clamp<int64_t>(session_.run.validate_batches, 1, std::max<int64_t>(available, 1));
-  // Ranks take turns; what there is too much of is repeated and not counted.
-  const int64_t ranks = world_.size();
+  // Those who see other sequences take turns; what there is too much of is repeated and not counted.
+  const Axis& data = session_.mesh[kDataAxis];
   double sum = 0;
-  for (int64_t i = 0; i < batches; i += ranks) {
-    const int64_t mine = (i + world_.rank()) % batches;
-    feed_.fill(sampler_, mine * session_.data.micro_batch);
+  for (int64_t i = 0; i < batches; i += data.size) {
+    const int64_t mine = i + data.coordinate;
+    feed_.fill(sampler_, mine % batches * session_.data.micro_batch);
     executor_.run();
-    const std::vector<double> losses = values_of_ranks(groups_, {feed_.loss()});
-    for (int64_t r = 0; r < ranks && i + r < batches; ++r) sum += losses[size_t(r)];
+    const bool counts = mine < batches && session_.mesh.counts();
+    for (double loss : values_of_ranks(groups_, {counts ? feed_.loss() : 0})) sum += loss;
   }
   return sum / double(batches);
 }

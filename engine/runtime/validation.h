@@ -10,14 +10,13 @@ namespace strata {
 class Validation {
  public:
   // `assembly` has a program for validation. All must outlive this. Throws Error for data that the model cannot take.
-  Validation(const Session& session, const World& world, Assembly& assembly);
+  Validation(const Session& session, Assembly& assembly);
   // Mean loss, nats a token, over run.validate_batches microbatches at most, the same ones each time; all ranks call it
   // and get the same.
   double loss();
 
  private:
   const Session& session_;
-  const World& world_;
   const Groups& groups_;
   TokenDataset dataset_;
   Sampler sampler_;

@@ -17,6 +17,8 @@ struct Axis {
 // Ranks that see different sequences. They are `replicate` × `shard`: groups of `shard` ranks that share what is split
 // among them, repeated `replicate` times.
 inline constexpr std::string_view kDataAxis = "data", kReplicateAxis = "replicate", kShardAxis = "shard";
+// Ranks that see the same sequences and share the work of each op.
+inline constexpr std::string_view kTensorAxis = "tensor";
 
 class Mesh {
  public:
@@ -34,6 +36,9 @@ class Mesh {
   std::vector<std::string_view> parts_of(std::string_view axis) const;
   // Axes of the grid and those made of them: what ranks form groups over.
   std::vector<Axis> groups() const;
+  // Whether this rank is the first of those that see the same sequences: what they all have alike, such as a loss, is
+  // counted there.
+  bool counts() const;
   // The mesh as its rank 0 sees it.
   Mesh first() const { return Mesh(0, sizes_); }
 

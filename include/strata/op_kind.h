@@ -135,6 +135,31 @@ class Differentiation {
   virtual void replaces_forward() = 0;
 };
 
+// Which splits of its inputs a kind takes and what they make of its outputs, in the notation of an einsum: each
+// dimension of each tensor is a factor, inputs first.
+//
+//     linear      {"...i, oi, o -> ...o", .linear = 1, .added = 4}
+//     layer_norm  {"...c, c, c -> ...c, (...)s", .whole = "c"}
+//
+// A letter is a factor; "..." any number of leading dimensions, each a factor of its own, the same in all tensors of
+// the op; "(...)" those merged into one dimension; "_" a dimension that is none (of a scalar). Inputs at the end may be
+// left out. A factor that is split over an axis of the mesh must be so in every input that has it. An output that has
+// it is split alike; an output that lacks it is a *partial sum*: each rank has made what it adds. A factor may have
+// other sizes in other tensors (heads with and without keys and values), which are then split evenly.
+struct Sharding {
+  std::string dimensions{};  // empty: no rule; the op takes and makes whole tensors
+  std::string whole{};       // factors that cannot be split, "." for those of "..."
+  uint32_t linear = 0;  // bit i: outputs are linear in these inputs together: of partial sums they are partial sums
+  uint32_t added = 0;   // bit i: input i is added to the output, so once where that is a partial sum
+  uint32_t own = 0;     // bit o: output o, where it lacks a split factor, is no sum but this rank's own value
+  // Where one of the factors `replaced` is split over an axis of `size` ranks, `replace` emits what takes the op's
+  // place and returns its outputs. It is given what the op would read.
+  std::string replaced{};
+  std::vector<TensorId> (*replace)(Builder&, const OpView&, const std::string& axis, int size) = nullptr;
+};
+// Of kinds that work element by element: all tensors have one shape, but for the last `scalars` inputs.
+Sharding elementwise(int inputs, int outputs = 1, int scalars = 0, uint32_t linear = 0);
+
 struct OpKind {
   std::string name;
   std::string summary;  // one line, with shapes
@@ -153,8 +178,9 @@ struct OpKind {
   // run on a stream of exchanges (stream_of), on tensors of the device, and no pass moves them elsewhere.
   bool exchange = false;
   // How each output is split over the mesh, from how the inputs are. Builder gives it to the outputs that it makes; of
-  // exchanges the verifier checks it. Empty: what Builder makes is not split.
+  // exchanges the verifier checks it. Empty: as `sharding` says, and without that what Builder makes is not split.
   std::function<std::vector<Layout>(const OpView&)> layout{};
+  Sharding sharding{};
   std::map<std::string, Kernel, std::less<>> kernels{};  // by backend: "cpu", "reference", …
 };
 

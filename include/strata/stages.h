@@ -50,6 +50,13 @@ class ModelStage {
   std::map<std::string, std::vector<std::function<TensorId(Builder&, TensorId, const Module&)>>, std::less<>> wraps_;
 };
 
+// Dimensions of a name (Tensor::dimensions) are split over an axis of the mesh: of parameters, or of the activations
+// that the model has named.
+struct NamedSplit {
+  std::string dimension, axis;
+  Role role = Role::parameter;  // or activation
+};
+
 // Where differentiation starts: a tensor and the gradient that it is given: data, or what an op of stage backward
 // writes. Without a gradient the tensor is a loss (gradient 1).
 struct Root {
@@ -70,6 +77,7 @@ struct ProgramStage {
   std::vector<Gradient>* gradients = nullptr;  // backward: of one microbatch
   TensorId loss_gradient{};                    // forward: the f64 {1} gradient of each loss; invalid means 1
   DType gradient_dtype = DType::f32;           // forward: of parameters' gradients; in a 16-bit type they are summed so
+  std::vector<NamedSplit> splits{};            // forward: the engine splits the program so when all plugins are done
   std::vector<Root> roots{};                   // forward: where differentiation starts beside Program::losses
   std::vector<TensorId> wanted{};              // forward: tensors whose gradients are wanted beside parameters'
   std::vector<TensorId> wanted_gradients{};    // backward: of each of `wanted`, invalid where nothing depends on it
@@ -162,12 +170,17 @@ class UpdateStage {
   void ask_for_rounded_states() { rounded_state_ = DType::bf16; }
   bool keeps_rounded_states() const { return rounded_asked_; }
   // Combines over the ranks that hold other parts of the gradient's parameter, states in place; nothing where it is not
-  // split.
-  TensorId sum_over_parts(const Gradient& gradient, TensorId partial) { return over_parts(gradient, partial, "sum"); }
-  TensorId max_over_parts(const Gradient& gradient, TensorId partial) { return over_parts(gradient, partial, "max"); }
+  // split. `along`: only over those that hold other parts along this dimension of the parameter.
+  static constexpr int kAll = -1;
+  TensorId sum_over_parts(const Gradient& gradient, TensorId partial, int along = kAll) {
+    return over_parts(gradient, partial, "sum", along);
+  }
+  TensorId max_over_parts(const Gradient& gradient, TensorId partial, int along = kAll) {
+    return over_parts(gradient, partial, "max", along);
+  }
 
  private:
-  TensorId over_parts(const Gradient& gradient, TensorId partial, const std::string& reduction);
+  TensorId over_parts(const Gradient& gradient, TensorId partial, const std::string& reduction, int along);
   DType rounded_state_ = DType::f32;
   bool rounded_asked_ = false;
   Builder& build_;

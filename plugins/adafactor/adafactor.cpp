@@ -117,7 +117,13 @@ class Adafactor final : public strata::Plugin {
       const std::vector<int64_t>& fused = parameter.fused;
       const bool split = !parameter.layout.empty(), matrix = shape.size() >= 2;
       if (split && !matrix)
-        throw strata::Error("Adafactor needs a vector whole, but " + parameter.name + " is split; leave it whole.");
+        throw strata::Error("Adafactor needs a vector whole, but axis \"" + parameter.layout[0].axis + "\" splits " +
+                            parameter.name + "; leave its dimension whole, or use another optimizer.");
+      for (const strata::Split& part : parameter.layout)
+        if (part.dimension != 0)
+          throw strata::Error("Adafactor takes parts of rows, but axis \"" + part.axis + "\" splits dimension " +
+                              std::to_string(part.dimension) + " of " + parameter.name +
+                              "; leave that dimension whole, or use another optimizer.");
       const TensorId m = settings_.beta1 > 0 ? stage.state(gradient, "adafactor.m", shape) : TensorId{};
       std::vector<TensorId> states{m};
       if (matrix) {

@@ -70,6 +70,11 @@ class AdamW8Bit final : public strata::Plugin {
     for (const strata::Gradient& stored : stage.gradients()) {
       const strata::Gradient gradient = stage.in_f32(stored);
       const Shape shape = stage.build()[gradient.parameter].shape;  // a copy: adding states moves the list
+      for (const strata::Split& part : stage.build()[gradient.parameter].layout)
+        if (part.dimension != 0 || shape.size() == 1)
+          throw strata::Error("adamw8bit has a scale for each block within a row, but axis \"" + part.axis +
+                              "\" splits the rows of " + stage.build()[gradient.parameter].name +
+                              "; leave that dimension whole, or use another optimizer.");
       const Shape scales = scales_of(shape);
       std::vector<TensorId> states;
       for (const char* moment : {"m", "v"}) {

@@ -79,6 +79,11 @@ class Gist final : public strata::Plugin {
  private:
   static void add(Program& program, TensorId id, const Op& producer, const std::string& codec,
                   const Attributes& attributes) {
+    for (const strata::Split& split : program[id].layout)  // sizes of encodings are those of the first rank
+      if (split.full % program[id].shape[size_t(split.dimension)] != 0)
+        throw strata::Error("cannot encode " + program[id].name + ", of which axis \"" + split.axis +
+                            "\" leaves some ranks less than others: " + std::to_string(split.full) +
+                            " does not divide evenly; choose a size that does, or leave that dimension whole.");
     Op encode, decode;
     encode.kind = &strata::find_kind("gist_" + codec + "_encode");
     encode.inputs = {id};

@@ -47,6 +47,7 @@ void register_once() {
                            },
                            .in_place = {{0, 0}, {0, 1}},
                            .half = true,
+                           .sharding = strata::elementwise(2, 1, 0, 3),
                            .kernels = {{"cpu", kernel}, {"reference", kernel}}});
     return true;
   }();

@@ -91,7 +91,10 @@ class Sm3 final : public strata::Plugin {
                     {"momentum", settings_.momentum},
                     {"epsilon", settings_.epsilon},
                     {"weight_decay", settings_.weight_decay}});
-      if (column) stage.max_over_parts(gradient, column);
+      if (column) {  // the largest over a dimension is known when all its parts have been looked at
+        stage.max_over_parts(gradient, row, int(shape.size()) - 1);
+        for (int d = 0; d + 1 < int(shape.size()); ++d) stage.max_over_parts(gradient, column, d);
+      }
     }
   }
 

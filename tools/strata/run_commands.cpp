@@ -91,8 +91,9 @@ int train_launched(const TrainArguments& arguments, const LaunchedRank& rank) {
   const int code = quietly(rank, [&] {
     const Session alone(arguments.config, arguments.sets);
     if (rank.size != alone.mesh.size())
-      throw Error(fmt::format("{} started {} ranks, but [mesh] asks for {}; set mesh.data to {}.", rank.launcher,
-                              rank.size, alone.mesh.size(), rank.size));
+      throw Error(
+          fmt::format("{} started {} ranks, but [mesh] asks for {}; start as many, or change the sizes of its axes.",
+                      rank.launcher, rank.size, alone.mesh.size()));
     network = alone.network;
     return int(ExitCode::done);
   });

@@ -1,0 +1,303 @@
+// Ranks that share the work of each op against one rank: random models, meshes and strategies over threads; bytes on
+// the wire against the paper's formula; what cannot be split is refused.
+//
+// STRATA_SEED and STRATA_CASES choose what is drawn, to repeat a case or to look for longer.
+#include <cmath>
+#include <random>
+
+#include "engine/planning/rates.h"
+#include "strata/layout.h"
+#include "tests/backends.h"
+#include "tests/harness.h"
+#include "tests/ordering.h"
+
+namespace strata {
+namespace {
+
+constexpr int kSequence = 8, kVocabulary = 61, kSteps = 10;
+
+int64_t setting(const char* name, int64_t otherwise) {
+  const char* text = std::getenv(name);
+  return text ? std::atoll(text) : otherwise;
+}
+
+struct Case {
+  std::string model, optimizer, strategies;  // strategies: of the run that is tested alone
+  int data = 1, tensor = 1, batch = 8, micro_batch = 1;
+  bool reshapes = false;  // replicate = data
+  int ranks() const { return data * tensor; }
+};
+
+std::string text_of(const Case& c, bool plain) {
+  std::string text = "[model]\nplugin = \"gpt\"\nlayers = 2\nvocabulary = " + std::to_string(kVocabulary) +
+                     "\ncontext = 16\n" + c.model +
+                     "[data]\ntrain = [\"none\"]\nsequence_length = " + std::to_string(kSequence) +
+                     "\nglobal_batch = " + std::to_string(c.batch) +
+                     "\nmicro_batch = " + std::to_string(c.micro_batch) + "\n[device]\nthreads = 1\n" + c.optimizer;
+  if (plain) return text;
+  return text + "[mesh]\ndata = " + std::to_string(c.data) + "\ntensor = " + std::to_string(c.tensor) +
+         (c.reshapes ? "\nreplicate = " + std::to_string(c.data) : "") + "\n" + c.strategies;
+}
+
+Case draw(std::mt19937& random, const std::string& folder) {
+  const auto pick = [&](const std::vector<std::string>& from) { return from[random() % from.size()]; };
+  Case c;
+  const std::vector<std::pair<int, int>> meshes = {{1, 2}, {1, 3}, {1, 4}, {2, 2}, {2, 3},
+                                                   {4, 2}, {1, 8}, {2, 4}, {3, 2}};
+  std::tie(c.data, c.tensor) = meshes[random() % meshes.size()];
+  c.batch = c.data == 3 ? 6 : 8;
+  c.micro_batch = c.batch / c.data % 2 == 0 && random() % 2 ? 2 : 1;
+  c.reshapes = c.data > 1 && random() % 3 == 0;
+  const int groups = c.tensor * int(1 + random() % 2), per_group = int(1 + random() % 2);
+  const bool gist = random() % 3 == 0;  // it wants shares of one size
+  const int ffn = gist ? 12 * c.tensor : int(8 * c.tensor + random() % 7);
+  c.model = "hidden = " + std::to_string(19 + random() % 9) + "\nhead_size = " + std::to_string(random() % 2 ? 4 : 6) +
+            "\nheads = " + std::to_string(groups * per_group) + "\nkv_heads = " + std::to_string(groups) +
+            "\nffn = " + std::to_string(ffn) + "\n" + pick({"", "", "dropout = 0.1\n"}) +
+            pick({"tied = true\n", "tied = false\n"}) + pick({"", "positions = \"rotary\"\n"}) +
+            pick({"", "norm = \"rms_norm\"\n"}) +
+            pick({"", "activation = \"swiglu\"\n", "activation = \"relu\"\n", "activation = \"squared_relu\"\n"}) +
+            pick({"", "bias = false\n", "bias = false\nqkv_bias = true\n"});
+  // The gradient of keys' biases is zero but for rounding, of which some make steps of full size: an epsilon above it.
+  c.optimizer = pick({"[plugins.adamw]\nlearning_rate = 1e-3\nepsilon = 1e-5\n",
+                      "[plugins.sm3]\nlearning_rate = 1e-3\nepsilon = 1e-8\n"}) +
+                pick({"", "[plugins.clip]\nmax_norm = 0.1\n"});
+  c.strategies = "[plugins.tensor_parallel]\n";
+  if (kSequence % c.tensor == 0) c.strategies += pick({"", "sequence = true\n"});
+  if (c.data > 1)
+    c.strategies += pick({"[plugins.data_parallel]\n", "[plugins.zero]\nstage = 1\n", "[plugins.zero]\nstage = 2\n",
+                          "[plugins.zero]\nstage = 3\nreshard = \"always\"\n"}) +
+                    pick({"bucket = 20000\n", ""});
+  c.strategies += pick({"", "[plugins.recompute]\n", "[plugins.recompute]\nmode = \"selective\"\n"});
+  if (gist) c.strategies += "[plugins.gist]\nminimum = 0\ncapacity = 1.0\n";
+  if (random() % 2) {
+    const std::string tier = pick({"host", "nvme"});
+    c.strategies += "[plugins.offload]\nminimum = 0\ndirectory = \"" + folder + "\"\noptimizer = \"" + tier +
+                    "\"\ngradients = \"" + tier + "\"\nparameters = \"" + tier + "\"\nactivations = \"" + tier +
+                    "\"\n" + pick({"", "[host]\nthreads = 1\n"});
+  }
+  return c;
+}
+
+struct Outcome {
+  std::vector<double> losses;
+  std::map<std::string, std::vector<float>> tensors;  // whole, put together from all ranks' parts
+};
+
+Outcome outcome(const Case& c, bool plain, const std::string& backend = "cpu") {
+  Outcome result;
+  std::mutex mutex;
+  const std::string text = text_of(c, plain);
+  run_local(
+      plain ? 1 : c.ranks(),
+      [&](World& world) {
+        const std::unique_ptr<Device> device = backend == "cuda" ? test::rank_device(world.rank()) : nullptr;
+        test::Runner runner(text, {}, Goal::train, {}, plain ? nullptr : &world, backend, device.get());
+        test::expect_ordered(runner.built.program, runner.plan);
+        std::mt19937 random(7);
+        std::vector<int32_t> tokens(size_t(c.batch * kSequence)), targets(tokens.size());
+        for (int step = 0; step < kSteps; ++step) {
+          for (auto* list : {&tokens, &targets})
+            for (int32_t& token : *list) token = int32_t(random() % kVocabulary);
+          const double loss = runner.run_step(tokens.data(), targets.data());
+          if (world.rank() == 0) result.losses.push_back(loss);
+        }
+        for (const Tensor& tensor : runner.storage->persistent_tensors()) {
+          if (tensor.role != Role::parameter || tensor.dtype != DType::f32) continue;
+          const std::vector<float> values = runner.values(tensor.name);
+          const std::lock_guard lock(mutex);
+          std::vector<float>& whole = result.tensors[tensor.name];
+          whole.resize(size_t(elements(tensor.full_shape())));
+          GlobalIndex(tensor).runs(0, elements(tensor.shape), [&](int64_t local, int64_t global, int64_t count) {
+            std::copy_n(values.begin() + local, count, whole.begin() + global);
+          });
+        }
+      },
+      60);
+  return result;
+}
+
+// Sums are taken in another order: 1e-5 of the largest magnitude after ten steps, as fp32 gives.
+void expect_close(const Outcome& actual, const Outcome& expected) {
+  ASSERT_EQ(actual.losses.size(), expected.losses.size());
+  for (size_t i = 0; i < expected.losses.size(); ++i)
+    EXPECT_NEAR(actual.losses[i], expected.losses[i], 1e-5 * expected.losses[i]) << "step " << i;
+  ASSERT_EQ(actual.tensors.size(), expected.tensors.size());
+  for (const auto& [name, values] : expected.tensors) {
+    ASSERT_TRUE(actual.tensors.contains(name)) << name;
+    const std::vector<float>& mine = actual.tensors.at(name);
+    ASSERT_EQ(mine.size(), values.size()) << name;
+    if (name.find("qkv.bias") != std::string::npos) continue;  // of keys: rounding, made into steps
+    double difference = 0;
+    for (size_t i = 0; i < values.size(); ++i) difference = std::max(difference, double(std::abs(mine[i] - values[i])));
+    EXPECT_LE(difference, 1e-4) << name;  // a tenth of one step
+  }
+}
+
+TEST(TensorParallel, RandomModelsAgreeWithOneRank) {
+  const test::TemporaryFolder folder;
+  const auto base = uint32_t(setting("STRATA_SEED", 1));
+  const auto cases = uint32_t(setting("STRATA_CASES", test::left_out(1) ? 4 : 12));
+  for (uint32_t seed = base; seed < base + cases; ++seed) {
+    std::mt19937 random(seed);
+    const Case c = draw(random, folder.path());
+    SCOPED_TRACE("STRATA_SEED=" + std::to_string(seed) + " STRATA_CASES=1\n" + text_of(c, false));
+    const Outcome expected = outcome(c, true), actual = outcome(c, false);
+    expect_close(actual, expected);
+    if (seed % 4 == 0) {
+      EXPECT_EQ(outcome(c, false).losses, actual.losses) << "the same run again";
+    }
+    if (HasFailure()) return;
+  }
+}
+
+// Rounded to 16 bits wherever one rank rounds, and partial sums once more: losses are as near as bf16's eight bits
+// allow.
+TEST(TensorParallel, MixedPrecisionLearnsAlike) {
+  for (const std::string more : {"", "sequence = true\n", "[plugins.zero]\nstage = 2\n"})
+    for (const std::string dtype : {"bf16", "fp16"}) {
+      Case c;
+      c.model = "hidden = 32\nheads = 4\nffn = 71\ndropout = 0.1\n";
+      c.optimizer = "[plugins.adamw]\nlearning_rate = 1e-3\n[plugins.mixed_precision]\ndtype = \"" + dtype + "\"\n";
+      c.strategies = "[plugins.tensor_parallel]\n" + more;
+      c.tensor = 2, c.data = more.find("zero") == std::string::npos ? 1 : 2;
+      SCOPED_TRACE(text_of(c, false));
+      const Outcome expected = outcome(c, true), actual = outcome(c, false);
+      ASSERT_EQ(actual.losses.size(), expected.losses.size());
+      for (size_t i = 0; i < expected.losses.size(); ++i)
+        EXPECT_NEAR(actual.losses[i], expected.losses[i], 0x1p-8 * expected.losses[i]) << "step " << i;
+    }
+}
+
+#if defined(STRATA_EMULATED_CUDA)
+TEST(TensorParallel, OnCudaAgreesWithTheCpu) {
+  for (const std::string more : {"", "sequence = true\n"}) {
+    Case c;
+    c.model = "hidden = 32\nheads = 4\nffn = 64\ntied = " + std::string(more.empty() ? "true" : "false") + "\n";
+    c.optimizer = "[plugins.adamw]\nlearning_rate = 1e-3\nepsilon = 1e-5\n[plugins.clip]\nmax_norm = 0.1\n";
+    c.strategies = "[plugins.tensor_parallel]\n" + more;
+    c.tensor = 2, c.batch = 2;
+    SCOPED_TRACE(text_of(c, false));
+    const Outcome expected = outcome(c, true), actual = outcome(c, false, "cuda");
+    ASSERT_EQ(actual.losses.size(), expected.losses.size());
+    for (size_t i = 0; i < expected.losses.size(); ++i)
+      EXPECT_NEAR(actual.losses[i], expected.losses[i], 1e-4 * expected.losses[i]) << "step " << i;
+  }
+}
+#endif
+
+// Section 3 of the paper: two sums of a layer's activations forward and two backward, each of b·s·h elements; beside
+// them one of the embedding and one before the output layer, and of the loss three numbers a token. In a sum over t
+// ranks each hands on 2(t-1)/t of what it has; few bytes, as those of the loss, are handed to all at once.
+TEST(TensorParallel, BytesOnTheWireFollowTheFormula) {
+  for (int t : {2, 4, 8})
+    for (int layers : {1, 3}) {
+      if (t > 2 && layers > 1) continue;
+      const int64_t b = 2, s = 64, h = 512;
+      const std::string text =
+          "[model]\nplugin = \"gpt\"\nlayers = " + std::to_string(layers) +
+          "\nhidden = 512\nheads = 8\nffn = 64\nvocabulary = 61\ncontext = 64\n[data]\ntrain = [\"none\"]\n"
+          "sequence_length = 64\n"
+          "global_batch = 2\nmicro_batch = 2\n[device]\nthreads = 1\n[mesh]\ntensor = " +
+          std::to_string(t) + "\n[plugins.adamw]\n[plugins.tensor_parallel]\n";
+      const double activations = 4.0 * double((4 * layers + 2) * b * s * h), of_loss = 4.0 * double(3 * b * s);
+      const double formula = (activations + of_loss) * 2 * (t - 1) / t;
+      double planned = 0, sent = 0;
+      std::mutex mutex;
+      run_local(t, [&](World& world) {
+        test::Runner runner(text, {}, Goal::train, {}, &world);
+        const std::vector<int32_t> tokens(size_t(b * s), 3);
+        runner.run_step(tokens.data(), tokens.data());
+        const std::lock_guard lock(mutex);
+        for (const auto& [axis, group] : runner.groups)
+          if (axis != "loop") sent += double(group->bytes_sent());
+        if (world.rank() > 0) return;
+        for (const Op& op : runner.built.program.ops)
+          if (op.kind->exchange) planned += cost_of(OpView(runner.built.program, op)).wire * (t - 1) / t;
+      });
+      EXPECT_DOUBLE_EQ(planned, formula) << t << " ranks, " << layers << " layers";
+      EXPECT_DOUBLE_EQ(sent / t, activations * 2 * (t - 1) / t + of_loss * (t - 1))
+          << t << " ranks, " << layers << " layers";
+    }
+}
+
+// Narayanan, Korthikanti et al. (arXiv 2205.05198), section 4.2: a gather and a scattered sum where there was a sum, of
+// half its bytes each; in the backward pass what a layer's products read is gathered again. Norms see a share of the
+// tokens: their gradients are summed.
+TEST(TensorParallel, BytesOnTheWireOfSplitSequencesFollowTheFormula) {
+  for (int t : {2, 4, 8})
+    for (int layers : {1, 3}) {
+      const int64_t b = 2, s = 64, h = 32;
+      const std::string text =
+          "[model]\nplugin = \"gpt\"\nlayers = " + std::to_string(layers) +
+          "\nhidden = 32\nheads = 8\nvocabulary = 61\ncontext = 64\ndropout = 0.1\n[data]\ntrain = [\"none\"]\n"
+          "sequence_length = 64\nglobal_batch = 2\nmicro_batch = 2\n[device]\nthreads = 1\n[mesh]\ntensor = " +
+          std::to_string(t) + "\n[plugins.adamw]\n[plugins.tensor_parallel]\nsequence = true\n";
+      const double activations = 4.0 * double((10 * layers + 4) * b * s * h), of_loss = 4.0 * double(3 * b * s),
+                   norms = 4.0 * double((2 * layers + 1) * 2 * h);
+      double planned = 0;
+      run_local(t, [&](World& world) {
+        test::Runner runner(text, {}, Goal::train, {}, &world);
+        if (world.rank() > 0) return;
+        for (const Op& op : runner.built.program.ops)
+          if (op.kind->exchange) planned += cost_of(OpView(runner.built.program, op)).wire * (t - 1) / t;
+      });
+      EXPECT_DOUBLE_EQ(planned, (activations + 2 * (of_loss + norms)) * (t - 1) / t) << t << " ranks, " << layers;
+    }
+}
+
+std::string message(const std::string& model, const std::string& more) {
+  const test::TemporaryFolder folder;
+  const std::string text = "[model]\nplugin = \"gpt\"\nlayers = 1\nvocabulary = 61\ncontext = 16\n" + model +
+                           "[data]\ntrain = [\"none\"]\nsequence_length = 8\nglobal_batch = 2\nmicro_batch = 1\n" +
+                           more;
+  try {
+    const Session session(test::write_file(folder / "config.toml", text), {});
+    session.plan(Goal::train);
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ExitCode::usage) << error.what();
+    return error.what();
+  }
+  return "";
+}
+
+TEST(TensorParallel, WhatCannotBeSplitIsRefused) {
+  const std::string adamw = "[plugins.adamw]\n", split = adamw + "[plugins.tensor_parallel]\n",
+                    of_three = "[mesh]\ntensor = 3\n", heads = "hidden = 32\nheads = 4\n";
+  EXPECT_EQ(
+      message(heads, of_three + split),
+      "block.0.qkv.weight (heads 4 x 24, hidden 32): its dimension \"heads\" has 4 units of 24, which the 3 ranks "
+      "of axis \"tensor\" cannot divide evenly; set mesh.tensor to a divisor of 4, or leave \"heads\" out of what "
+      "is split.");
+  EXPECT_NE(
+      message(heads + "kv_heads = 2\n", "[mesh]\ntensor = 4\n" + split).find("has 2 units of 32, which the 4 ranks"),
+      std::string::npos);
+  EXPECT_NE(
+      message(heads, of_three + adamw).find("mesh.tensor asks for 3 ranks, but no enabled plugin splits anything"),
+      std::string::npos);
+  EXPECT_NE(
+      message(heads, of_three + split + "dimensions = [\"ffm\"]\n")
+          .find("no parameter has a dimension named \"ffm\" to split over axis \"tensor\". Did you mean \"ffn\"?"),
+      std::string::npos);
+  EXPECT_NE(message(heads, of_three + split + "dimensions = [\"ffn\", \"ffn\"]\n").find("names \"ffn\" twice"),
+            std::string::npos);
+  EXPECT_NE(message(heads + "ffn = 2\n", of_three + split + "dimensions = [\"ffn\"]\n")
+                .find("has 2, fewer than the 3 ranks of axis \"tensor\"; set mesh.tensor to 2 at most"),
+            std::string::npos);
+  const std::string hidden = message(heads, "[mesh]\ntensor = 2\n" + split + "dimensions = [\"hidden\"]\n");
+  EXPECT_NE(hidden.find("axis \"tensor\""), std::string::npos) << hidden;
+  EXPECT_NE(
+      message(heads, "[run]\nreproducible = true\n[mesh]\ntensor = 2\n" + split).find("run.reproducible promises"),
+      std::string::npos);
+  EXPECT_NE(message(heads, "[mesh]\ntensor = 2\n[plugins.adafactor]\n[plugins.tensor_parallel]\n").find("Adafactor"),
+            std::string::npos);
+  EXPECT_NE(
+      message("hidden = 35\nheads = 5\n", "[mesh]\ntensor = 5\n" + split + "sequence = true\n")
+          .find("(batch 1, time 8, hidden 35): its dimension \"time\" cannot be divided evenly among the 5 ranks"),
+      std::string::npos);
+  EXPECT_EQ(message(heads, "[mesh]\ntensor = 2\n" + split), "");
+  EXPECT_EQ(message(heads, "[mesh]\ntensor = 3\n" + split + "dimensions = [\"ffn\", \"vocabulary\"]\n"), "");
+}
+
+}  // namespace
+}  // namespace strata
