@@ -69,39 +69,17 @@ void reduce(std::span<const std::byte* const> in, std::byte* out, int64_t count,
 }
 
 // 16 bits: widened, summed in f32 through the whole tree, rounded once.
-void reduce_f16(std::span<const std::byte* const> in, std::byte* out, int64_t count, Reduction reduction) {
+void reduce_half(DType dtype, std::span<const std::byte* const> in, std::byte* out, int64_t count,
+                 Reduction reduction) {
   std::vector<std::vector<float>> wide(in.size(), std::vector<float>(kBlock));
   std::vector<const std::byte*> pointers;
   for (const auto& block : wide) pointers.push_back(reinterpret_cast<const std::byte*>(block.data()));
   std::vector<float> sum(kBlock);
   for (int64_t i = 0; i < count; i += kBlock) {
     const int64_t n = std::min(kBlock, count - i);
-    for (size_t r = 0; r < in.size(); ++r) to_f32(DType::f16, in[r] + i * 2, wide[r].data(), n);
+    for (size_t r = 0; r < in.size(); ++r) to_f32(dtype, in[r] + i * 2, wide[r].data(), n);
     reduce<float>(pointers, reinterpret_cast<std::byte*>(sum.data()), n, reduction);
-    from_f32(DType::f16, sum.data(), out + i * 2, n);
-  }
-}
-
-void reduce_bf16(std::span<const std::byte* const> in, std::byte* out, int64_t count, Reduction reduction) {
-  std::vector<std::vector<float>> wide(in.size(), std::vector<float>(kBlock));
-  std::vector<const std::byte*> pointers;
-  for (const auto& block : wide) pointers.push_back(reinterpret_cast<const std::byte*>(block.data()));
-  std::vector<float> sum(kBlock);
-  for (int64_t i = 0; i < count; i += kBlock) {
-    const int64_t n = std::min(kBlock, count - i);
-    for (size_t r = 0; r < in.size(); ++r)
-      for (int64_t j = 0; j < n; ++j) {
-        uint16_t bits;
-        std::memcpy(&bits, in[r] + (i + j) * 2, 2);
-        wide[r][size_t(j)] = std::bit_cast<float>(uint32_t(bits) << 16);
-      }
-    reduce<float>(pointers, reinterpret_cast<std::byte*>(sum.data()), n, reduction);
-    for (int64_t j = 0; j < n; ++j) {
-      const uint32_t bits = std::bit_cast<uint32_t>(sum[size_t(j)]);
-      const bool nan = (bits & 0x7fffffff) > 0x7f800000;
-      const uint16_t rounded = nan ? uint16_t(bits >> 16 | 0x40) : uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-      std::memcpy(out + (i + j) * 2, &rounded, 2);
-    }
+    from_f32(dtype, sum.data(), out + i * 2, n);
   }
 }
 
@@ -125,9 +103,8 @@ void reduce_tree(std::span<const std::byte* const> in, std::byte* out, int64_t b
     case DType::i32:
       return reduce<int32_t>(in, out, count, reduction);
     case DType::bf16:
-      return reduce_bf16(in, out, count, reduction);
     case DType::f16:
-      return reduce_f16(in, out, count, reduction);
+      return reduce_half(dtype, in, out, count, reduction);
     default:
       throw Error("a reduction over ranks takes f32, f64, bf16, f16 or i32, not " + std::string(name_of(dtype)) + ".",
                   ExitCode::failed);
