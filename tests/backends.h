@@ -52,7 +52,7 @@ inline const std::vector<std::string> kBackends = {"cpu"};
 #endif
 
 // A device for a rank, its own where there are enough; null where there is none at all.
-inline std::unique_ptr<Device> rank_device(int rank) {
+inline std::unique_ptr<Device> rank_device([[maybe_unused]] int rank) {
 #if defined(STRATA_GPU)
   return open_device("cuda", -1, rank);
 #elif defined(STRATA_EMULATED_CUDA)

@@ -27,9 +27,9 @@ struct TensorRecord {
 
 struct CheckpointInfo {
   int64_t step = 0;
-  int64_t samples = 0;                       // sequences consumed: the position in the data
-  std::map<std::string, std::string> notes;  // of plugins, "plugin.name"
-  std::string config;                        // the configuration it was written under, for people
+  int64_t samples = 0;                         // sequences consumed: the position in the data
+  std::map<std::string, std::string> notes{};  // of plugins, "plugin.name"
+  std::string config{};                        // the configuration it was written under, for people
 };
 
 class CheckpointStore {

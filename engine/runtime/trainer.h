@@ -20,7 +20,7 @@ struct TrainSummary {
 
 struct TrainOptions {
   bool resume = false;  // from the newest checkpoint in run.directory
-  std::string trace;    // file for a trace of the last step (Chrome, Perfetto); empty: none
+  std::string trace{};  // file for a trace of the last step (Chrome, Perfetto); empty: none
   // Becomes true when the run is to stop; one rank's is enough. Looked at before the first step, after each, and after
   // each validation and checkpoint.
   const std::atomic<bool>* stop = nullptr;

@@ -10,8 +10,8 @@ namespace strata {
 struct Axis {
   std::string name;
   int size = 1;
-  int coordinate = 0;        // of this rank
-  std::vector<int> members;  // ranks of the world along the axis through this one, by coordinate
+  int coordinate = 0;          // of this rank
+  std::vector<int> members{};  // ranks of the world along the axis through this one, by coordinate
 };
 
 // Ranks that see different sequences. They are `replicate` × `shard`: groups of `shard` ranks that share what is split

@@ -164,7 +164,7 @@ struct OpKind {
   std::string name;
   std::string summary;  // one line, with shapes
   // Checks inputs and attributes (throws Error) and gives shape and dtype of each output.
-  std::function<std::vector<TensorSpec>(const OpView&)> shape;
+  std::function<std::vector<TensorSpec>(const OpView&)> shape{};
   std::function<void(Differentiation&)> gradient{};  // empty: not differentiable
   std::function<Cost(const OpView&)> cost{};         // empty: every input read and output written once, no flops
   uint32_t accumulates = 0;                          // bit i: output i can be added to an addend

@@ -54,7 +54,9 @@ TEST(AdamW8Bit, CodesAreRight) {
       const double cell = 9 * decade / (has_sign ? 1 << index : 2 << index);
       const float value = has_sign ? signed_map()[encode_signed(x)] : unsigned_map()[encode_unsigned(x, true)];
       ASSERT_LE(std::abs(value - x), 0.5 * cell * 1.0001 + 1e-12) << x;
-      if (has_sign && x < 0.99f) ASSERT_EQ(signed_map()[encode_signed(-x)], -value) << x;
+      if (has_sign && x < 0.99f) {
+        ASSERT_EQ(signed_map()[encode_signed(-x)], -value) << x;
+      }
     }
   }
   EXPECT_EQ(encode_unsigned(1e-30f, true), 1);

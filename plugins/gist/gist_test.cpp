@@ -55,8 +55,9 @@ TEST(Gist, SparseIsExact) {
         ASSERT_LE(found, n);
         decode_sparse(team, bitmap.data(), values.data(), starts.data(), n, y.data());
         ASSERT_EQ(std::memcmp(x.data(), y.data(), x.size() * 4), 0) << n << " " << share;
-        if (found > 0)
+        if (found > 0) {
           EXPECT_EQ(encode_sparse(team, x.data(), n, bitmap.data(), values.data(), found - 1, starts.data()), found);
+        }
       }
 }
 
@@ -80,8 +81,12 @@ TEST(Gist, Bf16RoundsToNearest) {
 TEST(Gist, Fp8AgreesWithPyTorch) {
   for (int code = 0; code < 256; ++code) {
     const float e4m3 = recorded::k_e4m3[code], e5m2 = recorded::k_e5m2[code];
-    if (std::isfinite(e4m3)) EXPECT_EQ(value_of(Format::e4m3, uint8_t(code)), e4m3) << code;
-    if (std::isfinite(e5m2)) EXPECT_EQ(value_of(Format::e5m2, uint8_t(code)), e5m2) << code;
+    if (std::isfinite(e4m3)) {
+      EXPECT_EQ(value_of(Format::e4m3, uint8_t(code)), e4m3) << code;
+    }
+    if (std::isfinite(e5m2)) {
+      EXPECT_EQ(value_of(Format::e5m2, uint8_t(code)), e5m2) << code;
+    }
   }
   for (int i = 0; i < 400; ++i) {
     EXPECT_EQ(E4M3::encode(recorded::k_e4m3_from[i]), recorded::k_e4m3_to[i]) << recorded::k_e4m3_from[i];

@@ -23,8 +23,9 @@ TEST(Gpt, NamesAllDimensions) {
                             "= false\nqkv_bias = true\n"}) {
     const Program program = program_of(model);
     for (const Tensor& tensor : program.tensors)
-      if (tensor.role == Role::parameter || tensor.role == Role::data)
+      if (tensor.role == Role::parameter || tensor.role == Role::data) {
         EXPECT_EQ(tensor.dimensions.size(), tensor.shape.size()) << tensor.name << ", " << model;
+      }
     const auto names = [&](const std::string& name) { return program[program.find(name)].dimensions; };
     EXPECT_EQ(names("tokens@0"), (Dimensions{"batch", "time"}));
     EXPECT_EQ(names("embedding.weight"), (Dimensions{"vocabulary", "hidden"}));
