@@ -111,14 +111,8 @@ Outcome outcome(const std::string& text, int ranks, int batch, const std::string
         }
         for (const Tensor& tensor : runner.storage->persistent_tensors()) {
           const std::vector<std::byte> bytes = runner.storage->copy(tensor);
-          const std::byte* const data = bytes.data();
           const std::lock_guard lock(mutex);
-          std::vector<std::byte>& whole = result.tensors[tensor.name];
-          whole.resize(size_t(elements(tensor.full_shape()) * size_of(tensor.dtype)));
-          GlobalIndex(tensor).runs(0, elements(tensor.shape), [&](int64_t local, int64_t global, int64_t count) {
-            const int64_t size = size_of(tensor.dtype);
-            std::copy_n(data + local * size, count * size, whole.begin() + global * size);
-          });
+          test::put_together(tensor, bytes, result.tensors[tensor.name], size_of(tensor.dtype));
         }
         if (world.rank() == 0) result.device_bytes = runner.plan.device().total_bytes();
       },

@@ -53,10 +53,7 @@ Outcome outcome(int ranks, const std::string& text, const std::string& watched =
           if (tensor.name != watched) continue;
           const std::vector<float> values = runner.values(tensor.name);
           const std::lock_guard lock(mutex);
-          result.master.resize(size_t(elements(tensor.full_shape())));
-          const int64_t row = elements(tensor.shape) / tensor.shape[0];
-          std::copy(values.begin(), values.end(),
-                    result.master.begin() + (tensor.layout.empty() ? 0 : tensor.layout[0].first * row));
+          test::put_together(tensor, values, result.master);
         }
         result.in_queue |= world.rank() == 0 && exchanges_in_queue(runner.groups);
       },

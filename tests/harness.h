@@ -10,6 +10,7 @@
 #include "engine/runtime/assembly.h"
 #include "engine/runtime/ranks.h"
 #include "engine/runtime/step_runner.h"
+#include "strata/layout.h"
 
 namespace strata::test {
 
@@ -47,6 +48,15 @@ inline int64_t smallest_in(const std::string& message) {
   const std::string before = "would do here is ";
   const size_t at = message.find(before);
   return at == std::string::npos ? -1 : std::stoll(message.substr(at + before.size()));
+}
+
+// Puts what a rank holds of a tensor where it belongs in the whole one; `unit`: values of an element.
+template <class T>
+void put_together(const Tensor& tensor, const std::vector<T>& part, std::vector<T>& whole, int64_t unit = 1) {
+  whole.resize(size_t(elements(tensor.full_shape()) * unit));
+  GlobalIndex(tensor).runs(0, elements(tensor.shape), [&](int64_t local, int64_t global, int64_t count) {
+    std::copy_n(part.begin() + local * unit, count * unit, whole.begin() + global * unit);
+  });
 }
 
 // Keeps the gradients readable after the step, by parameter name.

@@ -53,11 +53,7 @@ Outcome outcome(int ranks, const std::string& text, bool poisoned = false) {
           if (tensor.role == Role::scalar || tensor.dtype != DType::f32) continue;
           const std::vector<float> values = runner.values(tensor.name);
           std::lock_guard lock(mutex);
-          std::vector<float>& whole = result.tensors[tensor.name];
-          whole.resize(size_t(elements(tensor.full_shape())));
-          const int64_t row = elements(tensor.shape) / tensor.shape[0];
-          const int64_t first = tensor.layout.empty() ? 0 : tensor.layout[0].first * row;
-          std::copy(values.begin(), values.end(), whole.begin() + first);
+          test::put_together(tensor, values, result.tensors[tensor.name]);
         }
       },
       30);
@@ -238,7 +234,7 @@ TEST(Ranks, AnAxisThatNothingUsesIsRefused) {
 TEST(Ranks, CheckpointsFitAnyLayout) {
   test::TemporaryFolder folder;
   const std::string optimizer = "[plugins.adamw]\nlearning_rate = 1e-3\n";
-  // 7 rows in one matrix: fewer than eight ranks, uneven over the others.
+  // 7 rows in one matrix and in a vector: fewer than eight ranks, uneven over the others.
   const auto text = [&](int ranks, size_t exchange, const std::string& more) {
     std::string result = toml(ranks, 1, optimizer + (ranks > 1 ? kExchanges[exchange] : "") + more);
     result.replace(result.find("ffn = 71"), 8, "ffn = 7");
@@ -276,16 +272,15 @@ TEST(Ranks, CheckpointsFitAnyLayout) {
       } else {
         steps(runner, 24, nullptr);
       }
-      if (!to.empty()) EXPECT_EQ(saver.save({10, 240, {{"note", "kept"}}, "text"}), "");
+      if (!to.empty()) {
+        EXPECT_EQ(saver.save({10, 240, {{"note", "kept"}}, "text"}), "");
+      }
       if (behind && from.empty()) return;
       for (const Tensor& tensor : runner.storage->persistent_tensors()) {
         if (tensor.role == Role::scalar) continue;
         const std::vector<std::byte> data = runner.storage->copy(tensor);
         std::lock_guard lock(mutex);
-        auto& whole = tensors[tensor.name];
-        whole.resize(size_t(elements(tensor.full_shape()) * size_of(tensor.dtype)));
-        const int64_t row = tensor.bytes() / tensor.shape[0];
-        std::copy(data.begin(), data.end(), whole.begin() + box_of(tensor).offset[0] * row);
+        test::put_together(tensor, data, tensors[tensor.name], size_of(tensor.dtype));
       }
     };
     run_local(layout.ranks, body, 30);

@@ -106,11 +106,7 @@ Outcome outcome(const Sizes& s, const Way& way) {
       if (tensor.role == Role::scalar || tensor.dtype != DType::f32) continue;
       const std::vector<float> values = runner.values(tensor.name);
       std::lock_guard lock(mutex);
-      std::vector<float>& whole = result.tensors[tensor.name];
-      whole.resize(size_t(elements(tensor.full_shape())));
-      const int64_t row = elements(tensor.shape) / tensor.shape[0];
-      std::copy(values.begin(), values.end(),
-                whole.begin() + (tensor.layout.empty() ? 0 : tensor.layout[0].first * row));
+      test::put_together(tensor, values, result.tensors[tensor.name]);
     }
   };
   if (way.ranks == 1)

@@ -56,12 +56,8 @@ Outcome outcome(const std::string& text, int ranks = 1, int count = 6, bool pois
         for (const Tensor& tensor : runner.storage->persistent_tensors()) {
           if (tensor.role == Role::scalar) continue;
           const std::vector<std::byte> data = runner.storage->copy(tensor);
-          const int64_t row = tensor.bytes() / tensor.shape[0];
           std::lock_guard lock(mutex);
-          Bytes& whole = result.tensors[tensor.name];
-          whole.resize(size_t(elements(tensor.full_shape()) * size_of(tensor.dtype)));
-          std::copy(data.begin(), data.end(),
-                    whole.begin() + (tensor.layout.empty() ? 0 : tensor.layout[0].first * row));
+          test::put_together(tensor, data, result.tensors[tensor.name], size_of(tensor.dtype));
         }
       },
       30);
@@ -83,7 +79,7 @@ const std::string kPrecisions[] = {mixed(), mixed("dtype = \"fp16\"\nloss_scale 
 
 // Sixteen bits leave eight (bf16) or eleven significant ones: losses within 2e-2 after twenty steps of learning.
 TEST(MixedPrecision, LearnsAsF32Does) {
-  for (const std::string optimizer : {kAdamW, std::string("[plugins.adafactor]\n"), std::string("[plugins.sm3]\n"),
+  for (const std::string& optimizer : {kAdamW, std::string("[plugins.adafactor]\n"), std::string("[plugins.sm3]\n"),
                                       std::string("[plugins.adamw8bit]\nlearning_rate = 1e-3\n")})
     for (const std::string clip : {"", "[plugins.clip]\nmax_norm = 0.5\n"}) {
       const Outcome expected = outcome(toml(optimizer + clip), 1, 20);
@@ -105,7 +101,7 @@ TEST(MixedPrecision, StrategiesThatReorderNothingAreExact) {
   const std::string relu = "activation = \"relu\"\n";
   for (const std::string& precision : kPrecisions) {
     const Outcome expected = outcome(toml(kAdamW + precision, 1, "", relu));
-    for (const std::string extra : {std::string("[plugins.recompute]\n"), std::string("[plugins.gist]\nminimum = 0\n"),
+    for (const std::string& extra : {std::string("[plugins.recompute]\n"), std::string("[plugins.gist]\nminimum = 0\n"),
                                     offload(folder.path(), "host"), offload(folder.path(), "nvme"),
                                     std::string("[plugins.offload]\nminimum = 0\noptimizer = \"host\"\n"),
                                     "[plugins.recompute]\nmode = \"selective\"\n[plugins.gist]\nminimum = 0\n" +
@@ -120,7 +116,7 @@ TEST(MixedPrecision, StrategiesThatReorderNothingAreExact) {
 TEST(MixedPrecision, ReproducibleOnSeveralRanks) {
   const test::TemporaryFolder folder;
   const std::string run = "reproducible = true\n", clip = "[plugins.clip]\nmax_norm = 0.1\n";
-  for (const std::string precision : {kPrecisions[0], kPrecisions[1], mixed("states = \"bf16\"\n")}) {
+  for (const std::string& precision : {kPrecisions[0], kPrecisions[1], mixed("states = \"bf16\"\n")}) {
     const Outcome expected = outcome(toml(kAdamW + clip + precision, 1, run), 1, 4);
     for (int ranks : {2, 4})
       for (const std::string exchange : {"[plugins.data_parallel]\n", "[plugins.zero]\nstage = 1\n",
