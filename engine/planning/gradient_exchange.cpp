@@ -148,10 +148,7 @@ void GradientExchanges::once(GradientStage& stage) {
 void GradientExchanges::late(GradientStage& stage) {
   emit(stage.build(), stage.gradients(), When::late, &stage);
   for (Gradient& gradient : stage.gradients())
-    if (const auto mark = marks_.find(gradient.scale); mark != marks_.end()) {
-      stage.materialize(gradient);
-      gradient.scale = mark->second;
-    }
+    if (scales_.contains(gradient.scale)) stage.materialize(gradient);
 }
 
 void GradientExchanges::emit(Builder& build, std::vector<Gradient>& gradients, When now, GradientStage* stage) {
@@ -216,21 +213,15 @@ void GradientExchanges::exchange_class(Builder& build, std::vector<Gradient>& gr
 void GradientExchanges::exchange(Builder& build, std::vector<Gradient>& gradients, const std::vector<size_t>& list,
                                  const std::string& group, bool shares, int form, GradientStage* stage) {
   GradientBucket bucket(build, stage_.mesh_, group, shares);
-  const bool marks = form != kFull && stage_.forms_[size_t(form)].needs_finite;
+  const bool needs_finite = form != kFull && stage_.forms_[size_t(form)].needs_finite;
   for (size_t g : list) {
     Gradient& gradient = gradients[g];
-    const TensorId scale = gradient.scale;
-    const bool marked =
-        std::any_of(marks_.begin(), marks_.end(), [&](const auto& known) { return known.second == scale; });
-    if (stage && !marked) stage->materialize(gradient);
-    if (marks && scale && !marked) {  // the gradient is NaN by now; that updates are to skip it stays a scalar
-      TensorId& one = marks_[scale];
-      build.role = Role::workspace;
-      if (!one) one = build.emit("overflow_mark", {scale});
-      gradient.scale = one;
+    if (stage) {
+      scales_.insert(gradient.scale);
+      stage->materialize(gradient);
     }
     bucket.gradients_.push_back(gradient.tensor);
-    bucket.overflow_.push_back(gradient.scale);
+    bucket.overflow_.push_back(needs_finite ? gradient.scale : TensorId{});
     bucket.parameters_.push_back(parameter_name(build.program(), gradient));
   }
   build.role = Role::gradient;

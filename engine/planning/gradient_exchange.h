@@ -1,7 +1,7 @@
 // Emits the exchanges of gradients: what plugins asked for in stage `exchange` (strata/exchange.h) becomes ops, bucket
 // by bucket, of each microbatch or once a step. Knows results and forms; what goes over the wire is the forms' matter.
 #pragma once
-#include <map>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -43,7 +43,7 @@ class GradientExchanges {
 
   ExchangeStage stage_;
   bool scaled_;
-  std::map<TensorId, TensorId> marks_;  // by scale: NaN where it is NaN, otherwise 1
+  std::set<TensorId> scales_;  // that were multiplied in before an exchange
 };
 
 }  // namespace strata

@@ -84,11 +84,19 @@ void GradientStage::scale(Gradient& gradient, TensorId factor) {
 
 void GradientStage::materialize(Gradient& gradient) {
   if (!gradient.scale) return;
+  const auto [mark, is_new] = marks_.emplace(gradient.scale, gradient.scale);
+  if (is_new) {
+    build_.role = Role::workspace;
+    mark->second = build_.emit("overflow_mark", {gradient.scale});
+    marks_.emplace(mark->second, mark->second);
+  } else if (mark->second == gradient.scale) {
+    return;  // multiplied in before
+  }
   build_.role = Role::gradient;
   const TensorId before = gradient.tensor;
   gradient.tensor = build_.emit("scale", {before, gradient.scale}, {}, build_[before].name);
   keep_layout(build_.program(), before, gradient.tensor);
-  gradient.scale = {};
+  gradient.scale = mark->second;
 }
 
 std::string take_data_axes(const Mesh& mesh, std::vector<std::string>& partial) {

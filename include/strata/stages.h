@@ -126,7 +126,9 @@ class GradientStage {
               Attributes attributes = {}, const std::vector<TensorId>& more = {});
   // Multiplies a gradient by a scalar tensor, lazily; on top of a scale that is pending.
   void scale(Gradient& gradient, TensorId factor);
-  // Multiplies the pending scale in, for ops that need the final values.
+  // Multiplies the pending scale in, for ops that need the final values. What stays pending is a factor that is NaN
+  // where the scale is and 1 elsewhere, so that a step that overflowed is still told by it, whatever such ops make of
+  // NaN.
   void materialize(Gradient& gradient);
   // One value over everything that all ranks' gradients hold, each element counted once: `each` makes it of one
   // gradient, `together` adds up any number of them and then what the ranks of an axis that splits a gradient made, or
@@ -139,6 +141,7 @@ class GradientStage {
   std::vector<Gradient>& gradients_;
   const Mesh& mesh_;
   Phases phases_;
+  std::map<TensorId, TensorId> marks_;  // by scale: what stays pending of it; a mark's is itself
 };
 
 // stage `update`: the ops that update one parameter from its gradient and states.

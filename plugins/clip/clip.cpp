@@ -47,15 +47,16 @@ class Clip final : public strata::Plugin {
 
   void gradients(strata::GradientStage& stage) override {
     auto& build = stage.build();
-    // One scale that is pending on all of them is a factor of their norm.
-    strata::TensorId scale;
-    if (!stage.gradients().empty()) scale = stage.gradients().front().scale;
-    const bool shared = std::all_of(stage.gradients().begin(), stage.gradients().end(),
-                                    [&](const strata::Gradient& gradient) { return gradient.scale == scale; });
-    if (!shared) scale = {};
     if (stage.gradients().empty()) return;
-    if (!shared)
+    // One scale that is pending on all of them is a factor of their norm. Of several, each is multiplied in.
+    const auto shared = [&] {
+      return std::all_of(stage.gradients().begin(), stage.gradients().end(), [&](const strata::Gradient& gradient) {
+        return gradient.scale == stage.gradients().front().scale;
+      });
+    };
+    if (!shared())
       for (auto& gradient : stage.gradients()) stage.materialize(gradient);
+    const strata::TensorId scale = shared() ? stage.gradients().front().scale : strata::TensorId{};
     const std::vector<strata::TensorId> sums = stage.over_all("sum_of_squares", "add_sums");
     std::vector<strata::TensorId> inputs{sums.size() == 1 ? sums[0] : build.emit("add_sums", sums)};
     if (scale) inputs.push_back(scale);
