@@ -137,39 +137,45 @@ class NcclGroup final : public Communicator {
   void reduce_scatter(const std::vector<Pieces>& parts, const Pieces& result, DType dtype,
                       Reduction reduction) override {
     const ncclDataType_t type = type_of(dtype);
+    const auto count_of = [&](int64_t bytes) { return size_t(bytes / size_of(dtype)); };
     grouped("reduce_scatter", [&] {
-      if (even(parts)) {
-        for (size_t i = 0; i < result.list().size(); ++i)
-          must(nccl().reduce_scatter(parts[0].list()[i].data, result.list()[i].data, count(result.list()[i], dtype),
-                                     type, operation(reduction), comm_, queue_),
-               "ncclReduceScatter");
-        return;
-      }
-      for (int r = 0; r < size(); ++r) {
-        const Pieces& to = r == rank_ ? result : parts[size_t(r)];  // where it is not written, any place does
-        both(parts[size_t(r)], to, [&](std::byte* from, std::byte* into, int64_t bytes) {
-          must(nccl().reduce(from, into, size_t(bytes) / size_t(size_of(dtype)), type, operation(reduction), r, comm_,
-                             queue_),
-               "ncclReduce");
-        });
-      }
+      by_tensor(
+          parts,
+          [&](const Piece& first, int64_t at) {
+            std::byte* const into = one_piece(result, at, first.bytes);
+            if (into)
+              must(nccl().reduce_scatter(first.data, into, count_of(first.bytes), type, operation(reduction), comm_,
+                                         queue_),
+                   "ncclReduceScatter");
+            return into != nullptr;
+          },
+          [&](int root, const Piece& piece, int64_t at) {
+            // Where it is not written, any place does.
+            const Pieces to = root == rank_ ? result.part(at, at + piece.bytes) : Pieces{piece};
+            to.over(0, piece.bytes, [&](std::byte* into, int64_t bytes, int64_t from) {
+              must(nccl().reduce(piece.data + from, into, count_of(bytes), type, operation(reduction), root, comm_,
+                                 queue_),
+                   "ncclReduce");
+            });
+          });
     });
     for (int r = 0; r < size(); ++r)
       if (r != rank_) bytes_sent_ += parts[size_t(r)].bytes();
   }
   void all_gather(const std::vector<Pieces>& parts) override {
     grouped("all_gather", [&] {
-      const std::vector<Piece>& own = parts[size_t(rank_)].list();
-      if (even(parts)) {
-        for (size_t i = 0; i < own.size(); ++i)
-          must(nccl().all_gather(own[i].data, parts[0].list()[i].data, size_t(own[i].bytes), ncclInt8, comm_, queue_),
-               "ncclAllGather");
-        return;
-      }
-      for (int r = 0; r < size(); ++r)
-        for (const Piece& piece : parts[size_t(r)].list())
-          must(nccl().broadcast(piece.data, piece.data, size_t(piece.bytes), ncclInt8, r, comm_, queue_),
-               "ncclBroadcast");
+      by_tensor(
+          parts,
+          [&](const Piece& first, int64_t) {
+            must(nccl().all_gather(first.data + rank_ * first.bytes, first.data, size_t(first.bytes), ncclInt8, comm_,
+                                   queue_),
+                 "ncclAllGather");
+            return true;
+          },
+          [&](int root, const Piece& piece, int64_t) {
+            must(nccl().broadcast(piece.data, piece.data, size_t(piece.bytes), ncclInt8, root, comm_, queue_),
+                 "ncclBroadcast");
+          });
     });
     bytes_sent_ += parts[size_t(rank_)].bytes() * (size() - 1);
   }
@@ -232,17 +238,45 @@ class NcclGroup final : public Communicator {
   static ncclRedOp_t operation(Reduction reduction) { return reduction == Reduction::sum ? ncclSum : ncclMax; }
   static size_t count(const Piece& piece, DType dtype) { return size_t(piece.bytes / size_of(dtype)); }
 
-  // Whether the parts of each piece are of one size and follow each other: then one operation does for all ranks.
-  static bool even(const std::vector<Pieces>& parts) {
-    const std::vector<Piece>& first = parts[0].list();
-    for (size_t r = 1; r < parts.size(); ++r) {
-      const std::vector<Piece>& list = parts[r].list();
-      if (list.size() != first.size()) return false;
-      for (size_t i = 0; i < list.size(); ++i)
-        if (list[i].bytes != first[i].bytes || list[i].data != first[i].data + int64_t(r) * first[i].bytes)
-          return false;
+  // Takes pieces that follow each other in memory, one rank's after the other's, together: those are one tensor's.
+  // Where all are of one size, one operation does for all ranks: even(rank 0's piece, where this rank's begins among
+  // its bytes), which may decline. Otherwise uneven(rank, piece, where it begins among that rank's bytes) for each.
+  template <class Even, class Uneven>
+  void by_tensor(const std::vector<Pieces>& parts, Even&& even, Uneven&& uneven) {
+    next_.assign(parts.size(), {});
+    for (size_t first = 0; first < parts.size();) {
+      const auto left = [&](size_t r) { return next_[r].piece < parts[r].list().size(); };
+      if (!left(first)) {
+        ++first;
+        continue;
+      }
+      const Piece head = parts[first].list()[next_[first].piece];
+      std::byte* end = head.data;
+      size_t last = first, members = 0;
+      for (size_t r = first; r < parts.size(); ++r) {
+        Next& next = next_[r];
+        next.joins = left(r) && parts[r].list()[next.piece].data == end;
+        if (!next.joins) continue;
+        last = r, ++members;
+        end += parts[r].list()[next.piece].bytes;
+      }
+      bool alike = members == parts.size();
+      for (size_t r = first; r <= last && alike; ++r) alike = parts[r].list()[next_[r].piece].bytes == head.bytes;
+      const bool done = alike && even(head, next_[size_t(rank_)].at);
+      for (size_t r = first; r <= last; ++r) {
+        if (!next_[r].joins) continue;
+        const Piece& piece = parts[r].list()[next_[r].piece];
+        if (!done) uneven(int(r), piece, next_[r].at);
+        next_[r].at += piece.bytes;
+        ++next_[r].piece;
+      }
     }
-    return true;
+  }
+  // The bytes [begin, begin + bytes) where they lie in one piece, else null.
+  static std::byte* one_piece(const Pieces& pieces, int64_t begin, int64_t bytes) {
+    std::byte* found = nullptr;
+    pieces.over(begin, begin + bytes, [&](std::byte* data, int64_t n, int64_t) { found = n == bytes ? data : nullptr; });
+    return found;
   }
   // Calls visit(from, to, bytes) along two sequences of equal length that are cut differently.
   template <class Visit>
@@ -302,6 +336,12 @@ class NcclGroup final : public Communicator {
   uint32_t seen_ = 0;
   bool waiting_ = false;
   Clock::time_point since_;
+  struct Next {
+    size_t piece = 0;  // of a rank's
+    int64_t at = 0;    // bytes before it
+    bool joins = false;
+  };
+  std::vector<Next> next_;  // by rank; see by_tensor
 };
 
 }  // namespace

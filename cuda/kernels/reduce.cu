@@ -91,21 +91,44 @@ STRATA_KERNEL add_rows_exactly(const double* sums, int64_t count, double* out) {
   for (int k = 0; k < kExactSum; ++k) out[k] = mine[k];
 }
 
-int64_t row_count(const OpView& v) { return v.input(0).shape.size() > 1 ? v.input(0).shape[0] : 1; }
+// Of a vector, whose rows are its elements.
+template <class T>
+STRATA_KERNEL add_squares_exactly(const T* x, int64_t count, double* out) {
+  double* const all = dynamic_shared<double>();  // (kBlock, kExactSum)
+  double* const mine = all + threadIdx.x * kExactSum;
+  for (int k = 0; k < kExactSum; ++k) mine[k] = 0;
+  for (int64_t i = threadIdx.x; i < count; i += kBlock) {
+    const double value = double(to_float(x[i]));
+    add_exactly(mine, value * value);
+  }
+  carry(mine);
+  __syncthreads();
+  double sum = 0;
+  for (int t = 0; t < kBlock && threadIdx.x < kExactSum; ++t) sum += all[t * kExactSum + int(threadIdx.x)];
+  __syncthreads();
+  if (threadIdx.x < kExactSum) all[threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  carry(all);
+  for (int k = 0; k < kExactSum; ++k) out[k] = all[k];
+}
+
+bool is_vector(const OpView& v) { return v.input(0).shape.size() == 1; }
 
 const Registration squares(
     "sum_of_squares",
     [](const Binding& b) -> Launch {
       return with_type(b.input(0).dtype, [&](auto zero) -> Launch {
         using T = decltype(zero);
-        return [=, x = b.in<T>(0), out = b.out<double>(0), rows = row_count(b), all = count(b.input(0)),
-                sums = b.workspace<double>(), queue = b.queue()] {
-          launch(row_squares<T>, dim3(unsigned(rows)), kBlock, 0, queue, x, sums, all / rows);
+        return [=, x = b.in<T>(0), out = b.out<double>(0), rows = b.input(0).shape[0], all = count(b.input(0)),
+                vector = is_vector(b), sums = b.workspace<double>(), queue = b.queue()] {
+          if (vector) return launch(add_squares_exactly<T>, dim3(1), kBlock, kBlock * kExactSum * 8, queue, x, all, out);
+          if (rows > 0) launch(row_squares<T>, dim3(unsigned(rows)), kBlock, 0, queue, x, sums, all / rows);
           launch(add_rows_exactly, dim3(1), 32, 32 * kExactSum * 8, queue, sums, rows, out);
         };
       });
     },
-    [](const OpView& v, int) { return row_count(v) * 8; });
+    [](const OpView& v, int) { return is_vector(v) ? 0 : v.input(0).shape[0] * 8; });
 
 constexpr int kMostSums = 256;
 struct Sums {

@@ -140,7 +140,7 @@ void register_reduce_scatter() {
     for (int i = 0; i < v.inputs(); ++i) {
       check_dimension(v, i);
       Shape shape = v.input(i).shape;
-      require(shape[size_t(dimension)] >= size, v, "tensors of at least a row a rank");
+      require(shape[size_t(dimension)] > 0, v, "tensors with something to share along the dimension");
       shape[size_t(dimension)] = share_of_output(v, i, dimension, axis_of(v), shape[size_t(dimension)], size);
       specs.push_back({shape, v.input(i).dtype});
     }

@@ -1,4 +1,5 @@
 // Reductions: sum over rows (bias gradients), exact sums of squares (norms).
+#include <bit>
 #include <cstring>
 
 #include "engine/ops/registration.h"
@@ -67,21 +68,49 @@ double row_squares(DType type, const void* x, int64_t first, int64_t n) {
   return total;
 }
 
-// Rows of the first dimension, which is what ranks split; a vector is one row.
+// Rows of the first dimension, which is what ranks split: those of a vector are its elements, and a rank may have none.
 struct Rows {
   explicit Rows(const OpView& v) : Rows(v.input(0).shape) {}
-  explicit Rows(const Shape& shape)
-      : count(shape.size() > 1 ? shape[0] : 1), length(elements(shape) / std::max<int64_t>(count, 1)) {}
+  explicit Rows(const Shape& shape) : count(shape[0]), length(elements(shape) / std::max<int64_t>(count, 1)) {}
   int64_t count, length;
 };
+
+// add_exactly for the usual case, a positive number far from the ends of the digits' range, by its bits.
+void add_number(double* sum, double value) {
+  if (!(value > 0x1p-200 && value < 0x1p200)) return add_exactly(sum, value);
+  const auto power = [](int exponent) { return std::bit_cast<double>(uint64_t(1023 + exponent) << 52); };
+  const int exponent = int(std::bit_cast<uint64_t>(value) >> 52) - 1023;
+  for (int k = (exponent + 320) / 32; value != 0; --k) {
+    const double part = double(int64_t(value * power(320 - 32 * k))) * power(32 * k - 320);
+    sum[k] += part;
+    value -= part;
+  }
+}
 
 void sum_exactly(const double* values, int64_t count, double* sum) {
   std::fill_n(sum, kExactSum, 0.0);
   for (int64_t i = 0; i < count; ++i) {
-    add_exactly(sum, values[i]);
+    add_number(sum, values[i]);
     if (i % (1 << 20) == (1 << 20) - 1) carry(sum);
   }
   carry(sum);
+}
+
+// Of a matrix row by row in double, then exactly; of a vector, exactly. `parts`: a double a row.
+void sum_of_all_squares(const Binding& b, double* parts) {
+  const Rows rows(b);
+  const DType type = b.input(0).dtype;
+  b.threads().split(rows.count, std::max<int64_t>(1, kChunk / std::max<int64_t>(1, rows.length)),
+                    [&](int64_t i, int64_t e) {
+                      for (; i < e && rows.length > 1; ++i)
+                        parts[i] = row_squares(type, b.in<void>(0), i * rows.length, rows.length);
+                      for (; i < e; ++i) {
+                        float value;
+                        to_f32(type, at(b.in<void>(0), type, i), &value, 1);
+                        parts[i] = double(value) * double(value);
+                      }
+                    });
+  sum_exactly(parts, rows.count, b.out<double>(0));
 }
 
 const AtLoad registered([] {
@@ -110,7 +139,7 @@ const AtLoad registered([] {
                                 for (int64_t i = 0; i < elements(b.input(0).shape); ++i)
                                   b.out<T>(0)[i % b.columns(0)] += b.in<T>(0)[i];
                               })}}});
-  // Row by row in double, then exactly: the same whichever rank holds which rows.
+  // The same whichever rank holds which rows.
   register_kind({.name = "sum_of_squares",
                  .summary = "x (rows, …) -> exact sum (strata/exact_sum.h)",
                  .shape = [](const OpView& v) -> std::vector<TensorSpec> {
@@ -118,19 +147,8 @@ const AtLoad registered([] {
                    return {{{kExactSum}, DType::f64}};
                  },
                  .half = true,
-                 .kernels = {{"cpu", cpu_kernel(
-                                         [](const Binding& b) {
-                                           const Rows rows(b);
-                                           double* parts = b.workspace<double>();
-                                           b.threads().split(rows.count, std::max<int64_t>(1, kChunk / rows.length),
-                                                             [&](int64_t i, int64_t e) {
-                                                               for (; i < e; ++i)
-                                                                 parts[i] = row_squares(b.input(0).dtype, b.in<void>(0),
-                                                                                        i * rows.length, rows.length);
-                                                             });
-                                           sum_exactly(parts, rows.count, b.out<double>(0));
-                                         },
-                                         [](const OpView& v, int) { return Rows(v).count * 8; })},
+                 .kernels = {{"cpu", cpu_kernel([](const Binding& b) { sum_of_all_squares(b, b.workspace<double>()); },
+                                                [](const OpView& v, int) { return Rows(v).count * 8; })},
                              {"reference", reference_kernel([](const Binding& b, auto zero) {
                                 using T = decltype(zero);
                                 std::vector<double> squares;

@@ -24,17 +24,12 @@ Split share_of_rows(const Tensor& tensor, const std::string& axis) {
 
 void ExchangeStage::want(const Gradient& gradient, const GradientResult& result, std::string_view axis) {
   const std::string name = parameter_name(program_, gradient);
-  const Shape& shape = program_[gradient.parameter].shape;
   if (result.bucket <= 0) throw Error("the bucket of an exchange must be positive.");
   if (!result.shared_over.empty()) {
     const auto parts = mesh_.parts_of(axis);
     if (std::find(parts.begin(), parts.end(), result.shared_over) == parts.end())
       throw Error("the gradient of " + name + " is wanted in shares over axis \"" + result.shared_over +
                   "\", which is no part of axis \"" + std::string(axis) + "\".");
-    if (shape[0] < mesh_.size(result.shared_over))
-      throw Error("the gradient of " + name + " " + text(shape) + " has fewer rows than the " +
-                  std::to_string(mesh_.size(result.shared_over)) + " ranks of axis \"" + result.shared_over +
-                  "\" that are to share it.");
   }
   for (std::string_view part : mesh_.parts_of(axis)) {
     const auto [at, is_first] =

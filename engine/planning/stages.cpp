@@ -130,15 +130,34 @@ std::vector<TensorId> GradientStage::over_all(std::string_view each, std::string
   return values;
 }
 
-TensorId UpdateStage::over_parts(const Gradient& gradient, TensorId partial, const std::string& reduction, int along) {
-  const Layout layout = build_[gradient.parameter].layout;
-  for (const Split& split : layout) {
-    if (mesh_.size(split.axis) == 1 || (along != kAll && split.dimension != along)) continue;
-    std::vector<TensorId> outputs;
-    if (build_[partial].persistent) outputs = {partial};
-    partial = build_.emit_all("all_reduce", {partial}, {{"axis", split.axis}, {"reduction", reduction}}, outputs)[0];
-  }
-  return partial;
+// Axis by axis, as every tensor's splits are applied; an exchange takes no more tensors than it can change in place.
+std::vector<TensorId> UpdateStage::over_parts(const std::vector<Gradient>& gradients, std::vector<TensorId> partials,
+                                              const std::string& reduction, int along) {
+  constexpr size_t kMost = 256;
+  STRATA_CHECK(gradients.size() == partials.size());
+  std::vector<std::string> axes;
+  std::map<std::string, std::vector<size_t>> split;  // by axis: which of the gradients' parameters
+  for (size_t g = 0; g < gradients.size(); ++g)
+    for (const Split& one : build_[gradients[g].parameter].layout) {
+      if (mesh_.size(one.axis) == 1 || (along != kAll && one.dimension != along)) continue;
+      if (!split.contains(one.axis)) axes.push_back(one.axis);
+      split[one.axis].push_back(g);
+    }
+  for (const std::string& axis : axes)
+    for (size_t first = 0; first < split[axis].size(); first += kMost) {
+      const std::vector<size_t>& all = split[axis];
+      const std::vector<size_t> some(all.begin() + int64_t(first),
+                                     all.begin() + int64_t(std::min(all.size(), first + kMost)));
+      std::vector<TensorId> inputs, outputs;
+      for (size_t g : some) {
+        inputs.push_back(partials[g]);
+        outputs.push_back(build_[partials[g]].persistent ? partials[g] : TensorId{});
+      }
+      const std::vector<TensorId> sums =
+          build_.emit_all("all_reduce", inputs, {{"axis", axis}, {"reduction", reduction}}, outputs);
+      for (size_t i = 0; i < some.size(); ++i) partials[some[i]] = sums[i];
+    }
+  return partials;
 }
 
 std::string parameter_name(const Program& program, const Gradient& gradient) {

@@ -176,14 +176,22 @@ class UpdateStage {
   // split. `along`: only over those that hold other parts along this dimension of the parameter.
   static constexpr int kAll = -1;
   TensorId sum_over_parts(const Gradient& gradient, TensorId partial, int along = kAll) {
-    return over_parts(gradient, partial, "sum", along);
+    return over_parts({gradient}, {partial}, "sum", along)[0];
   }
   TensorId max_over_parts(const Gradient& gradient, TensorId partial, int along = kAll) {
-    return over_parts(gradient, partial, "max", along);
+    return over_parts({gradient}, {partial}, "max", along)[0];
+  }
+  // The same for a tensor of each of several gradients, all of one type: few exchanges for any number of them.
+  std::vector<TensorId> sum_over_parts(const std::vector<Gradient>& gradients, std::vector<TensorId> partials) {
+    return over_parts(gradients, std::move(partials), "sum", kAll);
+  }
+  std::vector<TensorId> max_over_parts(const std::vector<Gradient>& gradients, std::vector<TensorId> partials) {
+    return over_parts(gradients, std::move(partials), "max", kAll);
   }
 
  private:
-  TensorId over_parts(const Gradient& gradient, TensorId partial, const std::string& reduction, int along);
+  std::vector<TensorId> over_parts(const std::vector<Gradient>& gradients, std::vector<TensorId> partials,
+                                   const std::string& reduction, int along);
   DType rounded_state_ = DType::f32;
   bool rounded_asked_ = false;
   Builder& build_;

@@ -110,15 +110,13 @@ class Adafactor final : public strata::Plugin {
 
   void update(strata::UpdateStage& stage) override {
     strata::Builder& build = stage.build();
+    std::vector<strata::adafactor::VectorPart> vectors;  // of which ranks hold parts
     for (const strata::Gradient& stored : stage.gradients()) {
       const strata::Gradient gradient = stage.in_f32(stored);
       const strata::Tensor parameter = build[gradient.parameter];  // a copy: adding states moves the list
       const Shape& shape = parameter.shape;
       const std::vector<int64_t>& fused = parameter.fused;
       const bool split = !parameter.layout.empty(), matrix = shape.size() >= 2;
-      if (split && !matrix)
-        throw strata::Error("Adafactor needs a vector whole, but axis \"" + parameter.layout[0].axis + "\" splits " +
-                            parameter.name + "; leave its dimension whole, or use another optimizer.");
       for (const strata::Split& part : parameter.layout)
         if (part.dimension != 0)
           throw strata::Error("Adafactor takes parts of rows, but axis \"" + part.axis + "\" splits dimension " +
@@ -150,13 +148,18 @@ class Adafactor final : public strata::Plugin {
                                     {"weight_decay", settings_.weight_decay}};
       if (!fused.empty()) attributes.set("fused", strata::adafactor::text_of(fused));
       // In reproducible runs one rank takes the sums that several would, which do not depend on who has which rows.
-      const bool exact = stage.reproducible() && shape.size() == 2;
+      const bool exact = stage.reproducible() && shape.size() <= 2;
       if (exact) attributes.set("exact", int64_t{1});
-      if (!split && !exact)
+      if (!split && !exact) {
         stage.append("adafactor", gradient, states, std::move(attributes));
-      else
+      } else if (matrix) {
         strata::adafactor::update_part(stage, gradient, states, std::move(attributes));
+      } else {
+        attributes.set("weight_decay", 0.0);
+        vectors.push_back({gradient, states, std::move(attributes)});
+      }
     }
+    strata::adafactor::update_vectors(stage, vectors);
   }
 
  private:

@@ -1,6 +1,6 @@
 // Adafactor on the GPU: statistics of rows and columns, the update's size, then the update; sums in f64 and in a fixed
 // order, or exactly. The mathematics is in adafactor_kernel.h. One or more matrices (Cut); a vector is rows of one
-// element. Parts of a matrix that is split over ranks go the same way in three ops (adafactor_part.h).
+// element. Parts of what is split over ranks go the same way in three ops, those of a vector in two (adafactor_part.h).
 #include <sstream>
 
 #include "cuda/bind.h"
@@ -304,9 +304,11 @@ struct Sums {
   int64_t columns;
   Cut cut;
   bool exact;
-  // `like`: a tensor (rows, columns) with the part's layout.
+  // `like`: a tensor (rows, columns), or a vector, with the part's layout.
   Sums(const OpView& v, const Tensor& like)
-      : columns(like.shape.back()), cut(cut_of(v, like, columns, 0)), exact(v.attributes().integer("exact", 0) != 0) {}
+      : columns(like.shape.size() > 1 ? like.shape.back() : 1),
+        cut(cut_of(v, like, columns, 0)),
+        exact(v.attributes().integer("exact", 0) != 0) {}
   int64_t moments() const { return cut.matrices * columns; }  // of the first matrix, the others' after it
   int64_t squares() const { return cut.matrices * (columns + 1); }
   int64_t digits() const { return exact ? kExactSum : 1; }
@@ -385,6 +387,21 @@ STRATA_KERNEL totals_of_sums(const double* sums, const double* squares, int64_t 
   means[k] = value_at(sums, cut.matrices * columns + k, exact) / cut.rows_of(int(k));
 }
 
+// Of a part of a vector: its moment, and the squares of its parameters and of its raw update.
+STRATA_KERNEL vector_squares(const float* parameter, const float* gradient, float* v, double* squares, int64_t count,
+                             Settings s) {
+  const int64_t i = int64_t(blockIdx.x) * kBlock + threadIdx.x;
+  if (i >= count || s.skips()) return;
+  const float g = gradient[i] * float(s.gradient_scale());
+  v[i] = float(s.beta2()) * v[i] + float(1 - s.beta2()) * (g * g + float(s.epsilon1));
+  squares[i] = double(parameter[i]) * double(parameter[i]);
+  squares[count + i] = double(g) * double(g) / double(v[i]);
+}
+STRATA_KERNEL totals_of_vector(const double* sums, Totals* totals, int matrices, bool exact) {
+  const int64_t k = blockIdx.x;
+  totals[k] = {value_at(sums, k, exact), value_at(sums, matrices + k, exact)};
+}
+
 const Registration part_kinds[] = {
     {"adafactor_statistics",
      [](const Binding& b) -> Launch {
@@ -443,7 +460,34 @@ const Registration part_kinds[] = {
                 where.columns, where.cut, s);
        };
      },
-     [](const OpView& v, int) { return Sums(v, v.input(1)).cut.matrices * int64_t(sizeof(Totals) + 8); }}};
+     [](const OpView& v, int) { return Sums(v, v.input(1)).cut.matrices * int64_t(sizeof(Totals) + 8); }},
+    {"adafactor_vector_statistics",
+     [](const Binding& b) -> Launch {
+       const Settings s = settings(b, 3);
+       const Sums sums(b, b.input(1));
+       return [=, p = b.in<float>(0), g = b.in<float>(1), v = b.out<float>(0), out = b.out<double>(1),
+               squares = b.workspace<double>(), count = sums.cut.rows, queue = b.queue()] {
+         launch(vector_squares, dim3(blocks(count, kBlock)), kBlock, 0, queue, p, g, v, squares, count, s);
+         const double* const all = squares;
+         sum_rows(queue, all, out, sums, s);
+         sum_rows(queue, all + count, out + sums.cut.matrices * sums.digits(), sums, s);
+       };
+     },
+     [](const OpView& v, int) { return 2 * Sums(v, v.input(1)).cut.rows * 8; }},
+    {"adafactor_vector_apply",
+     [](const Binding& b) -> Launch {
+       const Settings s = settings(b, 5);
+       const Sums where(b, b.input(1));
+       return [=, p = b.out<float>(0), g = b.in<float>(1), v = b.in<float>(2),
+               m = b.has_input(3) ? b.out<float>(1) : nullptr, sums = b.in<double>(4), totals = b.workspace<Totals>(),
+               queue = b.queue()] {
+         launch(totals_of_vector, dim3(unsigned(where.cut.matrices)), 1, 0, queue, sums, totals, where.cut.matrices,
+                where.exact);
+         launch(update_vector, dim3(blocks(where.cut.rows, kBlock)), kBlock, 0, queue, p, g, v, totals, m, where.cut,
+                s);
+       };
+     },
+     [](const OpView& v, int) { return Sums(v, v.input(1)).cut.matrices * int64_t(sizeof(Totals)); }}};
 
 }  // namespace
 }  // namespace strata::cuda::adafactor_kernels

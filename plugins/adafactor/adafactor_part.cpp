@@ -3,82 +3,13 @@
 #include "plugins/adafactor/adafactor_part.h"
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <sstream>
 
-#include "strata/exact_sum.h"
-#include "strata/layout.h"
-#include "strata/simd.h"
+#include "plugins/adafactor/adafactor_sums.h"
 
 namespace strata::adafactor {
 namespace {
-
-// `step`: the first of the op's scalars among its inputs.
-Settings settings(const Binding& b, int step) { return settings_of(b.attributes(), update_scalars(b, step)); }
-
-// The rows that are here, of the matrices that the whole tensor is, and where in the sums what is of each.
-struct Part {
-  Matrices whole;
-  int64_t first, rows, columns, digits;  // first: of the whole's rows; digits: doubles a sum
-  // `like`: a tensor (rows, columns) with the part's layout.
-  Part(const OpView& v, const Tensor& like)
-      : whole(matrices_of(like.full_shape(), fused_of(v.attributes()))),
-        first(box_of(like).offset[0]),
-        rows(elements(like.shape) / like.shape.back()),
-        columns(like.shape.back()),
-        digits(v.attributes().integer("exact", 0) ? kExactSum : 1) {
-    period_ = whole.members.back().first + whole.members.back().run;
-    if (!whole.apart) whole.members = {{.first = 0, .run = whole.rows, .period = whole.rows, .rows = whole.rows}};
-  }
-  int64_t matrices() const { return whole.count(); }
-  int64_t matrix_of(int64_t row) const {  // of the part
-    const int64_t at = whole.apart ? (first + row) % period_ : 0;
-    int64_t k = matrices() - 1;
-    while (whole.members[size_t(k)].first > at) --k;
-    return k;
-  }
-  double rows_of(int64_t k) const { return double(whole.members[size_t(k)].rows); }
-  // The sums: squares by column of each matrix, then the rows' moments of each, then the parameter's squares of each.
-  int64_t sums() const { return matrices() * (columns + 2); }
-  int64_t column(int64_t k) const { return k * columns; }
-  int64_t moments(int64_t k) const { return matrices() * columns + k; }
-  int64_t squares(int64_t k) const { return matrices() * (columns + 1) + k; }
-  double value(const double* sums, int64_t i) const { return digits == 1 ? sums[i] : value_of_sum(sums + i * digits); }
-
- private:
-  int64_t period_ = 1;
-};
-
-// add_exactly for the usual case, a positive number far from the ends of the digits' range, by its bits.
-void add_number(double* sum, double value) {
-  if (!(value > 0x1p-200 && value < 0x1p200)) return add_exactly(sum, value);
-  const auto power = [](int exponent) { return std::bit_cast<double>(uint64_t(1023 + exponent) << 52); };
-  const int exponent = int(std::bit_cast<uint64_t>(value) >> 52) - 1023;
-  for (int k = (exponent + 320) / 32; value != 0; --k) {
-    const double part = double(int64_t(value * power(320 - 32 * k))) * power(32 * k - 320);
-    sum[k] += part;
-    value -= part;
-  }
-}
-
-// Sums that are taken number by number, plainly or exactly.
-struct Sums {
-  double* out;
-  int64_t digits;
-  void clear(int64_t first, int64_t count) const { std::fill_n(out + first * digits, count * digits, 0.0); }
-  void add(int64_t i, double value) const {
-    if (digits == 1)
-      out[i] += value;
-    else
-      add_number(out + i * digits, value);
-  }
-  // After at most 2^20 numbers each.
-  void carry_all(int64_t first, int64_t count) const {
-    for (int64_t i = first; digits > 1 && i < first + count; ++i) carry(out + i * digits);
-  }
-};
-constexpr int64_t kNumbers = int64_t{1} << 20;
 
 // parameter, gradient, row; step, factor, [scale] -> row in place; sums over this part. Workspace: a double a row.
 template <class T>
@@ -210,18 +141,6 @@ Launch bind_apply(const Binding& b) {
   };
 }
 
-void add(std::string name, std::string summary, std::function<std::vector<TensorSpec>(const OpView&)> shape,
-         Launch (*f32)(const Binding&), Launch (*f64)(const Binding&),
-         std::function<int64_t(const OpView&, int)> workspace = {}) {
-  OpKind kind{.name = std::move(name), .summary = std::move(summary), .shape = std::move(shape)};
-  kind.kernels["cpu"] = {f32, workspace};
-  kind.kernels["reference"] = {[f32, f64](const Binding& b) { return (b.input(0).dtype == DType::f64 ? f64 : f32)(b); },
-                               workspace};
-  register_kind(std::move(kind));
-}
-
-TensorSpec like(const Tensor& tensor) { return {tensor.shape, tensor.dtype}; }
-TensorSpec sums(int64_t count, const Part& part) { return {{count * part.digits}, DType::f64}; }
 
 }  // namespace
 
@@ -239,6 +158,16 @@ Settings settings_of(const Attributes& a, const UpdateScalars& scalars) {
           .gradient_scale = scalars.gradient_scale()};
 }
 
+void add_part_kind(std::string name, std::string summary, std::function<std::vector<TensorSpec>(const OpView&)> shape,
+                   Launch (*f32)(const Binding&), Launch (*f64)(const Binding&),
+                   std::function<int64_t(const OpView&, int)> workspace) {
+  OpKind kind{.name = std::move(name), .summary = std::move(summary), .shape = std::move(shape)};
+  kind.kernels["cpu"] = {f32, workspace};
+  kind.kernels["reference"] = {[f32, f64](const Binding& b) { return (b.input(0).dtype == DType::f64 ? f64 : f32)(b); },
+                               workspace};
+  register_kind(std::move(kind));
+}
+
 std::string text_of(const std::vector<int64_t>& fused) {
   std::string text;
   for (int64_t rows : fused) text += (text.empty() ? "" : " ") + std::to_string(rows);
@@ -253,21 +182,21 @@ std::vector<int64_t> fused_of(const Attributes& attributes) {
 }
 
 void register_part_kinds() {
-  add(
+  add_part_kind(
       "adafactor_statistics", "parameter, gradient, row, step, factor, [scale] -> row, sums of this part",
       [](const OpView& v) -> std::vector<TensorSpec> {
         const Part part(v, v.input(1));
         return {like(v.input(2)), sums(part.sums(), part)};
       },
       bind_statistics<float>, bind_statistics<double>, [](const OpView& v, int) { return v.rows(1) * 8; });
-  add(
+  add_part_kind(
       "adafactor_update_squares", "gradient, row, column, sums, step, factor, [scale] -> column, squares of this part",
       [](const OpView& v) -> std::vector<TensorSpec> {
         const Part part(v, v.input(0));
         return {like(v.input(2)), sums(part.matrices(), part)};
       },
       bind_update_squares<float>, bind_update_squares<double>, [](const OpView& v, int) { return v.rows(0) * 8; });
-  add(
+  add_part_kind(
       "adafactor_apply",
       "parameter, gradient, row, column, [m], sums, squares, step, factor, [scale] -> parameter, [m]",
       [](const OpView& v) -> std::vector<TensorSpec> {
@@ -276,6 +205,7 @@ void register_part_kinds() {
         return specs;
       },
       bind_apply<float>, bind_apply<double>);
+  register_vector_kinds();
 }
 
 void update_part(UpdateStage& stage, const Gradient& gradient, const std::vector<TensorId>& states,

@@ -1,6 +1,6 @@
-// Adafactor for a matrix whose rows are split over ranks: the same update in three ops, with sums over the ranks
-// between. Reproducible runs do all matrices so, on any number of ranks: with the attribute "exact" the sums are exact
-// (strata/exact_sum.h), so that it does not matter which rank has which rows.
+// Adafactor for what is split over ranks by rows: the same update in three ops for a matrix, in two for a vector, with
+// sums over the ranks between. Reproducible runs do all tensors so, on any number of ranks: with the attribute "exact"
+// the sums are exact (strata/exact_sum.h), so that it does not matter which rank has which rows.
 #pragma once
 #include "plugins/adafactor/adafactor_kernel.h"
 #include "strata/optimizer.h"
@@ -19,5 +19,14 @@ Settings settings_of(const Attributes& attributes, const UpdateScalars& scalars)
 // `states` (m, rows and columns) and `attributes` are those of the kind "adafactor" for a factored parameter.
 void update_part(UpdateStage& stage, const Gradient& gradient, const std::vector<TensorId>& states,
                  Attributes attributes);
+
+// A vector to update: its states are m and v.
+struct VectorPart {
+  Gradient gradient;
+  std::vector<TensorId> states;
+  Attributes attributes;
+};
+// All of a model together, since each is small: their sums are one exchange.
+void update_vectors(UpdateStage& stage, const std::vector<VectorPart>& vectors);
 
 }  // namespace strata::adafactor

@@ -1,5 +1,6 @@
 // AdamW with 8-bit moments as a plugin. The mathematics is in adamw8bit_kernel.h.
 #include "plugins/adamw8bit/adamw8bit_kernel.h"
+#include "plugins/adamw8bit/adamw8bit_part.h"
 #include "strata/optimizer.h"
 #include "strata/plugin.h"
 
@@ -15,8 +16,12 @@ enum State { kFirst, kFirstScale, kSecond, kSecondScale };  // moments m and v
 
 // Blocks lie within rows; a vector is one row.
 int64_t rows_of(const Shape& shape) { return shape.size() > 1 ? shape[0] : 1; }
+int64_t columns_of(const Shape& shape) {  // also where a rank has no row
+  return shape.size() > 1 ? strata::elements({shape.begin() + 1, shape.end()}) : shape[0];
+}
+// `shape`: of a part, rows of which are whole; a vector's is that of all of it.
 Shape scales_of(const Shape& shape) {
-  const int64_t of_row = strata::adamw8bit::blocks(strata::elements(shape) / rows_of(shape));
+  const int64_t of_row = strata::adamw8bit::blocks(columns_of(shape));
   return shape.size() > 1 ? Shape{shape[0], of_row} : Shape{of_row};
 }
 
@@ -28,7 +33,7 @@ bool fits(const UpdateView& v) {
 }
 
 strata::Launch bind(const Update& u) {
-  return [u, rows = rows_of(u.parameter().shape)] {
+  return [u, rows = rows_of(u.parameter().shape), columns = columns_of(u.parameter().shape)] {
     const auto& a = u.attributes();
     const strata::adamw8bit::Settings settings{.beta1 = a.real("beta1"),
                                                .beta2 = a.real("beta2"),
@@ -38,7 +43,7 @@ strata::Launch bind(const Update& u) {
                                                .gradient_scale = u.scalars().gradient_scale()};
     strata::adamw8bit::update(u.threads(), u.parameter<float>(), u.gradient<float>(), u.state<uint8_t>(kFirst),
                               u.state<float>(kFirstScale), u.state<uint8_t>(kSecond), u.state<float>(kSecondScale),
-                              rows, u.count() / rows, settings, u.scalars().step());
+                              rows, columns, settings, u.scalars().step());
   };
 }
 
@@ -53,6 +58,7 @@ class AdamW8Bit final : public strata::Plugin {
          .bytes = [](const UpdateView& v) { return 16 * double(strata::elements(v.parameter().shape)); },
          .cpu = {bind},
          .reference = {bind}});
+    strata::adamw8bit::register_part_kinds();
   }
 
   void options(strata::Options& o) override {
@@ -67,29 +73,35 @@ class AdamW8Bit final : public strata::Plugin {
   strata::Capabilities capabilities() const override { return {.provides = {"optimizer", "lowers optimizer_state"}}; }
 
   void update(strata::UpdateStage& stage) override {
+    const strata::Attributes attributes{{"beta1", settings_.beta1},
+                                        {"beta2", settings_.beta2},
+                                        {"epsilon", settings_.epsilon},
+                                        {"learning_rate", settings_.learning_rate},
+                                        {"weight_decay", settings_.weight_decay}};
+    std::vector<strata::adamw8bit::VectorPart> vectors;  // of which ranks hold parts
     for (const strata::Gradient& stored : stage.gradients()) {
       const strata::Gradient gradient = stage.in_f32(stored);
-      const Shape shape = stage.build()[gradient.parameter].shape;  // a copy: adding states moves the list
-      for (const strata::Split& part : stage.build()[gradient.parameter].layout)
-        if (part.dimension != 0 || shape.size() == 1)
+      const strata::Tensor parameter = stage.build()[gradient.parameter];  // a copy: adding states moves the list
+      const bool vector = parameter.shape.size() == 1;
+      for (const strata::Split& part : parameter.layout)
+        if (part.dimension != 0)
           throw strata::Error("adamw8bit has a scale for each block within a row, but axis \"" + part.axis +
-                              "\" splits the rows of " + stage.build()[gradient.parameter].name +
+                              "\" splits the rows of " + parameter.name +
                               "; leave that dimension whole, or use another optimizer.");
-      const Shape scales = scales_of(shape);
+      const Shape scales = scales_of(vector ? parameter.full_shape() : *parameter.shape);
       std::vector<TensorId> states;
       for (const char* moment : {"m", "v"}) {
-        states.push_back(stage.state(gradient, std::string("adamw8bit.") + moment, shape, DType::u8));
+        states.push_back(stage.state(gradient, std::string("adamw8bit.") + moment, parameter.shape, DType::u8));
         states.push_back(stage.state(gradient, std::string("adamw8bit.") + moment + "_scale", scales, DType::f32,
-                                     shape.size() > 1 ? std::vector<int>{0, strata::UpdateStage::kNone}
-                                                      : std::vector<int>{strata::UpdateStage::kNone}));
+                                     vector ? std::vector<int>{strata::UpdateStage::kNone}
+                                            : std::vector<int>{0, strata::UpdateStage::kNone}));
       }
-      stage.append("adamw_8bit", gradient, states,
-                   {{"beta1", settings_.beta1},
-                    {"beta2", settings_.beta2},
-                    {"epsilon", settings_.epsilon},
-                    {"learning_rate", settings_.learning_rate},
-                    {"weight_decay", settings_.weight_decay}});
+      if (vector && !parameter.layout.empty())
+        vectors.push_back({gradient, states});
+      else
+        stage.append("adamw_8bit", gradient, states, attributes);
     }
+    strata::adamw8bit::update_vectors(stage, vectors, attributes);
   }
 
  private:

@@ -14,6 +14,30 @@ struct Settings : UpdateScalars {
   double beta1, beta2, epsilon;
 };
 
+// The moments of one element after this step.
+struct Moments {
+  float first, second;
+  STRATA_DEVICE Moments(const Settings& s, float gradient, uint8_t m, float m_scale, uint8_t v, float v_scale) {
+    const float g = gradient * float(s.gradient_scale());
+    first = code_value(m, 1, true) * m_scale;
+    second = code_value(v, 2, false) * v_scale;
+    first += float(1 - s.beta1) * (g - first);
+    second = float(s.beta2) * second + float(1 - s.beta2) * g * g;
+  }
+  STRATA_DEVICE Moments() : first(0), second(0) {}
+  STRATA_DEVICE void change(const Settings& s, float& parameter) const {
+    const double step = s.step(), rate = s.rate();
+    const float root = float(1 / sqrt(1 - pow(s.beta2, step)));
+    parameter = parameter * float(1 - rate * s.weight_decay) -
+                float(rate / (1 - pow(s.beta1, step))) * first / (sqrtf(second) * root + float(s.epsilon));
+  }
+  STRATA_DEVICE float size() const { return first < 0 ? -first : first; }
+  STRATA_DEVICE void encode(float to_m, float to_v, uint8_t& m, uint8_t& v) const {
+    m = signed_code(first * reciprocal(to_m));
+    v = unsigned_code(second * reciprocal(to_v), true);
+  }
+};
+
 STRATA_KERNEL update(float* parameter, const float* gradient, uint8_t* m, float* m_scale, uint8_t* v, float* v_scale,
                      int64_t columns, int64_t of_row, Settings s) {
   __shared__ float scratch[32];
@@ -21,40 +45,88 @@ STRATA_KERNEL update(float* parameter, const float* gradient, uint8_t* m, float*
   const int64_t block = blockIdx.x, in_row = block % of_row * kBlock + threadIdx.x,
                 i = block / of_row * columns + in_row;
   const bool there = in_row < columns;
-  const double step = s.step(), rate = s.rate();
-  float first = 0, second = 0;
+  Moments now;
   if (there) {
-    const float g = gradient[i] * float(s.gradient_scale());
-    first = code_value(m[i], 1, true) * m_scale[block];
-    second = code_value(v[i], 2, false) * v_scale[block];
-    first += float(1 - s.beta1) * (g - first);
-    second = float(s.beta2) * second + float(1 - s.beta2) * g * g;
-    const float root = float(1 / sqrt(1 - pow(s.beta2, step)));
-    parameter[i] = parameter[i] * float(1 - rate * s.weight_decay) -
-                   float(rate / (1 - pow(s.beta1, step))) * first / (sqrtf(second) * root + float(s.epsilon));
+    now = Moments(s, gradient[i], m[i], m_scale[block], v[i], v_scale[block]);
+    now.change(s, parameter[i]);
   }
-  const float to_m = block_max(first < 0 ? -first : first, scratch), to_v = block_max(second, scratch);
-  if (there) {
-    m[i] = signed_code(first * reciprocal(to_m));
-    v[i] = unsigned_code(second * reciprocal(to_v), true);
-  }
+  const float to_m = block_max(now.size(), scratch), to_v = block_max(now.second, scratch);
+  if (there) now.encode(to_m, to_v, m[i], v[i]);
   if (threadIdx.x == 0) {
     m_scale[block] = to_m;
     v_scale[block] = to_v;
   }
 }
 
+// Parts of a vector (adamw8bit_part.h), a block of threads for each of the whole vector's blocks: elements from `begin`
+// on are here, `count` of them.
+STRATA_KERNEL largest(const float* gradient, const uint8_t* m, const float* m_scale, const uint8_t* v,
+                      const float* v_scale, int64_t begin, int64_t count, float* out, Settings s) {
+  __shared__ float scratch[32];
+  const int64_t block = blockIdx.x, i = block * kBlock + threadIdx.x - begin;
+  Moments now;
+  if (i >= 0 && i < count && !s.skips()) now = Moments(s, gradient[i], m[i], m_scale[block], v[i], v_scale[block]);
+  const float to_m = block_max(now.size(), scratch), to_v = block_max(now.second, scratch);
+  if (threadIdx.x == 0) {
+    out[block] = to_m;
+    out[gridDim.x + block] = to_v;
+  }
+}
+STRATA_KERNEL update_part(float* parameter, const float* gradient, uint8_t* m, float* m_scale, uint8_t* v,
+                          float* v_scale, const float* largest, int64_t begin, int64_t count, Settings s) {
+  if (s.skips()) return;
+  const int64_t block = blockIdx.x, i = block * kBlock + threadIdx.x - begin;
+  const float to_m = largest[block], to_v = largest[gridDim.x + block];
+  if (i >= 0 && i < count) {
+    const Moments now(s, gradient[i], m[i], m_scale[block], v[i], v_scale[block]);
+    now.change(s, parameter[i]);
+    now.encode(to_m, to_v, m[i], v[i]);
+  }
+  __syncthreads();  // all have read the old scales
+  if (threadIdx.x == 0) {
+    m_scale[block] = to_m;
+    v_scale[block] = to_v;
+  }
+}
+
+Settings settings(const Binding& b, const UpdateScalars& scalars) {
+  const Attributes& a = b.attributes();
+  return {scalars, a.real("beta1"), a.real("beta2"), a.real("epsilon")};
+}
+
 const Registration kind("adamw_8bit", [](const Binding& b) -> Launch {
   const Update u(b);
   const Attributes& a = u.attributes();
   const Settings s{u.scalars(), a.real("beta1"), a.real("beta2"), a.real("epsilon")};
-  const int64_t rows = u.parameter().shape.size() > 1 ? u.parameter().shape[0] : 1, columns = u.count() / rows;
+  const int64_t rows = u.parameter().shape.size() > 1 ? u.parameter().shape[0] : 1,
+                columns = u.count() / std::max<int64_t>(1, rows);
   return [=, p = u.parameter<float>(), g = u.gradient<float>(), m = u.state<uint8_t>(0), ms = u.state<float>(1),
           v = u.state<uint8_t>(2), vs = u.state<float>(3), queue = u.queue()] {
     const int64_t of_row = (columns + kBlock - 1) / kBlock;
     launch(update, dim3(unsigned(rows * of_row)), kBlock, 0, queue, p, g, m, ms, v, vs, columns, of_row, s);
   };
 });
+
+const Registration part_kinds[] = {
+    {"adamw_8bit_largest",
+     [](const Binding& b) -> Launch {
+       const Settings s = settings(b, update_scalars(b, 5));
+       const Tensor& like = b.input(0);
+       return [=, g = b.in<float>(0), m = b.in<uint8_t>(1), ms = b.in<float>(2), v = b.in<uint8_t>(3),
+               vs = b.in<float>(4), out = b.out<float>(0), begin = box_of(like).offset[0], here = count(like),
+               of_whole = unsigned(b.output(0).shape[1]), queue = b.queue()] {
+         launch(largest, dim3(of_whole), kBlock, 0, queue, g, m, ms, v, vs, begin, here, out, s);
+       };
+     }},
+    {"adamw_8bit_part", [](const Binding& b) -> Launch {
+       const Settings s = settings(b, update_scalars(b, 7));
+       const Tensor& like = b.input(1);
+       return [=, p = b.out<float>(0), g = b.in<float>(1), m = b.out<uint8_t>(1), ms = b.out<float>(2),
+               v = b.out<uint8_t>(3), vs = b.out<float>(4), all = b.in<float>(6), begin = box_of(like).offset[0],
+               here = count(like), of_whole = unsigned(b.input(6).shape[1]), queue = b.queue()] {
+         launch(update_part, dim3(of_whole), kBlock, 0, queue, p, g, m, ms, v, vs, all, begin, here, s);
+       };
+     }}};
 
 }  // namespace
 }  // namespace strata::cuda::adamw8bit_kernels

@@ -28,26 +28,84 @@ STRATA_INLINE float largest(const float* x, int64_t count) {
   return std::bit_cast<float>(top);
 }
 
+// The moments after this step of at most kBlock elements.
+STRATA_INLINE void next_moments(const float* gradient, const uint8_t* m, float m_scale, const uint8_t* v, float v_scale,
+                                int64_t count, const Factors& f, const float* signed_values,
+                                const float* unsigned_values, float* first, float* second) {
+  for (int64_t i = 0; i < count; ++i) first[i] = signed_values[m[i]] * m_scale;
+  for (int64_t i = 0; i < count; ++i) second[i] = unsigned_values[v[i]] * v_scale;
+  for (int64_t i = 0; i < count; ++i) {
+    const float g = gradient[i] * f.gradient_scale;
+    first[i] += f.weight1 * (g - first[i]);
+    second[i] = f.beta2 * second[i] + f.weight2 * g * g;
+  }
+}
+
+STRATA_INLINE void change(float* parameter, const float* first, const float* second, int64_t count, const Factors& f) {
+  for (int64_t i = 0; i < count; ++i)
+    parameter[i] =
+        parameter[i] * f.decay - f.step_size * first[i] / (std::sqrt(second[i]) * f.inverse_root + f.epsilon);
+}
+
+STRATA_INLINE void encode(const float* first, float m_scale, uint8_t* m, const float* second, float v_scale, uint8_t* v,
+                          int64_t count) {
+  const float to_m = reciprocal(m_scale), to_v = reciprocal(v_scale);
+  for (int64_t i = 0; i < count; ++i) m[i] = signed_code(first[i] * to_m);
+  for (int64_t i = 0; i < count; ++i) v[i] = unsigned_code(second[i] * to_v, true);
+}
+
 STRATA_SIMD void update_block(float* parameter, const float* gradient, uint8_t* m, float* m_scale, uint8_t* v,
                               float* v_scale, int64_t count, const Factors& given, const float* signed_values,
                               const float* unsigned_values) {
   const Factors f = given;
   float first[kBlock], second[kBlock];
-  const float old_m = *m_scale, old_v = *v_scale;
-  for (int64_t i = 0; i < count; ++i) first[i] = signed_values[m[i]] * old_m;
-  for (int64_t i = 0; i < count; ++i) second[i] = unsigned_values[v[i]] * old_v;
-  for (int64_t i = 0; i < count; ++i) {
-    const float g = gradient[i] * f.gradient_scale;
-    first[i] += f.weight1 * (g - first[i]);
-    second[i] = f.beta2 * second[i] + f.weight2 * g * g;
-    parameter[i] =
-        parameter[i] * f.decay - f.step_size * first[i] / (std::sqrt(second[i]) * f.inverse_root + f.epsilon);
-  }
+  next_moments(gradient, m, *m_scale, v, *v_scale, count, f, signed_values, unsigned_values, first, second);
+  change(parameter, first, second, count, f);
   *m_scale = largest(first, count);
   *v_scale = largest(second, count);
-  const float to_m = reciprocal(*m_scale), to_v = reciprocal(*v_scale);
-  for (int64_t i = 0; i < count; ++i) m[i] = signed_code(first[i] * to_m);
-  for (int64_t i = 0; i < count; ++i) v[i] = unsigned_code(second[i] * to_v, true);
+  encode(first, *m_scale, m, second, *v_scale, v, count);
+}
+
+// The same in two steps, for some of a block's elements.
+STRATA_SIMD void largest_moments(const float* gradient, const uint8_t* m, float m_scale, const uint8_t* v,
+                                 float v_scale, int64_t count, const Factors& given, const float* signed_values,
+                                 const float* unsigned_values, float* of_m, float* of_v) {
+  const Factors f = given;
+  float first[kBlock], second[kBlock];
+  next_moments(gradient, m, m_scale, v, v_scale, count, f, signed_values, unsigned_values, first, second);
+  *of_m = largest(first, count);
+  *of_v = largest(second, count);
+}
+STRATA_SIMD void update_some(float* parameter, const float* gradient, uint8_t* m, float m_scale, float to_m, uint8_t* v,
+                             float v_scale, float to_v, int64_t count, const Factors& given,
+                             const float* signed_values, const float* unsigned_values) {
+  const Factors f = given;
+  float first[kBlock], second[kBlock];
+  next_moments(gradient, m, m_scale, v, v_scale, count, f, signed_values, unsigned_values, first, second);
+  change(parameter, first, second, count, f);
+  encode(first, to_m, m, second, to_v, v, count);
+}
+
+Factors factors_of(const Settings& s, double step) {
+  const double correction1 = 1 - std::pow(s.beta1, step), correction2 = 1 - std::pow(s.beta2, step);
+  return {float(s.gradient_scale),
+          float(1 - s.beta1),
+          float(s.beta2),
+          float(1 - s.beta2),
+          float(1 - s.learning_rate * s.weight_decay),
+          float(s.learning_rate / correction1),
+          float(1 / std::sqrt(correction2)),
+          float(s.epsilon)};
+}
+
+// Calls body(block, first element here, count) for the elements [begin, begin + count) of a vector, block by block.
+template <class Body>
+void by_block(int64_t begin, int64_t count, Body&& body) {
+  for (int64_t at = begin; at < begin + count;) {
+    const int64_t end = std::min(begin + count, (at / kBlock + 1) * kBlock);
+    body(at / kBlock, at - begin, end - at);
+    at = end;
+  }
 }
 
 }  // namespace
@@ -66,15 +124,7 @@ uint8_t encode_unsigned(float x, bool nonzero) { return unsigned_code(x, nonzero
 
 void update(Threads& threads, float* parameter, const float* gradient, uint8_t* m, float* m_scale, uint8_t* v,
             float* v_scale, int64_t rows, int64_t columns, const Settings& s, double step) {
-  const double correction1 = 1 - std::pow(s.beta1, step), correction2 = 1 - std::pow(s.beta2, step);
-  const Factors factors{float(s.gradient_scale),
-                        float(1 - s.beta1),
-                        float(s.beta2),
-                        float(1 - s.beta2),
-                        float(1 - s.learning_rate * s.weight_decay),
-                        float(s.learning_rate / correction1),
-                        float(1 / std::sqrt(correction2)),
-                        float(s.epsilon)};
+  const Factors factors = factors_of(s, step);
   const float *signed_values = signed_map().data(), *unsigned_values = unsigned_map().data();
   const int64_t of_row = blocks(columns);
   threads.split(rows * of_row, 16, [&](int64_t begin, int64_t end) {
@@ -84,6 +134,28 @@ void update(Threads& threads, float* parameter, const float* gradient, uint8_t* 
                    std::min(kBlock, columns - in_row), factors, signed_values, unsigned_values);
     }
   });
+}
+
+void largest_of_part(const float* gradient, const uint8_t* m, const float* m_scale, const uint8_t* v,
+                     const float* v_scale, int64_t begin, int64_t count, int64_t whole, const Settings& s, double step,
+                     float* out) {
+  const Factors factors = factors_of(s, step);
+  std::fill_n(out, 2 * blocks(whole), 0.0f);
+  by_block(begin, count, [&](int64_t b, int64_t i, int64_t n) {
+    largest_moments(gradient + i, m + i, m_scale[b], v + i, v_scale[b], n, factors, signed_map().data(),
+                    unsigned_map().data(), out + b, out + blocks(whole) + b);
+  });
+}
+
+void update_part(float* parameter, const float* gradient, uint8_t* m, float* m_scale, uint8_t* v, float* v_scale,
+                 const float* largest, int64_t begin, int64_t count, int64_t whole, const Settings& s, double step) {
+  const Factors factors = factors_of(s, step);
+  by_block(begin, count, [&](int64_t b, int64_t i, int64_t n) {
+    update_some(parameter + i, gradient + i, m + i, m_scale[b], largest[b], v + i, v_scale[b],
+                largest[blocks(whole) + b], n, factors, signed_map().data(), unsigned_map().data());
+  });
+  std::copy_n(largest, blocks(whole), m_scale);
+  std::copy_n(largest + blocks(whole), blocks(whole), v_scale);
 }
 
 }  // namespace strata::adamw8bit

@@ -60,8 +60,8 @@ class Zero final : public strata::Plugin {
   }
 
  private:
-  // Matrices with a row for each rank. What is left whole is small.
-  bool splits(const Tensor& parameter) const { return parameter.shape.size() >= 2 && parameter.shape[0] >= ranks_; }
+  // Whatever has rows to share, be they numbers of a vector. Ranks beyond the rows have none.
+  static bool splits(const Tensor& parameter) { return parameter.shape[0] > 1; }
 
   // The layout of a rank's share of a tensor's rows.
   static strata::Layout with_rows_split(const Tensor& tensor) {
