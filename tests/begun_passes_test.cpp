@@ -186,7 +186,7 @@ std::set<std::string> updated_at_once(const std::string& text, bool& has_loss) {
   has_loss = !program.losses.empty();
   std::set<std::string> names;
   for (const Op& op : program.ops)
-    if (op.stage == Stage::update) names.insert(program[program.whole(op.outputs[0])].name);
+    if (op.step_part == StepPart::update) names.insert(program[program.whole(op.outputs[0])].name);
   return names;
 }
 

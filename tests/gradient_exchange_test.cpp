@@ -75,7 +75,7 @@ int exchanges(const Program& program, std::string_view kind, DType dtype) {
   int count = 0;
   for (const Op& op : program.ops)
     count += op.kind->name == kind && program[op.inputs[0]].dtype == dtype &&
-             (op.stage == Stage::backward || op.stage == Stage::reduce);  // not of optimizers' statistics
+             (op.step_part == StepPart::backward || op.step_part == StepPart::reduce);  // not of optimizers' statistics
   return count;
 }
 
@@ -123,7 +123,7 @@ TEST(GradientExchange, AFormMayBeOfOneAxisAlone) {
   for (const std::string& wanting : {kWanting[0], kWanting[1]})
     losses(4, toml(4, wanting, "replicate = 2\n"), {&half}, [&](test::Runner& r) {
       for (const Op& op : r.built.program.ops)
-        if ((op.kind->name == "all_reduce" || op.kind->name == "reduce_scatter") && op.stage == Stage::reduce &&
+        if ((op.kind->name == "all_reduce" || op.kind->name == "reduce_scatter") && op.step_part == StepPart::reduce &&
             r.built.program[op.inputs[0]].dtype != DType::f64) {
           const bool over_replicate = op.attributes.string("axis") == "replicate";
           EXPECT_EQ(r.built.program[op.inputs[0]].dtype, over_replicate ? DType::bf16 : DType::f32);

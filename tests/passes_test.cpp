@@ -158,7 +158,7 @@ TEST(Passes, HalvesOfTheBackwardPass) {
   std::vector<std::string> halves[2];
   bool weights = false;
   for (const Op& op : program.ops) {
-    if (op.microbatch != 0 || op.stage != Stage::backward) continue;
+    if (op.microbatch != 0 || op.step_part != StepPart::backward) continue;
     weights |= op.kind->name == "linear_weight_gradient" && op.block == kLayers - 1;
     halves[weights].push_back(op.kind->name);
   }
@@ -179,7 +179,7 @@ TEST(Passes, EveryOpKnowsItsChunk) {
     if (op.microbatch < 0) continue;
     if (op.block >= 0) {
       EXPECT_EQ(op.chunk, op.block >= 2) << print(runner.built.program, op);
-    } else if (op.stage == Stage::forward) {
+    } else if (op.step_part == StepPart::forward) {
       EXPECT_EQ(op.chunk, op.kind->name == "layer_norm") << print(runner.built.program, op);
     }
   }

@@ -319,7 +319,7 @@ bool lies_within(const Box& box, const Shape& whole) {
 }
 
 // Whether pieces, sorted by where they begin, hold every element of a tensor once: as many elements, and none twice.
-bool make_up_the_whole(const std::vector<Checkpoint::Piece>& pieces, const Shape& whole) {
+bool make_up_the_whole(const std::vector<Checkpoint::StoredBox>& pieces, const Shape& whole) {
   __int128 held = 0, wanted = 1;
   constexpr __int128 kMost = __int128{1} << 62;
   for (int64_t size : whole)
@@ -368,8 +368,8 @@ Checkpoint::Checkpoint(const std::string& path, ManifestChecksum manifest) : pat
                 {}};
     entry.shape = shape_of(field(item, "shape", where), where);
     if (entry.shape.empty()) throw Error(where + " has no shape.");
-    Piece piece{field(item, "file", where).string(where), field(item, "xxh3", where).string(where),
-                whole_box(entry.shape)};
+    StoredBox piece{field(item, "file", where).string(where), field(item, "xxh3", where).string(where),
+                    whole_box(entry.shape)};
     if (version == 1) {
       if (const Json* first = item.find("first")) piece.box.offset[0] = first->integer(where);
       if (const Json* rows = item.find("rows")) piece.box.extent[0] = rows->integer(where);
@@ -387,7 +387,7 @@ Checkpoint::Checkpoint(const std::string& path, ManifestChecksum manifest) : pat
   }
   for (auto& [name, entry] : entries_) {
     std::sort(entry.pieces.begin(), entry.pieces.end(),
-              [](const Piece& a, const Piece& b) { return a.box.offset < b.box.offset; });
+              [](const StoredBox& a, const StoredBox& b) { return a.box.offset < b.box.offset; });
     if (!make_up_the_whole(entry.pieces, entry.shape))
       throw Error(file + ": tensor \"" + name + "\": its pieces do not make up the whole. Use an older checkpoint.");
   }
@@ -398,7 +398,7 @@ void Checkpoint::read(const std::string& name, DType dtype, const Shape& shape, 
 }
 
 // Where a piece is, after checking its size.
-const StoredTensor& Checkpoint::stored(const std::string& name, const Entry& entry, const Piece& piece) const {
+const StoredTensor& Checkpoint::stored(const std::string& name, const Entry& entry, const StoredBox& piece) const {
   const SafetensorsFile& file = *files_.at(piece.file);
   const auto found = file.tensors().find(name);
   if (found == file.tensors().end())
@@ -409,7 +409,7 @@ const StoredTensor& Checkpoint::stored(const std::string& name, const Entry& ent
 
 void Checkpoint::verify() const {
   for (const auto& [name, entry] : entries_)
-    for (const Piece& piece : entry.pieces) {
+    for (const StoredBox& piece : entry.pieces) {
       const SafetensorsFile& file = *files_.at(piece.file);
       if (ForwardReader(file, stored(name, entry, piece)).checksum_of_all() != piece.checksum)
         throw damaged(file, name);
@@ -428,7 +428,7 @@ void Checkpoint::read_box(const std::string& name, DType dtype, const Shape& sha
     throw Error(path_ + ": tensor \"" + name + "\" is " + std::string(name_of(entry.dtype)) + text(entry.shape) +
                 ", but this model has " + std::string(name_of(dtype)) + text(shape) +
                 "; it is a checkpoint of another model.");
-  for (const Piece& piece : entry.pieces) {
+  for (const StoredBox& piece : entry.pieces) {
     if (!overlap(piece.box, box)) continue;
     const SafetensorsFile& file = *files_.at(piece.file);
     const int64_t size = size_of(entry.dtype);

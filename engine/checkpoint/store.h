@@ -77,7 +77,7 @@ class Checkpoint {
   // Throws Error when the manifest is damaged or missing.
   explicit Checkpoint(const std::string& path, ManifestChecksum manifest = ManifestChecksum::verify);
   const CheckpointInfo& info() const { return info_; }
-  struct Piece {
+  struct StoredBox {
     std::string file, checksum;
     Box box;                       // of the whole tensor
     mutable bool checked = false;  // the checksum is right
@@ -86,7 +86,7 @@ class Checkpoint {
     Role role;
     DType dtype;
     Shape shape;                // of the whole tensor
-    std::vector<Piece> pieces;  // by where they begin, without gaps or overlaps
+    std::vector<StoredBox> pieces;  // by where they begin, without gaps or overlaps
   };
   const std::map<std::string, Entry>& tensors() const { return entries_; }
   // Copies a tensor out and checks its shape, dtype and checksum; after an Error `out` may hold some of it.
@@ -99,7 +99,7 @@ class Checkpoint {
   void verify() const;
 
  private:
-  const StoredTensor& stored(const std::string& name, const Entry& entry, const Piece& piece) const;
+  const StoredTensor& stored(const std::string& name, const Entry& entry, const StoredBox& piece) const;
 
   std::string path_;
   CheckpointInfo info_;

@@ -68,7 +68,7 @@ std::vector<std::string> partial_over(const Mesh& mesh, const Layout& layout, co
 // Each gradient as a type of 16 bits: rounded as soon as it is made, and summed over microbatches in that type.
 void round_gradients(Program& program, std::vector<Gradient>& list, DType dtype) {
   Builder build(program);
-  build.stage = Stage::backward;
+  build.step_part = StepPart::backward;
   build.role = Role::gradient;
   std::vector<int> block(program.tensors.size(), -1);  // of the op that makes a tensor
   for (const Op& op : program.ops)
@@ -262,7 +262,7 @@ BuiltProgram build(std::span<const NamedPlugin> plugins, const BatchShape& batch
     std::erase_if(list, [](const Gradient& gradient) { return !gradient.tensor; });  // left to the next step
     const size_t first = step.ops.size();
     Builder reduce(step);
-    reduce.stage = Stage::reduce;
+    reduce.step_part = StepPart::reduce;
     GradientStage gradient_stage(reduce, list, mesh, phases);
     const auto call = [&](Plugin& plugin) {
       reduce.role = Role::gradient;
@@ -281,7 +281,7 @@ BuiltProgram build(std::span<const NamedPlugin> plugins, const BatchShape& batch
     }
     require_summed(mesh, list, plugin_path);
     Builder update(step);
-    update.stage = Stage::update;
+    update.step_part = StepPart::update;
     UpdateStage update_stage(update, list, mesh, batch.reproducible, phases);
     rewrite(plugins, "update", step, mesh, checks, [&](Plugin& plugin) {
       update.role = Role::workspace;

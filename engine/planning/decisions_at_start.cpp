@@ -6,13 +6,15 @@
 namespace strata {
 
 Uses::Uses(const Program& program) : of(program.tensors.size()), visit(program.ops.size()) {
-  const auto in_pass = [](const Op& op) { return op.stage == Stage::forward || op.stage == Stage::backward; };
+  const auto in_pass = [](const Op& op) {
+    return op.step_part == StepPart::forward || op.step_part == StepPart::backward;
+  };
   const Op* before = nullptr;
   for (int32_t i = 0, count = 0; i < int32_t(program.ops.size()); ++i) {
     const Op& op = program.ops[i];
     if (in_pass(op)) {
-      if (before &&
-          std::tie(op.block, op.microbatch, op.stage) != std::tie(before->block, before->microbatch, before->stage))
+      if (before && std::tie(op.block, op.microbatch, op.step_part) !=
+                        std::tie(before->block, before->microbatch, before->step_part))
         ++count;
       before = &op;
     }
@@ -52,8 +54,8 @@ Decisions decisions_at_start(const Program& program, const Uses& all, const Home
     if (always < 0 && between < 0 && !moves) continue;
     for (size_t u = 0; u < uses.size(); ++u) {
       const bool last = u + 1 == uses.size();
-      const bool leaves_forward =
-          program.ops[uses[u]].stage == Stage::forward && (last || program.ops[uses[u + 1]].stage != Stage::forward);
+      const bool leaves_forward = program.ops[uses[u]].step_part == StepPart::forward &&
+                                  (last || program.ops[uses[u + 1]].step_part != StepPart::forward);
       if (between >= 0) {
         if (!last && all.visit[uses[u + 1]] - all.visit[uses[u]] > 1)
           decisions[{t, uses[u + 1]}] = {between, Tier::device, false};

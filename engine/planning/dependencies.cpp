@@ -33,7 +33,7 @@ class Ranges {
     state_.erase(state_.lower_bound(begin), state_.lower_bound(end));
     state_[begin] = {clock, {}};
   }
-  struct Piece {
+  struct Clocks {
     Clock write{}, read{};
   };
 
@@ -44,7 +44,7 @@ class Ranges {
     if (piece->first != at) state_.emplace_hint(next, at, piece->second);
   }
   std::pmr::unsynchronized_pool_resource memory_;
-  std::pmr::map<int64_t, Piece> state_{&memory_};
+  std::pmr::map<int64_t, Clocks> state_{&memory_};
 };
 
 }  // namespace
@@ -62,7 +62,7 @@ Waits plan_waits(const Program& program, const std::function<std::vector<Access>
     Clock needed{};
     const std::vector<Access> list = accesses(i);
     for (const Access& access : list)
-      ranges.over(access.begin, access.end, [&](const Ranges::Piece& piece) {
+      ranges.over(access.begin, access.end, [&](const Ranges::Clocks& piece) {
         raise(needed, piece.write);
         if (access.write) raise(needed, piece.read);
       });
@@ -80,7 +80,7 @@ Waits plan_waits(const Program& program, const std::function<std::vector<Access>
     for (const Access& access : list)
       if (access.write) ranges.written(access.begin, access.end, mine);
     for (const Access& access : list)
-      if (!access.write) ranges.over(access.begin, access.end, [&](Ranges::Piece& piece) { raise(piece.read, mine); });
+      if (!access.write) ranges.over(access.begin, access.end, [&](Ranges::Clocks& piece) { raise(piece.read, mine); });
   }
   return waits;
 }

@@ -116,7 +116,7 @@ void GradientExchanges::each_microbatch(Program& single, std::vector<Gradient>& 
                     "a step, or train without loss scaling (bf16, f32).");
       }
   Builder build(single);
-  build.stage = Stage::backward;
+  build.step_part = StepPart::backward;
   emit(build, gradients, When::each_microbatch, nullptr);
 }
 

@@ -78,7 +78,7 @@ bool Homes::is_away(const Program& program, TensorId id) const {
 
 void Homes::choose_update_tiers(Program& program) const {
   for (Op& op : program.ops) {
-    if (op.stage != Stage::update || op.tier != Tier::device || op.kind->exchange) continue;
+    if (op.step_part != StepPart::update || op.tier != Tier::device || op.kind->exchange) continue;
     int64_t to_host = 0, to_device = 0;
     std::set<TensorId> seen;
     for (TensorId id : op.inputs) {

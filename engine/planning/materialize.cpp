@@ -190,7 +190,7 @@ class Materializer {
                                          : Stream::to_host;
     op.tier = source == Tier::nvme ? target : source;
     op.purpose = purpose;
-    op.stage = context.stage;
+    op.step_part = context.step_part;
     op.block = context.block;
     op.microbatch = context.microbatch;
     emit(std::move(op));
@@ -254,7 +254,7 @@ class Materializer {
         }
       }
       op.purpose = Purpose::restore;
-      op.stage = context.stage;
+      op.step_part = context.step_part;
       emit(std::move(op));
     }
     for (const Op& original : form.rest)
@@ -271,7 +271,7 @@ class Materializer {
     const auto found = decisions_.find({id.value, next_use(id, position_ + 1)});
     if (found == decisions_.end()) return;
     const Decision& decision = found->second;
-    if (decision.forward_only && context.stage != Stage::forward) return;
+    if (decision.forward_only && context.step_part != StepPart::forward) return;
     if (!c.at[1] && !c.at[2]) {
       if (decision.form >= 0 && c.pinned) return;
       if (decision.form >= 0)
@@ -296,7 +296,7 @@ class Materializer {
       for (TensorId& input : op.inputs)
         if (input) input = copies(input).at[0];
       op.purpose = Purpose::rest;
-      op.stage = context.stage;
+      op.step_part = context.step_part;
       for (TensorId output : op.outputs) {
         copies(output).at[0] = output;
         copies(output).touched[0] = int32_t(result_.program.ops.size());

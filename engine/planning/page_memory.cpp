@@ -7,10 +7,10 @@
 namespace strata::page {
 namespace {
 
-std::string stage_at(const PageRun& run, int32_t op) {
+std::string step_part_at(const PageRun& run, int32_t op) {
   if (op < 0) return "rest";
   const Op& at = run.program->ops[size_t(op)];
-  std::string text(name_of(at.stage));
+  std::string text(name_of(at.step_part));
   if (at.microbatch >= 0) text += fmt::format(", microbatch {}", at.microbatch);
   if (at.block >= 0) text += fmt::format(", block {}", at.block);
   return text;
@@ -134,7 +134,7 @@ void memory_timeline(Text& text, const PageRun& run, Tier tier) {
       "<line class=\"mark\" x1=\"{0:.1f}\" x2=\"{0:.1f}\" y1=\"{1}\" y2=\"{2}\"/><text x=\"{3:.1f}\" y=\"12\" "
       "text-anchor=\"{4}\">peak {5} at {6}</text>\n</svg>\n",
       peak, frame.top - 6, bottom, peak, right ? "end" : "start",
-      bytes_text(plan.persistent_bytes + plan.live_peak_bytes), stage_at(run, plan.peak_op));
+      bytes_text(plan.persistent_bytes + plan.live_peak_bytes), step_part_at(run, plan.peak_op));
   largest(text, run, tier);
 }
 

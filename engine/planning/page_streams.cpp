@@ -10,7 +10,7 @@ namespace {
 std::string_view color_of(const Op& op) {
   if (op.stream != Stream::compute && op.stream != Stream::host) return kMove;
   if (op.purpose != Purpose::work) return kAgain;
-  return op.stage == Stage::forward ? kForward : op.stage == Stage::backward ? kBackward : kUpdate;
+  return op.step_part == StepPart::forward ? kForward : op.step_part == StepPart::backward ? kBackward : kUpdate;
 }
 
 std::string waits(const Stalls& stalls) {

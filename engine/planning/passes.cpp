@@ -19,7 +19,7 @@ std::vector<int32_t> makers(const Program& program) {
   return maker;
 }
 
-bool is_forward(const Op& op) { return op.stage == Stage::forward; }
+bool is_forward(const Op& op) { return op.step_part == StepPart::forward; }
 
 int chunk_of_block(int block, const std::vector<int>& chunks) {
   const auto next = std::upper_bound(chunks.begin(), chunks.end(), block);

@@ -129,7 +129,7 @@ std::optional<Relief::Candidate> Relief::best(const Waiting& waiting) const {
 bool Relief::is_forward_gap(const Gap& gap) const {
   const auto& uses = uses_.of[gap.tensor];
   const auto at = std::lower_bound(uses.begin(), uses.end(), gap.use);
-  return at != uses.begin() && program_.ops[*std::prev(at)].stage == Stage::forward;
+  return at != uses.begin() && program_.ops[*std::prev(at)].step_part == StepPart::forward;
 }
 
 // A transfer costs time only where it does not hide; most of it does.

@@ -31,7 +31,7 @@ Json::Object model_states(const PlannedProgram& planned) {
   const std::vector<Ledger> alive = timeline(program, planned.memory);
   for (size_t i = 0; i < program.ops.size(); ++i)
     if (program.ops[i].purpose == Purpose::work &&
-        (program.ops[i].stage == Stage::forward || program.ops[i].stage == Stage::update))
+        (program.ops[i].step_part == StepPart::forward || program.ops[i].step_part == StepPart::update))
       gradients = std::max(gradients, alive[i][int(Role::gradient)]);
   return {{"parameters", parameters}, {"gradients", gradients}, {"optimizer_state", states}};
 }

@@ -31,7 +31,7 @@ struct RandomProgram {
     }
     const int count = 40 + int(random() % 80);
     for (int i = 0; i < count; ++i) {
-      build.stage = i < count / 2 ? Stage::forward : Stage::backward;
+      build.step_part = i < count / 2 ? StepPart::forward : StepPart::backward;
       build.block_index = i / 6;
       Family& family = families[random() % families.size()];
       const TensorId a = family.known[random() % family.known.size()];
@@ -40,9 +40,9 @@ struct RandomProgram {
       family.known.push_back(made);
       if (family.known.size() > 8) family.known.erase(family.known.begin() + 1);
       if (random() % 12 == 0) program[made].step_output = true;
-      if (random() % 10 == 0 && build.stage == Stage::backward) {
+      if (random() % 10 == 0 && build.step_part == StepPart::backward) {
         const TensorId p = family.parameters[random() % 3];
-        build.stage = Stage::update;
+        build.step_part = StepPart::update;
         build.emit_all("add", {p, made}, {}, {p});
       }
     }
@@ -55,7 +55,7 @@ struct RandomProgram {
     for (const Op& op : program.ops)
       for (TensorId id : op.outputs) {
         if (program[id].persistent) continue;
-        if (op.stage == Stage::forward && random() % 2)
+        if (op.step_part == StepPart::forward && random() % 2)
           program.forms[id.value].push_back(
               {.name = "recompute", .restore = {op}, .when = RestingForm::When(random() % 4)});
       }

@@ -151,7 +151,7 @@ class Splitter {
   }
 
   void place(Op op) {
-    build_.stage = op.stage;
+    build_.step_part = op.step_part;
     build_.block_index = op.block;
     build_.microbatch = op.microbatch;
     build_.role = Role::activation;
@@ -243,7 +243,7 @@ class Splitter {
     }
     const TensorId bare = displace(result, ".bare");
     Op add = make_op("add", {addend, bare}, {result});
-    add.stage = build_.stage, add.block = build_.block_index, add.microbatch = build_.microbatch;
+    add.step_part = build_.step_part, add.block = build_.block_index, add.microbatch = build_.microbatch;
     emit(std::move(add));
   }
 
@@ -525,7 +525,7 @@ class Splitter {
                   .dtype = program_[parameter].dtype,
                   .layout = program_[parameter].layout};
       Op replicated = make_op("replicated", {parameter}, {}, {{"axis", axis}});
-      replicated.stage = user.stage, replicated.block = user.block, replicated.microbatch = user.microbatch;
+      replicated.step_part = user.step_part, replicated.block = user.block, replicated.microbatch = user.microbatch;
       const TensorId made = program_.add(std::move(copy));
       user.inputs[use.input] = made;
       replicated.outputs = {made};

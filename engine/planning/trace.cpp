@@ -21,7 +21,7 @@ std::string chrome_trace(const Program& program, const MemoryPlan& plan, const s
     fmt::format_to(
         out,
         R"({{"ph": "X", "name": {}, "cat": "{}", "pid": 1, "tid": {}, "ts": {:.3f}, "dur": {:.3f}, "args": {{"op": {}, "writes": {}, "purpose": "{}", "microbatch": {}, "block": {}}}}},{})",
-        Json(op.kind->name).dump(), name_of(op.stage), int(op.stream), spans[i].start * 1e6,
+        Json(op.kind->name).dump(), name_of(op.step_part), int(op.stream), spans[i].start * 1e6,
         (spans[i].finish - spans[i].start) * 1e6, i, Json(made).dump(), name_of(op.purpose), op.microbatch, op.block,
         "\n");
   }

@@ -185,7 +185,7 @@ class Unroller {
   // As soon as the value is there and the one of the step before is not needed any more (hoist).
   void keep(TensorId from, TensorId to) {
     Op op = make_op("move", {from}, {to});
-    op.stage = Stage::backward;
+    op.step_part = StepPart::backward;
     additions_.push_back(result_.ops.size());
     result_.ops.push_back(std::move(op));
   }
@@ -208,7 +208,7 @@ class Unroller {
 
   TensorId add(size_t g, TensorId a, TensorId b, const Pass& pass) {
     Builder build(result_);
-    build.stage = Stage::backward;
+    build.step_part = StepPart::backward;
     build.microbatch = pass.microbatch < 0 ? pass.microbatch + microbatches_ : pass.microbatch;
     build.role = Role::gradient;
     additions_.push_back(result_.ops.size());

@@ -20,7 +20,7 @@ class Walk {
     gradient_.resize(program.tensors.size());
     holders_.resize(program.tensors.size());
     is_loss_.assign(program.tensors.size(), false);
-    build_.stage = Stage::backward;
+    build_.step_part = StepPart::backward;
     for (const Root& root : roots) {
       TensorId& known = gradient_[size_t(root.tensor.value)];
       if (!root.gradient)

@@ -58,7 +58,7 @@ std::vector<TensorId> Builder::emit_all(std::string_view kind, std::vector<Tenso
                        "it needs fewer layers or microbatches.");
   Op op = make_op(kind, std::move(inputs), {}, std::move(attributes));
   if (!op.kind->exchange) op.stream = stream;
-  op.stage = stage;
+  op.step_part = step_part;
   op.block = block_index;
   op.microbatch = microbatch;
   const std::vector<TensorSpec> specs = op.kind->shape(OpView(*program_, op));

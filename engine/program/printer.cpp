@@ -52,7 +52,7 @@ std::string print(const Program& program, const Op& op) {
     }
     line += "}";
   }
-  line += "  # " + std::string(name_of(op.stage));
+  line += "  # " + std::string(name_of(op.step_part));
   if (op.stream != Stream::compute) line += ", stream " + std::string(name_of(op.stream));
   if (op.tier != Tier::device) line += ", on the " + std::string(name_of(op.tier));
   if (op.purpose != Purpose::work) line += ", " + std::string(name_of(op.purpose));

@@ -115,9 +115,9 @@ std::string_view name_of(Stream stream) {
   return names[int(stream)];
 }
 
-std::string_view name_of(Stage stage) {
+std::string_view name_of(StepPart part) {
   constexpr std::string_view names[] = {"load", "forward", "backward", "reduce", "update", "publish"};
-  return names[int(stage)];
+  return names[int(part)];
 }
 
 bool countable(const Shape& shape) {

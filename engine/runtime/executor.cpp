@@ -87,7 +87,7 @@ Executor::Executor(const Program& program, const MemoryPlan& plan, Storage& stor
   stall_finder_.emplace(program, waits);
   if (!device_) spans_.resize(program.ops.size());
   uint64_t* next_fault = make_faults();
-  stage_span_.assign(6, {-1, -1});
+  part_span_.assign(6, {-1, -1});
   steps_.resize(program.ops.size());
   for (int32_t i = 0; i < int32_t(program.ops.size()); ++i) {
     steps_[size_t(i)].waits.assign(waits[size_t(i)].begin(), waits[size_t(i)].end());
@@ -187,7 +187,7 @@ void Executor::put_into_stream(int32_t index) {
   for (TensorId id : op.outputs)
     if (is_watched(program_, id)) step.watched.push_back(id);
   if (op.stream != Stream::compute) return;
-  auto& [first, last] = stage_span_[size_t(op.stage)];
+  auto& [first, last] = part_span_[size_t(op.step_part)];
   if (first < 0) first = index;
   last = index;
 }
@@ -315,7 +315,7 @@ void Executor::run_op(int32_t index) {
     if (!finite(program_[id], pointer(id))) throw NonFinite(program_[id].name);
 }
 
-void Executor::run_stream(int stream, const StageHook* hook) {
+void Executor::run_stream(int stream, const PartHook* hook) {
   Streams& streams = *streams_;
   try {
     int32_t finished = 0;
@@ -333,10 +333,10 @@ void Executor::run_stream(int stream, const StageHook* hook) {
         streams.release(stream);
         return;
       }
-      const auto& [first, last] = stage_span_[int(program_.ops[i].stage)];
-      if (hook && i == first) (*hook)(program_.ops[i].stage, true);
+      const auto& [first, last] = part_span_[int(program_.ops[i].step_part)];
+      if (hook && i == first) (*hook)(program_.ops[i].step_part, true);
       run_op(i);
-      if (hook && i == last) (*hook)(program_.ops[i].stage, false);
+      if (hook && i == last) (*hook)(program_.ops[i].step_part, false);
       streams.done[stream].store(++finished);  // not release alone: notify_all looks afterwards whether anybody waits
       if (!streams.threads.empty()) streams.done[stream].notify_all();
     }
@@ -409,7 +409,7 @@ std::string Executor::positions() const {
   return text + ".";
 }
 
-void Executor::run(const StageHook& hook) {
+void Executor::run(const PartHook& hook) {
   Streams& streams = *streams_;
   streams.failed = false;
   streams.error = nullptr;
@@ -500,7 +500,7 @@ std::string Executor::first_non_finite() {
         !finite(program_.tensors[t], pointers_[t]))
       return program_.tensors[t].name;
   for (int32_t i = 0; i < int32_t(steps_.size()); ++i) {
-    if (program_.ops[i].stage == Stage::update) continue;
+    if (program_.ops[i].step_part == StepPart::update) continue;
     if (is_exchange(program_.ops[i].stream)) return "";  // other ranks do not come along
     steps_[i].launch();
     for (TensorId id : program_.ops[i].outputs)

@@ -42,7 +42,7 @@ inline double patience(double network_timeout) { return network_timeout + 15; }
 
 class Executor {
  public:
-  using StageHook = std::function<void(Stage, bool start)>;
+  using PartHook = std::function<void(StepPart, bool start)>;
 
   // `program`, `plan`, `storage` and `threads` must outlive the executor. Binds every op to its kernel for `backend`.
   // `host_threads` serve the host stream; `groups` the exchanges, where the program has any. A step in which no stream
@@ -59,8 +59,8 @@ class Executor {
   // made by then.
   //
   // Runs one step and returns when every op is done. The hook is called on this thread before the first and after the
-  // last op of each stage on the compute stream. Rethrows what a kernel threw, with the op's name.
-  void run(const StageHook& hook = {});
+  // last op of each part of the step on the compute stream. Rethrows what a kernel threw, with the op's name.
+  void run(const PartHook& hook = {});
 
   // Runs the ops up to the first one that gives a value that is not finite, and names that tensor; empty if none does.
   // Parameters that are already not finite come first. Updates are not run.
@@ -95,8 +95,8 @@ class Executor {
   void put_into_stream(int32_t index);
   void make_events();
   void start_streams(double patience);
-  void run_stream(int stream, const StageHook* hook);
-  void run_on_device(const StageHook* hook);
+  void run_stream(int stream, const PartHook* hook);
+  void run_on_device(const PartHook* hook);
   void put_into_queue(int32_t index, Segment* segment);
   void copy_addends(Step& step, const OpView& view, const std::vector<void*>& outputs, Threads& threads,
                     const std::string& backend);
@@ -134,7 +134,7 @@ class Executor {
   std::vector<Sent> sent_;
   std::vector<std::unique_ptr<StorageSlot>> slots_;
   std::vector<Step> steps_;
-  std::vector<std::pair<int32_t, int32_t>> stage_span_;  // first and last op of each stage
+  std::vector<std::pair<int32_t, int32_t>> part_span_;  // first and last op of each part of the step
   std::unique_ptr<Streams> streams_;
   std::optional<StallFinder> stall_finder_;
   Stalls stalls_;

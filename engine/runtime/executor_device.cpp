@@ -37,8 +37,8 @@ void Executor::find_segments() {
     const Step& step = steps_[size_t(i)];
     const bool waits = std::any_of(step.waits.begin(), step.waits.end(),
                                    [](const Wait& wait) { return wait.stream != Stream::compute; });
-    if (waits ||
-        (!segment.ops.empty() && program_.ops[size_t(segment.ops.back())].stage != program_.ops[size_t(i)].stage))
+    if (waits || (!segment.ops.empty() &&
+                  program_.ops[size_t(segment.ops.back())].step_part != program_.ops[size_t(i)].step_part))
       close();
     segment.ops.push_back(i);
     if (step.event >= 0) close();
@@ -69,7 +69,7 @@ void Executor::put_into_queue(int32_t index, Segment* segment) {
 }
 
 // Ops of the device in the order of the program; those of the host run on their threads meanwhile.
-void Executor::run_on_device(const StageHook* hook) {
+void Executor::run_on_device(const PartHook* hook) {
   Streams& streams = *streams_;
   const bool graphs = graphs_ && streams.steps > 0 && spans_.empty(), in_segments = graphs && !streams.has_graph;
   const auto queue_all = [&] {
@@ -87,10 +87,10 @@ void Executor::run_on_device(const StageHook* hook) {
       for (const Wait& wait : step.waits)
         if (!in_queue(wait.stream)) wait_for_thread(wait);
       if (streams.failed.load(std::memory_order_acquire)) break;
-      const auto& [first, last] = stage_span_[int(program_.ops[size_t(i)].stage)];
-      if (hook && i == first) (*hook)(program_.ops[size_t(i)].stage, true);
+      const auto& [first, last] = part_span_[int(program_.ops[size_t(i)].step_part)];
+      if (hook && i == first) (*hook)(program_.ops[size_t(i)].step_part, true);
       put_into_queue(i, segment);
-      if (hook && end == last) (*hook)(program_.ops[size_t(i)].stage, false);
+      if (hook && end == last) (*hook)(program_.ops[size_t(i)].step_part, false);
       streams.done[int(step.stream)].store(steps_[size_t(end)].position + 1);  // as in run_stream
       if (!streams.threads.empty()) streams.done[int(step.stream)].notify_all();
     }
@@ -100,8 +100,8 @@ void Executor::run_on_device(const StageHook* hook) {
   };
   try {
     if (graphs && streams.graph >= 0) {
-      for (int s = 0; hook && s < int(stage_span_.size()); ++s)
-        if (stage_span_[size_t(s)].first >= 0) (*hook)(Stage(s), true), (*hook)(Stage(s), false);
+      for (int s = 0; hook && s < int(part_span_.size()); ++s)
+        if (part_span_[size_t(s)].first >= 0) (*hook)(StepPart(s), true), (*hook)(StepPart(s), false);
       device_->run_graph(streams.graph);
     } else if (graphs && streams.has_graph) {
       device_->begin_capture();

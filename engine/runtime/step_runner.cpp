@@ -18,16 +18,16 @@ void StepRunner::run(int64_t step, const std::function<void()>& load, const std:
   set_scalar(kSeedScalar, double(session_.run.seed));
   set_scalar(kLearningRateFactor, 1);
   each_plugin("step_start", [&](Plugin& plugin) { plugin.step_start(*this); });
-  at_stage(Stage::load, true);
+  at_part(StepPart::load, true);
   load();
-  at_stage(Stage::load, false);
+  at_part(StepPart::load, false);
   if (poisoned)
     executor().run_poisoned();
   else
-    executor().run([&](Stage stage, bool start) { at_stage(stage, start); });
-  at_stage(Stage::publish, true);
+    executor().run([&](StepPart part, bool start) { at_part(part, start); });
+  at_part(StepPart::publish, true);
   if (publish) publish();
-  at_stage(Stage::publish, false);
+  at_part(StepPart::publish, false);
   each_plugin("step_end", [&](Plugin& plugin) { plugin.step_end(*this); });
 }
 
@@ -43,12 +43,12 @@ double StepRunner::scalar(std::string_view name) const {
   throw Error("no scalar is named \"" + std::string(name) + "\" in this program.");
 }
 
-void StepRunner::at_stage(Stage stage, bool start) {
-  each_plugin(start ? "stage_start" : "stage_end", [&](Plugin& plugin) {
+void StepRunner::at_part(StepPart part, bool start) {
+  each_plugin(start ? "part_start" : "part_end", [&](Plugin& plugin) {
     if (start)
-      plugin.stage_start(*this, stage);
+      plugin.part_start(*this, part);
     else
-      plugin.stage_end(*this, stage);
+      plugin.part_end(*this, part);
   });
 }
 

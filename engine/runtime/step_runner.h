@@ -31,7 +31,7 @@ class StepRunner final : public StepContext {
   void log(std::string_view name, double value) override { logged_.emplace_back(name, value); }
 
  private:
-  void at_stage(Stage stage, bool start);
+  void at_part(StepPart part, bool start);
   void each_plugin(std::string_view hook, const std::function<void(Plugin&)>& call);
 
   const Session& session_;

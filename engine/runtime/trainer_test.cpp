@@ -28,8 +28,8 @@ class Recorder final : public Plugin {
     if (c.step() == stop_at_) stop = true;
     calls.push_back("step " + std::to_string(c.step()) + " of " + std::to_string(c.steps()));
   }
-  void stage_start(StepContext&, Stage stage) override { calls.push_back("+" + std::string(name_of(stage))); }
-  void stage_end(StepContext&, Stage stage) override { calls.push_back("-" + std::string(name_of(stage))); }
+  void part_start(StepContext&, StepPart part) override { calls.push_back("+" + std::string(name_of(part))); }
+  void part_end(StepContext&, StepPart part) override { calls.push_back("-" + std::string(name_of(part))); }
   void step_end(StepContext& c) override {
     if (c.step() == fail_at_) throw std::runtime_error("as asked");
     c.log("twice_the_step", 2.0 * double(c.step()));

@@ -59,7 +59,7 @@ class Builder {
   std::string scoped(std::string_view name) const { return prefix_ + std::string(name); }
 
   // Marks put on the ops emitted from now on.
-  Stage stage = Stage::forward;
+  StepPart step_part = StepPart::forward;
   Stream stream = Stream::compute;
   int block_index = -1;
   int microbatch = -1;

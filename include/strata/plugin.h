@@ -85,8 +85,8 @@ class Plugin {
   // Run time, on the thread of the step loop. Stages are called where the program has ops of theirs, load and publish
   // always. They overlap: an update runs as soon as its gradient is final, so update begins before backward ends.
   virtual void step_start(StepContext&) {}
-  virtual void stage_start(StepContext&, Stage) {}
-  virtual void stage_end(StepContext&, Stage) {}
+  virtual void part_start(StepContext&, StepPart) {}
+  virtual void part_end(StepContext&, StepPart) {}
   virtual void step_end(StepContext&) {}
   virtual void save(CheckpointNotes&) {}
   virtual void restore(const CheckpointNotes&) {}

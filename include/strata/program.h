@@ -25,8 +25,8 @@ inline bool is_exchange(Stream stream) { return stream >= Stream::exchange; }
 std::string_view name_of(Stream);
 
 // Parts of the step, in order. The step loop calls plugins at the start and end of each.
-enum class Stage : uint8_t { load, forward, backward, reduce, update, publish };
-std::string_view name_of(Stage);
+enum class StepPart : uint8_t { load, forward, backward, reduce, update, publish };
+std::string_view name_of(StepPart);
 
 // Why an op is there: the model and its update, or residency: making a resting form, and restoring from it.
 enum class Purpose : uint8_t { work, rest, restore };
@@ -63,7 +63,7 @@ struct Op {
   Stream stream = Stream::compute;
   Tier tier = Tier::device;  // where its operands are: host for updates beside offloaded states
   Purpose purpose = Purpose::work;
-  Stage stage = Stage::forward;
+  StepPart step_part = StepPart::forward;
   int block = -1;       // transformer block, or -1 outside of blocks
   int microbatch = -1;  // -1 for ops that run once a step
   int16_t chunk = -1;   // of blocks (ScheduleStage::chunks); set by the engine once the schedule is known

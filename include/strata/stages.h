@@ -66,7 +66,7 @@ struct Root {
 
 // stage `forward`: the forward program of one microbatch, before differentiation. Afterwards the engine drops ops that
 // nothing uses, and what the model declared for them; so a plugin cuts a model by erasing ops.
-// stage `backward`: the same with its backward pass; ops tell which by Op::stage.
+// stage `backward`: the same with its backward pass; ops tell which by Op::step_part.
 // stage `placement`: the whole step. All three may rewrite the program freely; the verifier runs after each plugin.
 struct ProgramStage {
   Program& program;

@@ -14,7 +14,7 @@ using strata::DType;
 using strata::Op;
 using strata::Program;
 using strata::RestingForm;
-using strata::Stage;
+using strata::StepPart;
 using strata::Tensor;
 using strata::TensorId;
 
@@ -46,9 +46,9 @@ class Gist final : public strata::Plugin {
     };
     std::vector<TensorId> made;
     for (const Op& op : program.ops) {
-      if (op.stage == Stage::backward) reads(op);
+      if (op.step_part == StepPart::backward) reads(op);
       // The first output is the result; others are statistics, which are small and want all their bits.
-      if (op.stage == Stage::forward) made.push_back(op.outputs.front()), producers[made.back().value] = op;
+      if (op.step_part == StepPart::forward) made.push_back(op.outputs.front()), producers[made.back().value] = op;
     }
     for (const auto& [tensor, forms] : program.forms)
       for (const RestingForm& form : forms)
@@ -88,7 +88,7 @@ class Gist final : public strata::Plugin {
     encode.kind = &strata::find_kind("gist_" + codec + "_encode");
     encode.inputs = {id};
     encode.attributes = attributes;
-    encode.stage = Stage::forward;
+    encode.step_part = StepPart::forward;
     encode.block = producer.block;
     int part = 0;
     for (const strata::TensorSpec& spec : encode.kind->shape(strata::OpView(program, encode))) {

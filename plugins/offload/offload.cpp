@@ -8,7 +8,7 @@ namespace {
 
 using strata::Error;
 using strata::Role;
-using strata::Stage;
+using strata::StepPart;
 using strata::Tensor;
 using strata::TensorId;
 using strata::Tier;
@@ -87,9 +87,9 @@ class Offload final : public strata::Plugin {
     std::vector<char> forward(program.tensors.size(), false);
     for (const strata::Op& op : program.ops) {
       for (TensorId id : op.inputs)
-        if (id && op.stage == Stage::backward && forward[id.value]) crosses[id.value] = true;
+        if (id && op.step_part == StepPart::backward && forward[id.value]) crosses[id.value] = true;
       for (TensorId id : op.outputs) {
-        if (op.stage == Stage::forward) forward[id.value] = true;
+        if (op.step_part == StepPart::forward) forward[id.value] = true;
         if (program[id].role == Role::gradient) is_gradient[id.value] = true;
       }
     }

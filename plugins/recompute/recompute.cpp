@@ -10,7 +10,7 @@ namespace {
 using strata::Op;
 using strata::Program;
 using strata::RestingForm;
-using strata::Stage;
+using strata::StepPart;
 using strata::TensorId;
 
 class Recompute final : public strata::Plugin {
@@ -31,7 +31,7 @@ class Recompute final : public strata::Plugin {
     if (mode_ == "selective")
       for (const std::string& kind : kinds_) strata::find_kind(kind);  // a misspelt kind is an error
     for (const Op& op : program.ops) {
-      if (op.stage != Stage::forward || !may_run_again(program, op)) continue;
+      if (op.step_part != StepPart::forward || !may_run_again(program, op)) continue;
       for (TensorId id : op.outputs) {
         if (!chosen(program, op, id)) continue;
         program.forms[id.value].push_back(
@@ -56,7 +56,8 @@ class Recompute final : public strata::Plugin {
     if (mode_ == "budget") return true;
     // What a later group of blocks reads is kept: the input of a group.
     return std::none_of(program.ops.begin(), program.ops.end(), [&](const Op& reader) {
-      return reader.stage == Stage::forward && (reader.block < 0 || reader.block / every_ != op.block / every_) &&
+      return reader.step_part == StepPart::forward &&
+             (reader.block < 0 || reader.block / every_ != op.block / every_) &&
              std::find(reader.inputs.begin(), reader.inputs.end(), id) != reader.inputs.end();
     });
   }

@@ -15,7 +15,7 @@ using strata::Builder;
 using strata::Op;
 using strata::OpView;
 using strata::Program;
-using strata::Stage;
+using strata::StepPart;
 using strata::TensorId;
 
 strata::Launch bind_subtract(const Binding& b) {
@@ -87,7 +87,7 @@ class Reversible final : public strata::Plugin {
     std::vector<char> streams(program.tensors.size(), false);
     for (const Half& half : halves_) streams[half.x.value] = streams[half.y.value] = true;
     for (const Op& op : program.ops)
-      if (op.stage == Stage::forward && op.block >= 0)
+      if (op.step_part == StepPart::forward && op.block >= 0)
         for (TensorId id : op.outputs)
           if (!streams[id.value]) program.forms[id.value].push_back({.name = "recompute", .restore = {op}});
     // The first block's streams are one tensor, which only the second half gives back: its branch does not read it.

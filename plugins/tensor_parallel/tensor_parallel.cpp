@@ -49,7 +49,7 @@ class TensorParallel final : public strata::Plugin {
   void backward(strata::ProgramStage& stage) override {
     if (!sequence_) return;
     for (const strata::Op& op : stage.program.ops)
-      if (op.kind->name == "all_gather" && op.stage == strata::Stage::forward && op.block >= 0 &&
+      if (op.kind->name == "all_gather" && op.step_part == strata::StepPart::forward && op.block >= 0 &&
           op.attributes.string("axis") == kAxis)
         stage.program.forms[op.outputs[0].value].push_back({.name = "gathered again", .restore = {op}});
   }

@@ -14,7 +14,7 @@ using strata::Op;
 using strata::Program;
 using strata::RestingForm;
 using strata::Role;
-using strata::Stage;
+using strata::StepPart;
 using strata::Tensor;
 using strata::TensorId;
 
@@ -96,7 +96,7 @@ class Zero final : public strata::Plugin {
       const auto found = after.find(i);
       if (found == after.end()) continue;
       Op gather = strata::make_op("gather_rows", found->second, found->second, {{"axis", kAxis}});
-      gather.stage = Stage::update;
+      gather.step_part = StepPart::update;
       ops.push_back(std::move(gather));
     }
     program.ops = std::move(ops);
@@ -149,7 +149,7 @@ class Zero final : public strata::Plugin {
       if (const auto found = before.find(i); found != before.end() && !found->second.parameters.empty()) {
         Op gather = strata::make_op("all_gather", found->second.parameters, {}, {{"axis", kAxis}});
         for (TensorId id : gather.inputs) gather.outputs.push_back(gathered[id.value]);
-        gather.stage = program.ops[i].stage;
+        gather.step_part = program.ops[i].step_part;
         gather.block = program.ops[i].block;
         gather.purpose = strata::Purpose::restore;
         for (TensorId id : gather.outputs)

@@ -210,7 +210,7 @@ TEST(Zero, VectorsAreExchangedTogether) {
       const test::Runner runner(text, {}, Goal::train, {}, &world);
       if (world.rank() == 0)
         for (const Op& op : runner.built.program.ops)
-          count += op.kind->exchange && (op.stage == Stage::update || !of_updates);
+          count += op.kind->exchange && (op.step_part == StepPart::update || !of_updates);
     });
     return count;
   };

@@ -94,7 +94,7 @@ struct Row {
 double learning_rate(const Program& program) {
   std::optional<double> rate;
   for (const Op& op : program.ops)
-    if (op.stage == Stage::update && op.attributes.has("learning_rate")) {
+    if (op.step_part == StepPart::update && op.attributes.has("learning_rate")) {
       const double own = op.attributes.real("learning_rate");
       if (rate && *rate != own) return NAN;
       rate = own;
