@@ -10,7 +10,7 @@ namespace strata {
 
 struct NetworkOptions {
   std::string provider = "auto";  // of libfabric; auto: shared memory within a host, tcp between hosts
-  std::string address;            // of this host for the others; empty: what the way to rank 0 uses
+  std::string address{};          // of this host for the others; empty: what the way to rank 0 uses
   int direct = 31;                // most ranks of a group over libfabric that all exchange with all at once
   double timeout_seconds = 600;   // the longest wait for another rank in an operation
   double work_seconds = 600;      // … at least, where ranks wait for one that measures or writes a checkpoint

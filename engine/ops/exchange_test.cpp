@@ -18,27 +18,16 @@
 #include "strata/convert.h"
 #include "strata/layout.h"
 #include "tests/backends.h"
+#include "tests/random_cases.h"
 
 namespace strata {
 namespace {
 
-using Random = std::mt19937_64;
+using test::cases;
+using test::draw;
+using test::first_seed;
+using test::Random;
 using Values = std::vector<double>;
-
-int64_t draw(Random& random, int64_t least, int64_t most) {
-  return std::uniform_int_distribution<int64_t>(least, most)(random);
-}
-uint64_t first_seed() {
-  const char* given = std::getenv("STRATA_SEED");
-  return given ? std::strtoull(given, nullptr, 10) : 1;
-}
-int cases(int otherwise) {
-  const char* given = std::getenv("STRATA_CASES");
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-  otherwise /= 5;
-#endif
-  return given ? std::atoi(given) : otherwise;
-}
 
 constexpr const char* kAxis = "tensor";
 Mesh mesh_of(int rank, int ranks) { return Mesh(rank, {{"replicate", 1}, {"shard", 1}, {kAxis, ranks}}); }

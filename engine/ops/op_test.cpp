@@ -481,7 +481,7 @@ TEST(Ops, LargeShapes) {
   Threads threads(2);
   for (int64_t columns : {2056, 5000, 9001}) {
     std::map<std::string, Values> results;
-    for (const std::string backend : {std::string("cpu"), kBackends.back()}) {
+    for (const std::string& backend : {std::string("cpu"), kBackends.back()}) {
       Program program;
       Builder build(program);
       constexpr int64_t kRows = 300;

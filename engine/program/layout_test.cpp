@@ -12,24 +12,15 @@
 #include "engine/runtime/saver.h"
 #include "strata/communicator.h"
 #include "tests/harness.h"
+#include "tests/random_cases.h"
 
 namespace strata {
 namespace {
 
-using Random = std::mt19937_64;
-
-int64_t draw(Random& random, int64_t least, int64_t most) {
-  return std::uniform_int_distribution<int64_t>(least, most)(random);
-}
-
-uint64_t first_seed() {
-  const char* given = std::getenv("STRATA_SEED");
-  return given ? std::strtoull(given, nullptr, 10) : 1;
-}
-int cases(int otherwise) {
-  const char* given = std::getenv("STRATA_CASES");
-  return given ? std::atoi(given) : otherwise;
-}
+using test::cases;
+using test::draw;
+using test::first_seed;
+using test::Random;
 
 // Up to three axes, at most eight ranks.
 Mesh::Sizes random_mesh(Random& random) {

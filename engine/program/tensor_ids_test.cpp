@@ -73,7 +73,9 @@ TEST(TensorIds, IsAVector) {
       ASSERT_EQ(ids.size(), same.size());
       ASSERT_EQ(ids, TensorIds(same));
       EXPECT_THROW(ids.at(ids.size()), std::out_of_range);
-      if (!same.empty()) ASSERT_EQ(ids.front(), same.front());
+      if (!same.empty()) {
+        ASSERT_EQ(ids.front(), same.front());
+      }
     }
   }
   EXPECT_FALSE((TensorIds{{1}, {2}} == TensorIds{{1}, {3}}));

@@ -17,9 +17,9 @@ struct LaunchedRank {
   std::string launcher;  // "strata", "torchrun", "Open MPI", "MPICH", "Slurm": for messages
   int rank = 0, size = 1;
   int local_size = 0;   // ranks on this host; 0: not said
-  std::string address;  // of rank 0
+  std::string address{};  // of rank 0
   int port = 0;
-  std::string token;
+  std::string token{};
   int listening = -1;  // rank 0's socket, inherited
 };
 
