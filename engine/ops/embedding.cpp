@@ -9,7 +9,6 @@
 #include "engine/ops/registration.h"
 #include "engine/ops/shares.h"
 #include "engine/ops/vector.h"
-#include "strata/layout.h"
 
 namespace strata {
 namespace {
@@ -24,7 +23,7 @@ STRATA_SIMD void add_to(float* sum, const float* x, int64_t n) {
 // Rows of a table over which an axis splits the vocabulary: tokens of other rows are other ranks', here they are zeros.
 struct OwnRows {
   int64_t first, count;
-  OwnRows(const Tensor& table) : first(box_of(table).offset[0]), count(table.shape[0]) {}
+  OwnRows(const Tensor& table) : first(first_row(table)), count(table.shape[0]) {}
   // The row of a token, or -1.
   int64_t operator()(int32_t token) const {
     const int64_t row = token - first;

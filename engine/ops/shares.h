@@ -26,6 +26,14 @@ Layout with_split(Layout layout, int dimension, const std::string& axis, int64_t
 // what the first rank has, which is the most.
 int64_t share_of_output(const OpView& view, int o, int dimension, const std::string& axis, int64_t full, int size);
 
+// The row of the whole tensor that this rank's first one is, without allocating: kernels ask.
+inline int64_t first_row(const Tensor& tensor) {
+  int64_t first = 0;
+  for (const Split& split : tensor.layout)
+    if (split.dimension == 0) first += split.first;
+  return first;
+}
+
 class Shares {
  public:
   // When a share is packed: where its pieces are many or short, or where it is not one piece.

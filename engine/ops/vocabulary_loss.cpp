@@ -11,8 +11,8 @@
 #include <cstring>
 
 #include "engine/ops/language_model_head.h"
+#include "engine/ops/shares.h"
 #include "engine/ops/vector.h"
-#include "strata/layout.h"
 
 namespace strata {
 namespace {
@@ -26,7 +26,7 @@ struct OwnTargets {
   const int32_t* targets;
   int64_t first, count;
   explicit OwnTargets(const Binding& b)
-      : targets(b.in<int32_t>(2)), first(box_of(b.input(1)).offset[0]), count(b.input(1).shape[0]) {}
+      : targets(b.in<int32_t>(2)), first(first_row(b.input(1))), count(b.input(1).shape[0]) {}
   int64_t operator()(int64_t row) const {
     const int64_t at = targets[row] - first;
     return targets[row] >= 0 && at >= 0 && at < count ? at : -1;
