@@ -274,7 +274,11 @@ class Inquiry {
   }
 
   double left() const { return kBudget - (now() - began_); }
-  bool figure_due(const std::string& key, const char* name) const { return cache_.due(key, {.name = name}); }
+  // Where ranks are there it would be measured in this process, whose memory is planned: only what nobody knows.
+  bool due(const std::string& key, const Tried& what) const {
+    return wanted_.has_ranks ? !cache_.find(key, what) : cache_.due(key, what);
+  }
+  bool figure_due(const std::string& key, const char* name) const { return due(key, {.name = name}); }
   bool machine_due() const {  // a device that is not there cannot be measured, however often
     return figure_due(machine_, "flops") && wanted_.backend != "reference";
   }
@@ -299,7 +303,7 @@ class Inquiry {
     if (!kernels_measurable()) return {};
     std::vector<LoneOp> ops = lone_ops(*wanted_.program, known());
     std::erase_if(ops, [&](const LoneOp& op) {
-      return !cache_.due(machine_, {.name = op.name, .flops = op.cost.flops, .bytes = op.cost.bytes});
+      return !due(machine_, {.name = op.name, .flops = op.cost.flops, .bytes = op.cost.bytes});
     });
     return ops;
   }
