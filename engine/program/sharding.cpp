@@ -102,7 +102,7 @@ std::vector<Layout> layouts_by_rule(const OpView& view) {
       const Tensor& input = view.input(i);
       for (const Split& split : input.layout) {
         const int factor = all.inputs[size_t(i)][size_t(split.dimension)];
-        if (factor < 0) continue;
+        if (factor < 0 || !is_seen(split)) continue;
         int d = Factors::dimension_of(all.outputs[o], factor);
         if (d < 0 && is_leading(factor)) d = Factors::dimension_of(all.outputs[o], kMerged);
         const auto same = [&](const Split& known) { return known.axis == split.axis; };
@@ -115,7 +115,7 @@ std::vector<Layout> layouts_by_rule(const OpView& view) {
 
 bool is_split(const OpView& view) {
   for (int i = 0; i < view.inputs(); ++i)
-    if (view.has_input(i) && !view.input(i).layout.empty()) return true;
+    if (view.has_input(i) && std::ranges::any_of(view.input(i).layout, is_seen)) return true;
   return false;
 }
 
@@ -142,7 +142,7 @@ std::map<std::string, std::set<int>> split_factors(const OpView& view, const Fac
   for (int i = 0; i < view.inputs(); ++i)
     if (view.has_input(i))
       for (const Split& split : view.input(i).layout)
-        if (const int factor = all.inputs[size_t(i)][size_t(split.dimension)]; factor >= 0)
+        if (const int factor = all.inputs[size_t(i)][size_t(split.dimension)]; factor >= 0 && is_seen(split))
           found[split.axis].insert(factor);
   return found;
 }
