@@ -45,6 +45,7 @@ std::vector<std::string> kind_names() {
 
 RegisteringPlugin::RegisteringPlugin(std::string_view name) : before_(std::exchange(registering(), name)) {}
 RegisteringPlugin::~RegisteringPlugin() { registering() = before_; }
+const std::string& registering_plugin() { return registering(); }
 
 const OpKind& register_kind(OpKind kind) {
   if (!kind.shape) throw Error("op kind \"" + kind.name + "\" has no shape rule; every kind needs one.");

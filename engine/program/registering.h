@@ -1,5 +1,5 @@
-// Whose kinds are registered: while one of these lives, register_kind on this thread is called by that plugin, which may
-// be made any number of times. For the loader.
+// Whose kinds and schedules are registered: while one of these lives, register_kind and register_schedule on this thread
+// are called by that plugin, which may be made any number of times. For the loader.
 #pragma once
 #include <string>
 #include <string_view>
@@ -16,5 +16,7 @@ class RegisteringPlugin {
  private:
   std::string before_;
 };
+
+const std::string& registering_plugin();  // on this thread; empty: none
 
 }  // namespace strata

@@ -1,0 +1,24 @@
+// The schedules of this plugin, each in a file of its own that names its paper; and what they share.
+#pragma once
+#include <string>
+#include <string_view>
+
+#include "strata/pipeline_schedule.h"
+
+namespace strata::pipeline {
+
+Schedule gpipe(const Problem& problem);
+Schedule one_forward_one_backward(const Problem& problem);
+
+// All of them, under the names that `schedule` of the plugin takes. For its constructor.
+void register_schedules();
+
+// Error unless a stage holds `chunks`.
+void require_chunks(const Problem& problem, std::string_view schedule, int chunks);
+void require_microbatches(const Problem& problem, std::string_view schedule, int least);
+
+// Short names for lists of passes.
+inline Pass forward_pass(int chunk, int microbatch) { return {Pass::Part::forward, chunk, microbatch}; }
+inline Pass backward_pass(int chunk, int microbatch) { return {Pass::Part::backward, chunk, microbatch}; }
+
+}  // namespace strata::pipeline
