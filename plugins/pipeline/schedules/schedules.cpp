@@ -7,6 +7,17 @@ void register_schedules() {
   register_schedule({"gpipe", "all forward passes, then all backward ones (arXiv 1811.06965)", 1, gpipe});
   register_schedule({"1f1b", "one forward pass, one backward pass, with flush (arXiv 2006.09503, PipeDream-flush)", 1,
                      one_forward_one_backward});
+  register_schedule({"interleaved", "1f1b with several chunks a stage (arXiv 2104.04473)", 2, interleaved});
+  register_schedule(
+      {"breadth_first", "all microbatches of a chunk before the next chunk (arXiv 2211.05953)", 2, breadth_first});
+  register_schedule({"zero_bubble_h1",
+                     "weight gradients fill a third of 1f1b's bubble, in its memory (ZB-H1, arXiv "
+                     "2401.10241)",
+                     1, zero_bubble_h1});
+  register_schedule(
+      {"zero_bubble_h2", "no bubble, in twice the memory of 1f1b (ZB-H2, arXiv 2401.10241)", 1, zero_bubble_h2});
+  register_schedule({"zero_bubble_v", "no bubble, in the memory of 1f1b, two chunks a stage (ZB-V, arXiv 2401.10241)",
+                     2, zero_bubble_v});
 }
 
 void require_chunks(const Problem& problem, std::string_view schedule, int chunks) {

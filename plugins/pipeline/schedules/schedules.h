@@ -9,6 +9,11 @@ namespace strata::pipeline {
 
 Schedule gpipe(const Problem& problem);
 Schedule one_forward_one_backward(const Problem& problem);
+Schedule interleaved(const Problem& problem);
+Schedule breadth_first(const Problem& problem);
+Schedule zero_bubble_h1(const Problem& problem);
+Schedule zero_bubble_h2(const Problem& problem);
+Schedule zero_bubble_v(const Problem& problem);
 
 // All of them, under the names that `schedule` of the plugin takes. For its constructor.
 void register_schedules();
@@ -20,5 +25,8 @@ void require_microbatches(const Problem& problem, std::string_view schedule, int
 // Short names for lists of passes.
 inline Pass forward_pass(int chunk, int microbatch) { return {Pass::Part::forward, chunk, microbatch}; }
 inline Pass backward_pass(int chunk, int microbatch) { return {Pass::Part::backward, chunk, microbatch}; }
+
+inline Pass input_gradient(int chunk, int microbatch) { return {Pass::Part::input_gradient, chunk, microbatch}; }
+inline Pass weight_gradient(int chunk, int microbatch) { return {Pass::Part::weight_gradient, chunk, microbatch}; }
 
 }  // namespace strata::pipeline
