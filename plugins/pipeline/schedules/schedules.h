@@ -14,6 +14,7 @@ Schedule breadth_first(const Problem& problem);
 Schedule zero_bubble_h1(const Problem& problem);
 Schedule zero_bubble_h2(const Problem& problem);
 Schedule zero_bubble_v(const Problem& problem);
+Schedule zero_bubble(const Problem& problem);
 
 // All of them, under the names that `schedule` of the plugin takes. For its constructor.
 void register_schedules();

@@ -10,9 +10,9 @@ namespace strata::pipeline {
 namespace {
 
 // A stage's order, of which passes are taken one after the other in each chunk and part.
-class Order {
+class OrderInV {
  public:
-  Order(const Problem& problem, int stage)
+  OrderInV(const Problem& problem, int stage)
       : stages_(problem.stages),
         stage_(stage),
         wanted_(problem.microbatches),
@@ -63,7 +63,7 @@ class Order {
 Schedule zero_bubble_v(const Problem& problem) {
   require_chunks(problem, "zero_bubble_v", 2);
   Schedule schedule{.stage_of = zigzag(problem.stages, 2)};
-  for (int stage = 0; stage < problem.stages; ++stage) schedule.order.push_back(Order(problem, stage).make());
+  for (int stage = 0; stage < problem.stages; ++stage) schedule.order.push_back(OrderInV(problem, stage).make());
   return schedule;
 }
 
