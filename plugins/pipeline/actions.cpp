@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <map>
+#include <tuple>
 #include <utility>
 
 namespace strata::pipeline {
@@ -112,7 +113,7 @@ Steps steps_of(const Problem& problem, const Schedule& schedule, int stage, int 
   return all;
 }
 
-// What a stage is sent, in the order in which it is made.
+// What a stage is sent, in the order in which it is made, one step after the other.
 struct Sent {
   Message message;
   int from;
@@ -166,7 +167,9 @@ class Rehearsal {
       go_on(stage, true);
     }
     for (auto& list : sent_)
-      std::stable_sort(list.begin(), list.end(), [](const Sent& a, const Sent& b) { return a.time < b.time; });
+      std::stable_sort(list.begin(), list.end(), [](const Sent& a, const Sent& b) {
+        return std::tie(a.step, a.time) < std::tie(b.step, b.time);
+      });
     for (size_t stage = 0; stage < steps_.size(); ++stage) go_on(int(stage), false);
     for (size_t stage = 0; stage < steps_.size(); ++stage) place_receives(sent_[stage], steps_[stage]);
     return std::move(sent_);

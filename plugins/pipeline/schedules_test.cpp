@@ -11,9 +11,11 @@
 #include "plugins/pipeline/actions.cpp"  // a plugin's code is not in the engine's library
 #include "plugins/pipeline/clock.cpp"
 #include "plugins/pipeline/schedules/1f1b.cpp"
+#include "plugins/pipeline/schedules/2bw.cpp"
 #include "plugins/pipeline/schedules/breadth_first.cpp"
 #include "plugins/pipeline/schedules/gpipe.cpp"
 #include "plugins/pipeline/schedules/interleaved.cpp"
+#include "plugins/pipeline/schedules/pipedream.cpp"
 #include "plugins/pipeline/schedules/schedules.cpp"
 #include "plugins/pipeline/schedules/zero_bubble.cpp"
 #include "plugins/pipeline/schedules/zero_bubble_h.cpp"
@@ -499,6 +501,65 @@ TEST(PipelineSchedules, TheSearchCanBeLarge) {
     for (int g = 0; g < problem.all_chunks(); ++g) problem.costs.push_back({10.0 + g % 3, 11.0 + g % 5, 7});
     const Schedule made = zero_bubble(problem);
     EXPECT_LT(clock(problem, actions_of(problem, made)).bubble(), 0.01);
+  }
+}
+
+// Of a step among many.
+double period(const Problem& problem, const Schedule& schedule) {
+  return clock(problem, actions_of(problem, schedule, 9)).makespan -
+         clock(problem, actions_of(problem, schedule, 8)).makespan;
+}
+
+TEST(PipelineSchedules, WithoutFlushThereIsNoBubbleOrHalfOfOne) {
+  for (int P : {1, 2, 3, 4, 8, 64})
+    for (int M : {P, P + 1, 2 * P, 4 * P}) {
+      if (P == 64 && M > P) continue;
+      const Problem problem{.stages = P, .microbatches = M};
+      SCOPED_TRACE(text_of(problem));
+      EXPECT_EQ(period(problem, pipedream(problem)), 3 * M);
+      EXPECT_EQ(period(problem, two_buffered_weights(problem)), 3 * M + 3 * ((P - 1) / 2));
+      const Timing stashed = clock(problem, actions_of(problem, pipedream(problem), 4));
+      const Timing late = clock(problem, actions_of(problem, two_buffered_weights(problem), 4));
+      for (int p = 0; p < P; ++p) {
+        EXPECT_EQ(stashed.stages[size_t(p)].peak_count, P - p);
+        EXPECT_LE(late.stages[size_t(p)].peak_count, M + P);
+      }
+    }
+}
+
+TEST(PipelineSchedules, WithoutFlushTheyCanRunFromTheFirstStepOn) {
+  for (int P : {1, 2, 3, 4, 5, 8})
+    for (int M = 1; M <= 18; ++M)
+      for (auto make : {pipedream, two_buffered_weights}) {
+        const Problem problem{.stages = P, .microbatches = M};
+        SCOPED_TRACE(text_of(problem));
+        Schedule schedule;
+        const std::string refused = refusal([&] { schedule = make(problem); });
+        EXPECT_EQ(refused.empty(), make == two_buffered_weights || M >= P - 1);
+        if (!refused.empty()) continue;
+        const Actions actions = actions_of(problem, schedule, 4);
+        ASSERT_EQ(refusal([&] { require_no_deadlock(actions); }), "");
+        ASSERT_EQ(refusal([&] { require_agreement(job_of(actions)); }), "");
+        EXPECT_EQ(refusal([&] { clock(problem, actions, Sends::waiting); }), "");
+      }
+  EXPECT_EQ(refusal([] { pipedream({.stages = 4, .microbatches = 2}); }),
+            "schedule pipedream over 4 stages needs at least 3 microbatches a step, and there are 2. Make "
+            "data.micro_batch smaller or data.global_batch larger.");
+}
+
+// What a step leaves, the next one runs; and an update is of as many microbatches as a step has.
+TEST(PipelineSchedules, WithoutFlushAStepRunsAsManyPassesAsItLeaves) {
+  const Problem problem{.stages = 4, .microbatches = 6};
+  for (auto make : {pipedream, two_buffered_weights}) {
+    const Schedule schedule = make(problem);
+    for (size_t s = 0; s < 4; ++s) {
+      int backwards = 0, begun = 0;
+      for (const Pass& pass : schedule.order[s])
+        if (pass.part == Pass::Part::backward) ++backwards, begun += pass.microbatch < 0;
+      EXPECT_EQ(backwards, 6);
+      EXPECT_EQ(begun, make == pipedream ? 3 - int(s) : 6);
+      EXPECT_EQ(schedule.first[s].size(), size_t(12 - begun));
+    }
   }
 }
 

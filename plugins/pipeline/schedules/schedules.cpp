@@ -20,6 +20,8 @@ void register_schedules() {
       {"zero_bubble_h2", "no bubble, in twice the memory of 1f1b (ZB-H2, arXiv 2401.10241)", 1, zero_bubble_h2});
   register_schedule({"zero_bubble_v", "no bubble, in the memory of 1f1b, two chunks a stage (ZB-V, arXiv 2401.10241)",
                      2, zero_bubble_v});
+  register_schedule({"2bw", "without flush, gradients a step late (arXiv 2006.09503)", 1, two_buffered_weights});
+  register_schedule({"pipedream", "without flush, weights stashed (arXiv 1806.03377)", 1, pipedream});
 }
 
 void require_chunks(const Problem& problem, std::string_view schedule, int chunks) {
@@ -36,6 +38,11 @@ void require_microbatches(const Problem& problem, std::string_view schedule, int
                 " stages needs at least " + std::to_string(least) + " microbatches a step, and there " +
                 (problem.microbatches == 1 ? "is 1" : "are " + std::to_string(problem.microbatches)) +
                 ". Make data.micro_batch smaller or data.global_batch larger.");
+}
+
+std::vector<Pass> without_begun(std::vector<Pass> order) {
+  std::erase_if(order, [](const Pass& pass) { return pass.microbatch < 0; });
+  return order;
 }
 
 }  // namespace strata::pipeline

@@ -15,6 +15,8 @@ Schedule zero_bubble_h1(const Problem& problem);
 Schedule zero_bubble_h2(const Problem& problem);
 Schedule zero_bubble_v(const Problem& problem);
 Schedule zero_bubble(const Problem& problem);
+Schedule two_buffered_weights(const Problem& problem);
+Schedule pipedream(const Problem& problem);
 
 // All of them, under the names that `schedule` of the plugin takes. For its constructor.
 void register_schedules();
@@ -22,6 +24,9 @@ void register_schedules();
 // Error unless a stage holds `chunks`.
 void require_chunks(const Problem& problem, std::string_view schedule, int chunks);
 void require_microbatches(const Problem& problem, std::string_view schedule, int least);
+
+// What the first step has of an order: there are no microbatches of the step before.
+std::vector<Pass> without_begun(std::vector<Pass> order);
 
 // Short names for lists of passes.
 inline Pass forward_pass(int chunk, int microbatch) { return {Pass::Part::forward, chunk, microbatch}; }
