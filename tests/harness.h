@@ -150,10 +150,15 @@ class Runner final {
     const size_t count = size_t(batch.micro_batch * batch.sequence_length);
     for (int64_t m = 0; program.find("tokens@" + std::to_string(m)); ++m) {
       const size_t global = size_t(m + batch.microbatches * session_.mesh["data"].coordinate);
-      std::copy_n(tokens + global * count, count,
-                  static_cast<int32_t*>(executor.pointer(program.find("tokens@" + std::to_string(m)))));
-      if (const TensorId id = program.find("targets@" + std::to_string(m)))
-        std::copy_n(targets + global * count, count, static_cast<int32_t*>(executor.pointer(id)));
+      const auto put = [&](const std::string& name, const int32_t* from) {
+        const TensorId id = program.find(name + "@" + std::to_string(m));
+        if (!id) return;
+        const Tensor& tensor = program[id];
+        GlobalIndex(tensor).runs(0, elements(tensor.shape), [&](int64_t local, int64_t whole, int64_t run) {
+          std::copy_n(from + global * count + size_t(whole), run, static_cast<int32_t*>(executor.pointer(id)) + local);
+        });
+      };
+      put("tokens", tokens), put("targets", targets);
     }
   }
 };

@@ -97,6 +97,20 @@ paste -d' ' <(losses alone/log.jsonl) <(losses tensor/log.jsonl) | awk '
   { if ($1 != $4 || ($2 - $5)^2 > (1e-5 * $2)^2) bad = 1 } END { exit bad || NR != 6 }' || fail "ranks that share the work differ from one: $(losses tensor/log.jsonl)"
 expect 0 '' "$strata" generate tensor.toml --checkpoint tensor --prompt hello --tokens 3
 
+# Ranks that have parts of the same sequences, with dropout, validation and a checkpoint that goes to other meshes.
+sed '/reproducible/d; s/^data = 2/sequence = 2/; /zero/,$d' config.toml >context.toml
+cp context.toml without.toml
+echo '[plugins.context_parallel]' >>context.toml
+for form in ring gather ulysses; do
+  expect 0 '' "$strata" train context.toml --set run.directory=$form --set run.steps=2 --set plugins.context_parallel.attention=$form
+  expect 0 '' "$strata" train context.toml --set run.directory=$form --set run.steps=4 --resume --set mesh.data=2 --set plugins.zero.stage=3 --set plugins.context_parallel.attention=$form
+  expect 0 '' "$strata" train without.toml --set run.directory=$form --resume --set mesh.sequence=1
+  paste -d' ' <(losses alone/log.jsonl) <(losses $form/log.jsonl) | awk '
+    { if ($1 != $4 || ($2 - $5)^2 > (1e-5 * $2)^2) bad = 1 } END { exit bad || NR != 6 }' || fail "ranks with parts of sequences differ from one: $(losses $form/log.jsonl)"
+done
+expect 2 'context_parallel divides sequences among the ranks of axis "sequence", which has one' "$strata" train context.toml --set mesh.sequence=1
+expect 0 '' "$strata" generate context.toml --checkpoint ring --prompt hello --tokens 3
+
 # Variables of torchrun: both ranks, in any order.
 $(launched 1 2) "$strata" train config.toml --set run.directory=torch >out1 2>error1 &
 expect 0 '' $(launched 0 2) "$strata" train config.toml --set run.directory=torch

@@ -15,8 +15,8 @@ struct OwnRows {
 };
 
 template <class T>
-STRATA_KERNEL embed(const int32_t* tokens, const T* w, const T* positions, T* x, int64_t time, int64_t columns,
-                    int64_t first, int64_t own) {
+STRATA_KERNEL embed(const int32_t* tokens, const T* w, const T* positions, T* x, int64_t time, Indices at,
+                    int64_t columns, int64_t first, int64_t own) {
   const int64_t row = blockIdx.x, from = tokens[row] - first;
   const bool here = from >= 0 && from < own;
   float v[kEach], p[kEach];
@@ -29,7 +29,7 @@ STRATA_KERNEL embed(const int32_t* tokens, const T* w, const T* positions, T* x,
     }
     load(w + from * columns, i, columns, v);
     if (positions) {
-      load(positions + row % time * columns, i, columns, p);
+      load(positions + at(row % time) * columns, i, columns, p);
 #pragma unroll
       for (int e = 0; e < kEach; ++e) v[e] += p[e];
     }
@@ -75,19 +75,18 @@ STRATA_KERNEL embedding_gradient(const T* dx, const int32_t* tokens, float* dw, 
 }
 
 template <class T>
-STRATA_KERNEL position_gradient(const T* dx, float* dp, int64_t batch, int64_t time, int64_t columns, bool accumulate) {
+STRATA_KERNEL position_gradient(const T* dx, float* dp, int64_t batch, int64_t time, Indices at, int64_t columns) {
   const int64_t t = blockIdx.x;
+  dp += at(t) * columns;
   float sum[kEach], v[kEach];
   for (int64_t i = int64_t(threadIdx.x) * kEach; i < columns; i += kBlock * kEach) {
-#pragma unroll
-    for (int e = 0; e < kEach; ++e) sum[e] = 0;
-    if (accumulate) load(static_cast<const float*>(dp) + t * columns, i, columns, sum);
-    for (int64_t n = 0; t < time && n < batch; ++n) {
+    load(static_cast<const float*>(dp), i, columns, sum);
+    for (int64_t n = 0; n < batch; ++n) {
       load(dx + (n * time + t) * columns, i, columns, v);
 #pragma unroll
       for (int e = 0; e < kEach; ++e) sum[e] += v[e];
     }
-    store(dp + t * columns, i, columns, sum);
+    store(dp, i, columns, sum);
   }
 }
 
@@ -95,9 +94,10 @@ const Registration forward("embedding", [](const Binding& b) -> Launch {
   return with_type(b.input(1).dtype, [&](auto zero) -> Launch {
     using T = decltype(zero);
     return [=, tokens = b.in<int32_t>(0), w = b.in<T>(1), p = b.has_input(2) ? b.in<T>(2) : nullptr, x = b.out<T>(0),
-            rows = count(b.input(0)), time = b.input(0).shape[1], columns = b.columns(1), own = OwnRows(b.input(1)),
-            queue = b.queue()] {
-      launch(embed<T>, dim3(unsigned(rows)), kBlock, 0, queue, tokens, w, p, x, time, columns, own.first, own.count);
+            rows = count(b.input(0)), time = b.input(0).shape[1], at = Indices(b.input(0), 1), columns = b.columns(1),
+            own = OwnRows(b.input(1)), queue = b.queue()] {
+      launch(embed<T>, dim3(unsigned(rows)), kBlock, 0, queue, tokens, w, p, x, time, at, columns, own.first,
+             own.count);
     };
   });
 });
@@ -116,9 +116,10 @@ const Registration backward("embedding_gradient", [](const Binding& b) -> Launch
 const Registration positions("position_gradient", [](const Binding& b) -> Launch {
   return with_type(b.input(0).dtype, [&](auto zero) -> Launch {
     using T = decltype(zero);
-    return [=, dx = b.in<T>(0), dp = b.out<float>(0), s = b.input(0).shape, rows = b.output(0).shape[0],
-            onto = b.accumulates(0), queue = b.queue()] {
-      launch(position_gradient<T>, dim3(unsigned(rows)), kBlock, 0, queue, dx, dp, s[0], s[1], s[2], onto);
+    return [=, dx = b.in<T>(0), dp = b.out<float>(0), s = b.input(0).shape, all = count(b.output(0)),
+            at = Indices(b.input(0), 1), onto = b.accumulates(0), queue = b.queue()] {
+      if (!onto) launch(clear, dim3(blocks(all, 256)), 256, 0, queue, dp, all);
+      launch(position_gradient<T>, dim3(unsigned(s[1])), kBlock, 0, queue, dx, dp, s[0], s[1], at, s[2]);
     };
   });
 });

@@ -99,6 +99,10 @@ void declare(Options& options, MeshSection& mesh) {
            "ranks that share the work on the same sequences, for each of the data ranks; neighbours in the order of "
            "ranks")
       .range(1, 65536);
+  options
+      .add("sequence", mesh.sequence,
+           "ranks that each have a part of the tokens of the same sequences, for each of the data ranks")
+      .range(1, 65536);
 }
 
 void declare(Options& options, NetworkSection& network) {
@@ -172,10 +176,10 @@ Sections read_sections(const Config& config, DataTable needed) {
     throw Error(config.root().table("mesh")->place,
                 "mesh.data = " + std::to_string(mesh.data) +
                     " is not a multiple of mesh.replicate = " + std::to_string(mesh.replicate) + ".");
-  if (mesh.data * mesh.tensor > 65536)
-    throw Error(
-        config.root().table("mesh")->place,
-        "mesh.data times mesh.tensor is " + std::to_string(mesh.data * mesh.tensor) + " ranks, more than 65536.");
+  if (mesh.data * mesh.tensor * mesh.sequence > 65536)
+    throw Error(config.root().table("mesh")->place,
+                "mesh.data times mesh.tensor times mesh.sequence is " +
+                    std::to_string(mesh.data * mesh.tensor * mesh.sequence) + " ranks, more than 65536.");
   if (data.global_batch % (data.micro_batch * mesh.data) != 0)
     throw Error(config.root().table("data")->place,
                 "data.global_batch = " + std::to_string(data.global_batch) +

@@ -53,9 +53,13 @@ struct MeshSection {
   int64_t data = 1;
   int64_t replicate = 1;
   int64_t tensor = 1;
+  int64_t sequence = 1;
   // The mesh's axes, outermost first (strata/mesh.h).
   std::vector<std::pair<std::string, int>> axes() const {
-    return {{"replicate", int(replicate)}, {"shard", int(data / replicate)}, {"tensor", int(tensor)}};
+    return {{"replicate", int(replicate)},
+            {"shard", int(data / replicate)},
+            {"sequence", int(sequence)},
+            {"tensor", int(tensor)}};
   }
 };
 

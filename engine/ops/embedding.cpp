@@ -9,6 +9,7 @@
 #include "engine/ops/registration.h"
 #include "engine/ops/shares.h"
 #include "engine/ops/vector.h"
+#include "strata/layout.h"
 
 namespace strata {
 namespace {
@@ -32,16 +33,16 @@ struct OwnRows {
 };
 
 template <class T>
-void embed_row(const Binding& b, const OwnRows& own, int64_t row) {
+void embed_row(const Binding& b, const OwnRows& own, const Indices& positions, int64_t row) {
   const int64_t columns = b.columns(1), time = b.input(0).shape[1], from = own(b.in<int32_t>(0)[row]);
   if (from < 0) return void(std::fill_n(b.out<T>(0) + row * columns, columns, T(0)));
   const T* w = b.in<T>(1) + from * columns;
-  const T* p = b.has_input(2) ? b.in<T>(2) + row % time * columns : nullptr;
+  const T* p = b.has_input(2) ? b.in<T>(2) + positions(row % time) * columns : nullptr;
   T* x = b.out<T>(0) + row * columns;
   for (int64_t i = 0; i < columns; ++i) x[i] = w[i] + (p ? p[i] : T(0));
 }
 
-void embed_half_row(const Binding& b, const OwnRows& own, int64_t row) {
+void embed_half_row(const Binding& b, const OwnRows& own, const Indices& positions, int64_t row) {
   constexpr int64_t kChunk = 512;
   const DType type = b.input(1).dtype;
   const int64_t columns = b.columns(1), time = b.input(0).shape[1], from = own(b.in<int32_t>(0)[row]);
@@ -51,7 +52,7 @@ void embed_half_row(const Binding& b, const OwnRows& own, int64_t row) {
     const int64_t count = std::min(kChunk, columns - i);
     to_f32(type, at(b.in<void>(1), type, from * columns + i), x, count);
     if (b.has_input(2)) {
-      to_f32(type, at(b.in<void>(2), type, row % time * columns + i), p, count);
+      to_f32(type, at(b.in<void>(2), type, positions(row % time) * columns + i), p, count);
       add_to(x, p, count);
     }
     from_f32(type, x, at(b.out<void>(0), type, row * columns + i), count);
@@ -96,7 +97,7 @@ void register_embedding() {
                       is_float(v.input(1));
          if (right && v.has_input(2))
            right = v.input(2).shape.size() == 2 && v.input(2).shape[1] == v.columns(1) &&
-                   v.input(2).shape[0] >= v.input(0).shape[1] && v.input(2).dtype == v.input(1).dtype;
+                   v.input(2).shape[0] >= v.input(0).full_shape()[1] && v.input(2).dtype == v.input(1).dtype;
          require(right, v, "tokens i32 (B, T), w (V, C) and at most positions (P, C) with P >= T");
          return {{{v.input(0).shape[0], v.input(0).shape[1], v.columns(1)}, v.input(1).dtype}};
        },
@@ -119,20 +120,23 @@ void register_embedding() {
            },
        .half = true,
        // The rank that has a token's row adds its position too, so that the sum has it once.
-       .sharding = {.dimensions = "bt, vc, pc -> btc", .whole = "tp", .replaced = "v", .replace = with_split_rows},
+       .sharding = {.dimensions = "bt, vc, pc -> btc", .whole = "p", .replaced = "v", .replace = with_split_rows},
        .kernels = {{"cpu", cpu_kernel([](const Binding& b) {
-                      b.threads().split(elements(b.input(0).shape), 16,
-                                        [&, own = OwnRows(b.input(1))](int64_t r, int64_t e) {
-                                          for (; r < e; ++r)
-                                            if (is_half(b.input(1).dtype))
-                                              embed_half_row(b, own, r);
-                                            else
-                                              embed_row<float>(b, own, r);
-                                        });
+                      b.threads().split(
+                          elements(b.input(0).shape), 16,
+                          [&, own = OwnRows(b.input(1)), positions = Indices(b.input(0), 1)](int64_t r, int64_t e) {
+                            for (; r < e; ++r)
+                              if (is_half(b.input(1).dtype))
+                                embed_half_row(b, own, positions, r);
+                              else
+                                embed_row<float>(b, own, positions, r);
+                          });
                     })},
                    {"reference", reference_kernel([](const Binding& b, auto zero) {
                       const OwnRows own(b.input(1));
-                      for (int64_t r = 0; r < elements(b.input(0).shape); ++r) embed_row<decltype(zero)>(b, own, r);
+                      const Indices positions(b.input(0), 1);
+                      for (int64_t r = 0; r < elements(b.input(0).shape); ++r)
+                        embed_row<decltype(zero)>(b, own, positions, r);
                     })}}});
   register_kind(
       {.name = "embedding_gradient",
@@ -180,44 +184,48 @@ void register_embedding() {
                           for (int64_t i = 0; i < columns; ++i)
                             b.out<T>(0)[row * columns + i] += b.in<T>(0)[r * columns + i];
                     })}}});
-  register_kind({.name = "position_gradient",
-                 .summary = "dx (B, T, C); attribute rows = P -> dp (P, C), summed over B",
-                 .shape = [](const OpView& v) -> std::vector<TensorSpec> {
-                   require(v.inputs() == 1 && v.has_input(0) && is_float(v.input(0)) && v.input(0).shape.size() == 3 &&
-                               v.attributes().has("rows") && v.attributes().integer("rows") >= v.input(0).shape[1],
-                           v, "dx (B, T, C) and an attribute rows >= T");
-                   return {{{v.attributes().integer("rows"), v.columns(0)}, wide(v.input(0).dtype)}};
-                 },
-                 .accumulates = 1,
-                 .half = true,
-                 .sharding = {.dimensions = "btc -> pc", .whole = "t"},
-                 .kernels = {{"cpu", cpu_kernel([](const Binding& b) {
-                                const Shape& s = b.input(0).shape;
-                                b.threads().split(b.output(0).shape[0], 8, [&](int64_t t, int64_t e) {
-                                  for (; t < e; ++t) {
-                                    float* dp = b.out<float>(0) + t * s[2];
-                                    if (!b.accumulates(0)) std::memset(dp, 0, size_t(s[2]) * 4);
-                                    for (int64_t n = 0; t < s[1] && n < s[0]; ++n)
-                                      add_row_to(b, dp, n * s[1] + t, s[2]);
-                                  }
-                                });
-                              })},
-                             {"reference", reference_kernel([](const Binding& b, auto zero) {
-                                using T = decltype(zero);
-                                const Shape& s = b.input(0).shape;
-                                if (!b.accumulates(0)) std::fill_n(b.out<T>(0), elements(b.output(0).shape), T(0));
-                                for (int64_t i = 0; i < elements(s); ++i)
-                                  b.out<T>(0)[i % (s[1] * s[2])] += b.in<T>(0)[i];
-                              })}}});
+  register_kind(
+      {.name = "position_gradient",
+       .summary = "dx (B, T, C); attribute rows = P -> dp (P, C), summed over B",
+       .shape = [](const OpView& v) -> std::vector<TensorSpec> {
+         require(v.inputs() == 1 && v.has_input(0) && is_float(v.input(0)) && v.input(0).shape.size() == 3 &&
+                     v.attributes().has("rows") && v.attributes().integer("rows") >= v.input(0).full_shape()[1],
+                 v, "dx (B, T, C) and an attribute rows >= T");
+         return {{{v.attributes().integer("rows"), v.columns(0)}, wide(v.input(0).dtype)}};
+       },
+       .accumulates = 1,
+       .half = true,
+       .sharding = {.dimensions = "btc -> pc"},
+       .kernels = {{"cpu", cpu_kernel([](const Binding& b) {
+                      const Shape& s = b.input(0).shape;
+                      const int64_t all = elements(b.output(0).shape);
+                      if (!b.accumulates(0))
+                        b.threads().split(all, kGrain, [&](int64_t i, int64_t e) {
+                          std::memset(b.out<float>(0) + i, 0, size_t(e - i) * 4);
+                        });
+                      b.threads().split(s[1], 8, [&, positions = Indices(b.input(0), 1)](int64_t t, int64_t e) {
+                        for (; t < e; ++t)
+                          for (int64_t n = 0; n < s[0]; ++n)
+                            add_row_to(b, b.out<float>(0) + positions(t) * s[2], n * s[1] + t, s[2]);
+                      });
+                    })},
+                   {"reference", reference_kernel([](const Binding& b, auto zero) {
+                      using T = decltype(zero);
+                      const Shape& s = b.input(0).shape;
+                      if (!b.accumulates(0)) std::fill_n(b.out<T>(0), elements(b.output(0).shape), T(0));
+                      const Indices positions(b.input(0), 1);
+                      for (int64_t i = 0; i < elements(s); ++i)
+                        b.out<T>(0)[positions(i / s[2] % s[1]) * s[2] + i % s[2]] += b.in<T>(0)[i];
+                    })}}});
 }
 
-// cos and sin of t·base^(-2i/D), (T, D/2) each, computed in double.
+// cos and sin of t·base^(-2i/D), (T, D/2) each, computed in double, of the positions t that are here.
 template <class T>
-std::vector<T> rotary_table(int64_t time, int64_t size, double base, bool inverse) {
+std::vector<T> rotary_table(int64_t time, const Indices& positions, int64_t size, double base, bool inverse) {
   std::vector<T> table(size_t(time * size));
   for (int64_t t = 0; t < time; ++t)
     for (int64_t i = 0; i < size / 2; ++i) {
-      const double angle = double(t) * std::pow(base, -2.0 * double(i) / double(size));
+      const double angle = double(positions(t)) * std::pow(base, -2.0 * double(i) / double(size));
       table[t * size + i] = T(std::cos(angle));
       table[t * size + size / 2 + i] = T(inverse ? -std::sin(angle) : std::sin(angle));
     }
@@ -243,13 +251,16 @@ void rotate(const double* x, double* y, const double* cosine, const double* sine
 // The table for one set of sizes, shared by all layers, microbatches and directions that are alive: a table of its own
 // for each op would be hundreds of times as much memory, and none of it planned.
 template <class T>
-std::shared_ptr<const std::vector<T>> shared_rotary_table(int64_t time, int64_t size, double base, bool inverse) {
+std::shared_ptr<const std::vector<T>> shared_rotary_table(int64_t time, const Indices& positions, int64_t size,
+                                                          double base, bool inverse) {
+  using Key = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, double, bool>;
   static std::mutex mutex;
-  static std::map<std::tuple<int64_t, int64_t, double, bool>, std::weak_ptr<const std::vector<T>>> tables;
+  static std::map<Key, std::weak_ptr<const std::vector<T>>> tables;
   const std::lock_guard lock(mutex);
-  auto& known = tables[{time, size, base, inverse}];
+  auto& known = tables[{time, positions.first, positions.fold, positions.jump, size, base, inverse}];
   auto table = known.lock();
-  if (!table) known = table = std::make_shared<const std::vector<T>>(rotary_table<T>(time, size, base, inverse));
+  if (!table)
+    known = table = std::make_shared<const std::vector<T>>(rotary_table<T>(time, positions, size, base, inverse));
   return table;
 }
 
@@ -268,8 +279,8 @@ Launch bind_rotary(const Binding& b) {
                 per_group = group_width(b) / size, time = b.input(0).shape[1];
   const DType type = b.input(0).dtype;
   require(!is_half(type) || size <= kMostHead, b, "heads of at most 1024 where numbers have 16 bits");
-  const auto table =
-      shared_rotary_table<T>(time, size, b.attributes().real("base"), b.attributes().integer("inverse") != 0);
+  const auto table = shared_rotary_table<T>(time, Indices(b.input(0), 1), size, b.attributes().real("base"),
+                                            b.attributes().integer("inverse") != 0);
   return [=] {
     b.threads().split(b.rows(0), 4, [&](int64_t r, int64_t e) {
       for (; r < e; ++r)
@@ -309,7 +320,7 @@ void register_rotary() {
            },
        .in_place = {{0, 0}},
        .half = true,
-       .sharding = {.dimensions = "bth -> bth", .whole = "t", .linear = 1},
+       .sharding = {.dimensions = "bth -> bth", .linear = 1},
        .kernels = {{"cpu", {bind_rotary<float>, {}}},
                    {"reference",
                     {[](const Binding& b) {

@@ -78,6 +78,19 @@ std::vector<Pieces> pieces_of(const std::vector<Shares>& list, int size) {
   return parts;
 }
 
+// What ranks hold of pairs of chunks comes together in the order of ranks, which is not that of the whole tensor.
+void require_order(const OpView& v, const Split& split) {
+  require(split.pair == 0 || (v.attributes().has("order") && v.attributes().string("order") == "ranks"), v,
+          "tensors whose parts are contiguous, since it puts them together, but each rank of axis \"" + split.axis +
+              "\" has a chunk from the front and one from the back; give each contiguous tokens (balance = false)");
+}
+
+// With order = "ranks", the last split is one into pairs of chunks.
+Layout in_order(const OpView& v, Layout layout) {
+  if (v.attributes().has("order")) layout.back().pair = layout.back().full / v.attributes().integer("size") / 2;
+  return layout;
+}
+
 void add_kind(OpKind kind, const Kernel& kernel) {
   kind.exchange = kind.half = true;
   kind.kernels = {{"cpu", kernel}, {"reference", kernel}};
@@ -149,8 +162,8 @@ void register_reduce_scatter() {
   kind.layout = [](const OpView& v) {
     std::vector<Layout> layouts;
     for (int i = 0; i < v.inputs(); ++i)
-      layouts.push_back(
-          with_split(v.input(i).layout, dimension_of(v), axis_of(v), v.input(i).shape[size_t(dimension_of(v))]));
+      layouts.push_back(in_order(
+          v, with_split(v.input(i).layout, dimension_of(v), axis_of(v), v.input(i).shape[size_t(dimension_of(v))])));
     return layouts;
   };
   kind.gradient = [](Differentiation& d) { hand_back(d, "all_gather", along(d.forward())); };
@@ -185,6 +198,7 @@ void register_all_gather() {
       check_dimension(v, i);
       const Split* split = last_split(v.input(i), dimension_of(v), axis_of(v));
       require(split, v, "tensors that are split along the dimension over the axis, last of its splits");
+      require_order(v, *split);
       Shape shape = v.input(i).shape;
       shape[size_t(dimension_of(v))] = split->full;
       specs.push_back({shape, v.input(i).dtype});
@@ -259,6 +273,7 @@ void register_all_to_all() {
               "two dimensions of the tensors, `gather` and `split`");
       const Split* held = last_split(v.input(i), gather, axis_of(v));
       require(held, v, "tensors whose dimension `gather` is split over the axis, last of its splits");
+      require_order(v, *held);
       require(shape[size_t(split)] >= size, v, "at least one of dimension `split` a rank");
       shape[size_t(gather)] = held->full;
       shape[size_t(split)] = share_of_output(v, i, split, axis_of(v), shape[size_t(split)], size);
@@ -317,7 +332,31 @@ void register_all_to_all() {
             }});
 }
 
+// Not send and receive, which are between two ranks: all ranks of the axis come together, as many bytes on the wire.
+void register_shift() {
+  OpKind kind{.name = "shift",
+              .summary =
+                  "x (…) -> what the rank before on an axis of `size` ranks has, around its end; split as x is "
+                  "said to be, though it is the part of another rank",
+              .shape = same,
+              .cost =
+                  [](const OpView& v) {
+                    // Handed on whole: what is counted here is multiplied by (n - 1) / n.
+                    const double size = double(v.attributes().integer("size")), bytes = double(v.input(0).bytes());
+                    return Cost{.flops = 0, .bytes = 3 * 2 * bytes, .wire = bytes * size / (size - 1)};
+                  },
+              .layout = same_layout};
+  add_kind(std::move(kind), {[](const Binding& b) -> Launch {
+             const size_t size = size_t(b.group().size()), rank = size_t(b.group().rank());
+             std::vector<Pieces> send(size), receive(size);
+             send[(rank + 1) % size].add({const_cast<std::byte*>(b.in<std::byte>(0)), b.input(0).bytes()});
+             receive[(rank + size - 1) % size].add({b.out<std::byte>(0), b.output(0).bytes()});
+             return [send, receive, &group = b.group()] { group.all_to_all(send, receive); };
+           }});
+}
+
 const AtLoad registered([] {
+  register_shift();
   register_all_reduce();
   register_reduce_scatter();
   register_all_gather();

@@ -226,7 +226,7 @@ void register_loss() {
              return Cost{0, 16.0 * double(v.rows(0))};
            },
        .half = true,
-       .sharding = {.dimensions = "...c, vc, ..., ..., ..., ... -> _", .whole = "c.", .own = 1},
+       .sharding = {.dimensions = "...c, vc, ..., ..., ..., ... -> _", .whole = "c", .own = 1},
        .kernels = {{"cpu", cpu_kernel(loss)}, {"reference", reference_kernel([](const Binding& b, auto zero) {
                                                  reference_loss<decltype(zero)>(b, false);
                                                })}}});
@@ -241,7 +241,7 @@ void register_loss() {
                  .cost = [](const OpView& v) { return head::cost(v, 2); },
                  .accumulates = 6,
                  .half = true,
-                 .sharding = {.dimensions = "...c, vc, ..., ..., ..., ..., _ -> _, ...c, vc", .whole = "c.", .own = 1},
+                 .sharding = {.dimensions = "...c, vc, ..., ..., ..., ..., _ -> _, ...c, vc", .whole = "c", .own = 1},
                  .kernels = {{"cpu", head::chunked_kernel(true, loss_with_gradient)},
                              {"reference", reference_kernel([](const Binding& b, auto zero) {
                                 reference_loss<decltype(zero)>(b, true);

@@ -5,6 +5,7 @@
 
 #include "strata/communicator.h"
 #include "strata/error.h"
+#include "strata/layout.h"
 
 namespace strata {
 
@@ -16,8 +17,8 @@ void localize(Program& program, const Mesh& mesh, int64_t microbatches) {
     for (Split& split : layout) {  // what a split divides, those before it have left
       int64_t& size = shape[size_t(split.dimension)];
       const Axis& axis = mesh[split.axis];
-      const Range share = share_of(size, axis.coordinate, axis.size);
       split.full = size;
+      const Range share = share_of(split, axis.coordinate, axis.size);
       split.first = share.begin;
       size = share.count();
     }

@@ -71,6 +71,33 @@ void split_parameters(Program& program, const std::vector<NamedSplit>& splits, c
   }
 }
 
+// What the loader writes: each rank's part, contiguous or two chunks, and as much on each.
+void split_data(Program& program, const std::vector<NamedSplit>& splits, const Mesh& mesh) {
+  for (const NamedSplit& split : splits) {
+    if (split.role != Role::data || mesh.size(split.axis) == 1) continue;
+    bool found = false;
+    for (Tensor& tensor : program.tensors) {
+      const int d = tensor.role == Role::data ? named_dimension(tensor, split.dimension) : -1;
+      if (d < 0) continue;
+      found = true;
+      const int64_t full = tensor.shape[size_t(d)], parts = mesh.size(split.axis) * (split.paired ? 2 : 1);
+      if (full % parts != 0)
+        throw Error(tensor.name + " " + text(tensor.shape, tensor.dimensions) + ": its dimension " +
+                    in_quotes(split.dimension) + " cannot be divided evenly among " + ranks_of(mesh, split.axis) +
+                    (split.paired ? ", two chunks each" : "") + "; make it a multiple of " + std::to_string(parts) +
+                    ", or change mesh." + split.axis + ".");
+      Shape shape = tensor.shape;
+      shape[size_t(d)] = full / mesh.size(split.axis);
+      tensor.layout.push_back(
+          {.dimension = d, .axis = split.axis, .full = full, .pair = split.paired ? full / parts : 0});
+      tensor.shape = std::move(shape);
+    }
+    if (!found)
+      throw Error("no data has a dimension named " + in_quotes(split.dimension) + " to split over axis " +
+                  in_quotes(split.axis) + "; the model names dimensions where it declares data.");
+  }
+}
+
 class Splitter {
  public:
   Splitter(Program& program, const std::vector<NamedSplit>& splits, const std::vector<TensorId>& kept, const Mesh& mesh)
@@ -89,6 +116,7 @@ class Splitter {
 
   void run() {
     split_parameters(program_, splits_, mesh_);
+    split_data(program_, splits_, mesh_);
     original_ = std::move(program_.ops);
     program_.ops.clear();
     track();
@@ -486,15 +514,29 @@ class Splitter {
     for (const NamedSplit& split : splits_)
       if (split.role == Role::activation && mesh_.size(split.axis) > 1)
         if (const int d = named_dimension(program_[id], split.dimension); d >= 0) lay_out(id, split.axis, d);
+    if (is_loss(id) && mesh_.size(kSequenceAxis) > 1) settle_loss(id);
     const bool whole = kept_[size_t(id.value)], named = !program_[id].dimensions.empty();
     if (whole || named || uses_[size_t(id.value)] > 1)
-      for (const std::string& axis : Partial(partial_[size_t(id.value)])) sum(id, axis);
+      for (const std::string& axis : Partial(partial_[size_t(id.value)]))
+        if (axis != kSequenceAxis || !is_loss(id)) sum(id, axis);
     while (whole && !program_[id].layout.empty()) {
       const Split split = program_[id].layout.back();
       Attributes attributes = along(split.axis, split.dimension);
       attributes.set("gradient", std::string("whole"));
       exchange("all_gather", displace(id, ".share"), split.axis, attributes, "", id);
     }
+  }
+
+  bool is_loss(TensorId id) const {
+    return std::find(program_.losses.begin(), program_.losses.end(), id) != program_.losses.end();
+  }
+  // Ranks that have tokens of their own keep what those add to a loss: who reports it adds that up (Mesh::counts).
+  void settle_loss(TensorId id) const {
+    if (!partial_[size_t(id.value)].contains(std::string(kSequenceAxis)))
+      throw Error(
+          "the loss " + program_[id].name + " is not a sum over tokens, which axis " +
+          in_quotes(std::string(kSequenceAxis)) +
+          " divides; give the kinds that make it sharding rules (OpKind::sharding), or set mesh.sequence to 1.");
   }
 
   void lay_out(TensorId id, const std::string& axis, int d) {

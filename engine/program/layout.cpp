@@ -12,8 +12,60 @@ Box whole_box(const Shape& shape) { return {Shape(shape.size(), 0), shape}; }
 Box box_of(const Tensor& tensor) {
   Box box = whole_box(tensor.shape);
   // Splits nest: what a later one divides begins where the earlier ones left off.
-  for (const Split& split : tensor.layout) box.offset[size_t(split.dimension)] += split.first;
+  for (const Split& split : tensor.layout) {
+    STRATA_CHECK(split.pair == 0);
+    box.offset[size_t(split.dimension)] += split.first;
+  }
   return box;
+}
+
+Range share_of(const Split& split, int rank, int size) {
+  if (split.pair == 0) return share_of(split.full, rank, size);
+  return {rank * split.pair, (rank + 2) * split.pair};
+}
+
+Indices::Indices(const Tensor& tensor, int dimension) {
+  const Split* pair = nullptr;
+  int64_t within = 0;  // of the pair's share, what later splits leave out before this rank's part
+  for (const Split& split : tensor.layout) {
+    if (split.dimension != dimension) continue;
+    STRATA_CHECK(split.pair == 0 || (!pair && first == 0));
+    if (split.pair > 0)
+      pair = &split;
+    else
+      (pair ? within : first) += split.first;
+  }
+  if (!pair) return;
+  const int64_t back = pair->full - pair->first - pair->pair;
+  first = within < pair->pair ? pair->first + within : back + within - pair->pair;
+  if (within >= pair->pair) return;
+  fold = pair->pair - within;
+  jump = back - pair->first - pair->pair;
+}
+
+GlobalIndex::GlobalIndex(const Tensor& tensor) {
+  const Shape whole = tensor.full_shape();
+  Box box = whole_box(tensor.shape);
+  int dimension = -1;  // that is two chunks
+  Indices chunks;
+  for (size_t d = 0; d < whole.size(); ++d) {
+    const Indices indices(tensor, int(d));
+    box.offset[d] = indices.first;
+    if (indices.jump == 0 || indices.fold >= box.extent[d]) continue;
+    STRATA_CHECK(dimension < 0);
+    dimension = int(d), chunks = indices;
+  }
+  *this = GlobalIndex(box, whole);
+  if (dimension < 0) return;
+  // It is not whole, so of the dimensions that it was merged with it is the outermost.
+  int64_t step = 1;
+  folded = dimensions;
+  for (size_t d = whole.size(); d-- > size_t(dimension);) {
+    if (d + 1 == whole.size() || box.extent[d + 1] != whole[d + 1]) --folded;
+    if (d > size_t(dimension)) step *= whole[d];
+  }
+  fold = chunks.fold * (step / stride[folded]);
+  jump = chunks.jump * step;
 }
 
 bool overlap(const Box& a, const Box& b) {

@@ -114,6 +114,63 @@ TEST(Layouts, EveryElementIsHeldOnceAndFound) {
   }
 }
 
+// Pairs of chunks, in any dimension, beside splits of others and with a later one of their own.
+TEST(Layouts, PairsOfChunksAreFromTheFrontAndFromTheBack) {
+  for (uint64_t seed = first_seed(), end = seed + uint64_t(cases(300)); seed < end; ++seed) {
+    SCOPED_TRACE("STRATA_SEED=" + std::to_string(seed));
+    Random random(seed);
+    const int ranks = int(draw(random, 1, 4)), others = int(draw(random, 1, 3));
+    const Mesh::Sizes sizes = {{"sequence", ranks}, {"tensor", others}};
+    Shape shape = random_shape(random);
+    const int d = int(draw(random, 0, int64_t(shape.size()) - 1)),
+              other = int(draw(random, 0, int64_t(shape.size()) - 1));
+    const int64_t chunk = draw(random, 1, 4);
+    shape[size_t(d)] = 2 * ranks * chunk;
+    Tensor planned{.name = "t", .shape = shape};
+    Shape own = shape;
+    own[size_t(d)] = 2 * chunk;
+    planned.layout = {{.dimension = d, .axis = "sequence", .full = shape[size_t(d)], .pair = chunk}};
+    planned.layout.push_back({.dimension = other, .axis = "tensor", .full = own[size_t(other)]});
+    own[size_t(other)] = share_of(own[size_t(other)], 0, others).count();
+    planned.shape = own;
+    int64_t inner = 1;
+    for (size_t i = size_t(d) + 1; i < shape.size(); ++i) inner *= shape[i];
+    std::vector<int> holders(size_t(elements(shape)), 0);
+    for (int rank = 0; rank < ranks * others; ++rank) {
+      const Mesh mesh(rank, sizes);
+      const Tensor tensor = of_rank(planned, mesh);
+      const GlobalIndex global(tensor);
+      const Indices indices(tensor, d);
+      const int64_t count = elements(tensor.shape), c = mesh["sequence"].coordinate;
+      int64_t inside = 1;
+      for (size_t i = size_t(d) + 1; i < shape.size(); ++i) inside *= tensor.shape[i];
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t at = global(i) / inner % shape[size_t(d)];
+        ASSERT_TRUE(at / chunk == c || at / chunk == 2 * ranks - 1 - c) << at;
+        ASSERT_EQ(at, indices(i / inside % tensor.shape[size_t(d)]));
+        if (i > 0) ASSERT_GT(global(i), global(i - 1)) << "in the order of the whole tensor";
+        ++holders[size_t(global(i))];
+      }
+      int64_t next = draw(random, 0, count);
+      global.runs(next, count, [&](int64_t local, int64_t index, int64_t run) {
+        ASSERT_EQ(local, next);
+        ASSERT_GT(run, 0);
+        for (int64_t i = 0; i < run; ++i) ASSERT_EQ(global(local + i), index + i);
+        next += run;
+      });
+      ASSERT_EQ(next, count);
+      int64_t along = 0;
+      indices.runs(tensor.shape[size_t(d)], [&](int64_t local, int64_t first, int64_t run) {
+        ASSERT_EQ(local, along);
+        for (int64_t i = 0; i < run; ++i) ASSERT_EQ(indices(local + i), first + i);
+        along += run;
+      });
+      ASSERT_EQ(along, tensor.shape[size_t(d)]);
+    }
+    for (int held : holders) ASSERT_EQ(held, 1);
+  }
+}
+
 TEST(Layouts, CommonElementsAreCopied) {
   for (uint64_t seed = first_seed(), end = seed + uint64_t(cases(300)); seed < end; ++seed) {
     SCOPED_TRACE("STRATA_SEED=" + std::to_string(seed));

@@ -68,7 +68,7 @@ std::vector<std::string_view> Mesh::parts_of(std::string_view axis) const {
 
 bool Mesh::counts() const {
   return std::all_of(axes_.begin(), axes_.end(), [](const Axis& axis) {
-    return axis.coordinate == 0 || axis.name == kReplicateAxis || axis.name == kShardAxis;
+    return axis.coordinate == 0 || axis.name == kReplicateAxis || axis.name == kShardAxis || axis.name == kSequenceAxis;
   });
 }
 

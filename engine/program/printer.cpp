@@ -20,7 +20,7 @@ std::string split_text(const Tensor& tensor) {
   std::string result;
   for (const Split& split : tensor.layout)
     result += (result.empty() ? " [" : ", ") + std::string("dimension ") + std::to_string(split.dimension) + " of " +
-              std::to_string(split.full) + " over " + split.axis;
+              std::to_string(split.full) + " over " + split.axis + (split.pair > 0 ? " in pairs" : "");
   return result.empty() ? result : result + "]";
 }
 

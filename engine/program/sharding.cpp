@@ -86,6 +86,7 @@ Split carried(const OpView& view, const Split& split, int64_t own, int dimension
     refuse(view, "makes a dimension of " + std::to_string(to) + " from one of " + std::to_string(own) +
                      ", which is this rank's share of " + std::to_string(split.full) + ".");
   carried.full = to * split.full / own;
+  carried.pair = to * split.pair / own;
   return carried;
 }
 
@@ -240,7 +241,7 @@ std::vector<Partial> partial_of(const OpView& view, const std::vector<Partial>& 
         const bool merged = is_leading(factor) && Factors::dimension_of(all.outputs[o], kMerged) >= 0;
         const bool there = merged || Factors::dimension_of(all.outputs[o], factor) >= 0 ||
                            split_over(view.output(int(o)), axis) != nullptr;
-        if (!there && !(kind.sharding.own >> o & 1)) outputs[o].insert(axis);
+        if (!there && (is_leading(factor) || !(kind.sharding.own >> o & 1))) outputs[o].insert(axis);
       }
   return outputs;
 }

@@ -1,5 +1,6 @@
 // Checks a program after every pass and names the pass that broke it; what is checked stands in program.h (verify).
 #include <algorithm>
+#include <iterator>
 #include <ranges>
 #include <set>
 #include <string>
@@ -8,6 +9,7 @@
 #include "engine/program/sharding.h"
 #include "engine/program/signature.h"
 #include "strata/communicator.h"
+#include "strata/layout.h"
 #include "strata/mesh.h"
 #include "strata/op_kind.h"
 
@@ -107,7 +109,7 @@ class Verifier {
 
   Range share(const Split& split) const {
     const Axis& axis = (*mesh_)[split.axis];
-    return share_of(split.full, axis.coordinate, axis.size);
+    return share_of(split, axis.coordinate, axis.size);
   }
 
   void check_nested(const Tensor& tensor, const Split& outer, const Split& inner) const {
@@ -258,10 +260,17 @@ class Verifier {
     std::vector<Layout> layouts = layouts_of(OpView(program_, op));
     layouts.resize(op.outputs.size());
     const auto same = [](const Split& a, const Split& b) {
-      return a.dimension == b.dimension && a.axis == b.axis && a.full == b.full;
+      return a.dimension == b.dimension && a.axis == b.axis && a.full == b.full && a.pair == b.pair;
+    };
+    // Splits of one dimension nest; those of different ones have no order.
+    const auto by_dimension = [](const auto& splits) {
+      Layout list;
+      std::ranges::copy_if(splits, std::back_inserter(list), is_seen);
+      std::ranges::stable_sort(list, {}, &Split::dimension);
+      return list;
     };
     for (size_t o = 0; o < op.outputs.size(); ++o)
-      if (!std::ranges::equal(program_[op.outputs[o]].layout | std::views::filter(is_seen), layouts[o], same))
+      if (!std::ranges::equal(by_dimension(program_[op.outputs[o]].layout), by_dimension(layouts[o]), same))
         refuse(op, "makes " + program_[op.outputs[o]].name + ", which is not split as the kind leaves it.");
   }
 

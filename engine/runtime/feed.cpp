@@ -1,17 +1,19 @@
 // Tokens in, loss out; see feed.h.
 #include "engine/runtime/feed.h"
 
+#include <algorithm>
+
 #include "strata/random.h"
 
 namespace strata {
 namespace {
 
-int32_t* pointer(const Executor& executor, const Program& program, const std::string& name) {
+TensorId find(const Program& program, const std::string& name) {
   const TensorId id = program.find(name);
   if (!id)
     throw Error("the model declares no data tensor \"" + name.substr(0, name.find('@')) +
                 "\", which the loader fills.");
-  return static_cast<int32_t*>(executor.pointer(id));
+  return id;
 }
 
 }  // namespace
@@ -22,28 +24,45 @@ double read_scalar(const Program& program, TensorId id, const void* data) {
 
 Feed::Feed(const Executor& executor, const BatchShape& batch) : batch_(batch), program_(&executor.program()) {
   for (int64_t m = 0; m < batch.microbatches; ++m) {
-    tokens_.push_back(pointer(executor, *program_, "tokens@" + std::to_string(m)));
-    targets_.push_back(pointer(executor, *program_, "targets@" + std::to_string(m)));
+    const TensorId tokens = find(*program_, "tokens@" + std::to_string(m)),
+                   targets = find(*program_, "targets@" + std::to_string(m));
+    tokens_.push_back(static_cast<int32_t*>(executor.pointer(tokens)));
+    targets_.push_back(static_cast<int32_t*>(executor.pointer(targets)));
+    if (m == 0) own_ = GlobalIndex((*program_)[tokens]), count_ = elements((*program_)[tokens].shape);
   }
+  sequences_.resize(2 * size_t(batch.micro_batch * batch.sequence_length));
   for (TensorId loss : program_->losses) losses_.push_back({loss, executor.pointer(loss)});
 }
 
+void Feed::put(size_t microbatch, const int32_t* tokens, const int32_t* targets) const {
+  own_.runs(0, count_, [&](int64_t local, int64_t global, int64_t count) {
+    std::copy_n(tokens + global, count, tokens_[microbatch] + local);
+    std::copy_n(targets + global, count, targets_[microbatch] + local);
+  });
+}
+
 void Feed::fill(const Sampler& sampler, int64_t first_sample) const {
-  for (size_t m = 0; m < tokens_.size(); ++m)
+  int32_t *tokens = sequences_.data(), *targets = tokens + sequences_.size() / 2;
+  for (size_t m = 0; m < tokens_.size(); ++m) {
     for (int64_t b = 0; b < batch_.micro_batch; ++b) {
       const int64_t at = b * batch_.sequence_length;
-      sampler.fill(first_sample + int64_t(m) * batch_.micro_batch + b, tokens_[m] + at, targets_[m] + at);
+      sampler.fill(first_sample + int64_t(m) * batch_.micro_batch + b, tokens + at, targets + at);
     }
+    put(m, tokens, targets);
+  }
 }
 
 void Feed::fill_random(int64_t vocabulary, uint64_t seed) const {
+  int32_t *tokens = sequences_.data(), *targets = tokens + sequences_.size() / 2;
   const int64_t count = batch_.micro_batch * batch_.sequence_length;
-  for (size_t m = 0; m < tokens_.size(); ++m)
+  for (size_t m = 0; m < tokens_.size(); ++m) {
     for (int64_t i = 0; i < count; ++i) {
       const auto words = random_block(seed, stream_of("random tokens"), uint64_t(int64_t(m) * count + i));
-      tokens_[m][i] = int32_t(words[0] % uint64_t(vocabulary));
-      targets_[m][i] = int32_t(words[1] % uint64_t(vocabulary));
+      tokens[i] = int32_t(words[0] % uint64_t(vocabulary));
+      targets[i] = int32_t(words[1] % uint64_t(vocabulary));
     }
+    put(m, tokens, targets);
+  }
 }
 
 std::vector<double> Feed::losses() const {

@@ -1,10 +1,12 @@
-// Puts data into a program before a step and takes its loss after it.
+// Puts data into a program before a step and takes its loss after it. Of each sequence a rank gets what the layout of
+// the program's data says is its own.
 #pragma once
 #include <utility>
 #include <vector>
 
 #include "engine/data/sampler.h"
 #include "engine/runtime/executor.h"
+#include "strata/layout.h"
 #include "strata/stages.h"
 
 namespace strata {
@@ -16,6 +18,8 @@ class Feed {
  public:
   // Throws Error when the model declares no data tensors "tokens" and "targets".
   Feed(const Executor& executor, const BatchShape& batch);
+  // Tokens and targets of a microbatch, whole: (micro_batch, sequence_length) of the batch shape.
+  void put(size_t microbatch, const int32_t* tokens, const int32_t* targets) const;
   // Sequences from `first_sample` on, for every microbatch.
   void fill(const Sampler& sampler, int64_t first_sample) const;
   // Token ids below `vocabulary` drawn with `seed`: for measurements without data.
@@ -27,6 +31,9 @@ class Feed {
   BatchShape batch_;
   const Program* program_ = nullptr;
   std::vector<int32_t*> tokens_, targets_;
+  GlobalIndex own_;  // of a microbatch's tokens, those that this rank has
+  int64_t count_ = 0;
+  mutable std::vector<int32_t> sequences_;  // tokens and targets of a microbatch, as the sampler gives them
   std::vector<std::pair<TensorId, const void*>> losses_;
 };
 

@@ -19,6 +19,9 @@ struct Axis {
 inline constexpr std::string_view kDataAxis = "data", kReplicateAxis = "replicate", kShardAxis = "shard";
 // Ranks that see the same sequences and share the work of each op.
 inline constexpr std::string_view kTensorAxis = "tensor";
+// Ranks that see the same sequences and have a part of the tokens of each. A loss is each rank's own there: what its
+// tokens add.
+inline constexpr std::string_view kSequenceAxis = "sequence";
 
 class Mesh {
  public:
@@ -36,7 +39,7 @@ class Mesh {
   std::vector<std::string_view> parts_of(std::string_view axis) const;
   // Axes of the grid and those made of them: what ranks form groups over.
   std::vector<Axis> groups() const;
-  // Whether this rank is the first of those that see the same sequences: what they all have alike, such as a loss, is
+  // Whether this rank is the first of those that see the same tokens: what they all have alike, such as a loss, is
   // counted there.
   bool counts() const;
   // The mesh as its rank 0 sees it.

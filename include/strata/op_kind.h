@@ -151,7 +151,7 @@ struct Sharding {
   std::string whole{};       // factors that cannot be split, "." for those of "..."
   uint32_t linear = 0;  // bit i: outputs are linear in these inputs together: of partial sums they are partial sums
   uint32_t added = 0;   // bit i: input i is added to the output, so once where that is a partial sum
-  uint32_t own = 0;     // bit o: output o, where it lacks a split factor, is no sum but this rank's own value
+  uint32_t own = 0;     // bit o: output o, where it lacks a split letter, is no sum but this rank's own value
   // Where one of the factors `replaced` is split over an axis of `size` ranks, `replace` emits what takes the op's
   // place and returns its outputs. It is given what the op would read.
   std::string replaced{};

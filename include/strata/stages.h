@@ -50,11 +50,12 @@ class ModelStage {
   std::map<std::string, std::vector<std::function<TensorId(Builder&, TensorId, const Module&)>>, std::less<>> wraps_;
 };
 
-// Dimensions of a name (Tensor::dimensions) are split over an axis of the mesh: of parameters, or of the activations
-// that the model has named.
+// Dimensions of a name (Tensor::dimensions) are split over an axis of the mesh: of parameters, of data, which the
+// loader then hands out in parts, or of the activations that the model has named.
 struct NamedSplit {
   std::string dimension, axis;
-  Role role = Role::parameter;  // or activation
+  Role role = Role::parameter;  // or activation, or data
+  bool paired = false;          // of data: each rank has a chunk from the front and one from the back (Split::pair)
 };
 
 // Where differentiation starts: a tensor and the gradient that it is given: data, or what an op of stage backward

@@ -121,6 +121,10 @@ struct Split {
   std::string axis;
   int64_t full = 0;   // what is divided: what earlier splits of the dimension left of it
   int64_t first = 0;  // index in `full` of what this rank holds; set once planning is over
+  // 0: what a rank holds is contiguous. Otherwise it is two chunks of that many elements, one from the front, at
+  // `first`, and its mirror image from the back, so that causal work is as much on every rank. Of one dimension at
+  // most, and the first split of it. Exchanges leave such tensors in the order of ranks (attribute order = "ranks").
+  int64_t pair = 0;
   bool operator==(const Split&) const = default;
 };
 

@@ -46,9 +46,8 @@ std::vector<Row> rows_of(const Program& program, const std::vector<Span>& spans)
 int bench_kernels_command_main(const BenchKernelsArguments& arguments) {
   const Session session(arguments.config, arguments.sets);
   if (session.mesh.size() > 1)
-    throw Error(fmt::format(
-        "bench kernels measures one rank, but [mesh] asks for {}; add --set mesh.data=1 --set mesh.tensor=1.",
-        session.mesh.size()));
+    throw Error(fmt::format("bench kernels measures one rank, but [mesh] asks for {}; set its axes to 1.",
+                            session.mesh.size()));
   const RunPlans plans = session.plan_run();
   const PlannedProgram& planned = plans.programs[plans.of_step(arguments.steps)];  // whose ops are timed
   const Rates& rates = planned.rates;

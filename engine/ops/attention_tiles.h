@@ -1,0 +1,52 @@
+// Causal attention of some queries on some keys, tile by tile with a running softmax (FlashAttention, arXiv 2205.14135
+// and 2307.08691): queries × keys scores never exist. Queries and keys say at which positions of a sequence they are;
+// softmax can go on from what other keys gave. What op kinds of attention have in common; they are in attention.cpp and
+// context_attention.cpp.
+#pragma once
+#include <vector>
+
+#include "strata/layout.h"
+#include "strata/op_kind.h"
+
+namespace strata::attention {
+
+// Keys that lie one after the other in memory and in the sequence.
+struct Run {
+  int64_t first, count;  // position of the first
+};
+
+// Sizes and places. Queries are rows of `width` numbers, in which a group's are its P query heads of D numbers each,
+// then its key and its value; keys are rows of `key_width`, in which key heads of groups begin at `key_first` and are
+// `key_step` apart, each with its value behind it.
+struct Work {
+  int64_t batch = 0, queries = 0, keys = 0;
+  int64_t per_group = 0, size = 0, groups = 0, heads = 0;
+  int64_t width = 0, key_width = 0, key_first = 0, key_step = 0;
+  float scale = 0;
+  Indices query_at{};         // positions of queries, ascending
+  std::vector<Run> key_at{};  // and of keys; empty: from 0 on
+
+  int64_t query(int64_t head) const { return (head / per_group * (per_group + 2) + head % per_group) * size; }
+  int64_t key(int64_t group) const { return key_first + group * key_step; }
+  int64_t out_width() const { return heads * size; }
+  int64_t own_key(int64_t group) const { return (group * (per_group + 2) + per_group) * size; }
+};
+
+// Of queries with keys and values among them, which are the keys' (plain attention). Attributes head_size and
+// queries_per_group; `qkv` (B, T, K·(P+2)·D).
+Work work_of_self(const OpView& view, const Tensor& qkv);
+
+int64_t forward_floats(const Work& work, int threads);
+int64_t backward_floats(const Work& work, int threads);
+
+// out (B, T, H·D) and lse (B, H, T). `before`, which may be `out`, and `lse_before`, which may be `lse`: what other
+// keys gave, or null: then each query must see a key.
+void forward(const Work& work, Threads& threads, const float* qkv, const float* kv, const float* before,
+             const float* lse_before, float* out, float* lse, float* workspace);
+
+// Gradients of queries, `onto` what is there or from nothing, and of keys and values. Where d_kv is not in d_qkv, the
+// places of keys and values in that are cleared unless `onto`. One task owns a key/value head: sums have a fixed order.
+void backward(const Work& work, Threads& threads, const float* d_outs, const float* qkv, const float* kv,
+              const float* outs, const float* lses, float* d_qkv, bool onto, float* d_kv, float* workspace);
+
+}  // namespace strata::attention
