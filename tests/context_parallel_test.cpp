@@ -6,6 +6,7 @@
 #include <mutex>
 
 #include "engine/planning/rates.h"
+#include "tests/backends.h"
 #include "tests/harness.h"
 #include "tests/ordering.h"
 #include "tests/random_cases.h"
@@ -62,6 +63,7 @@ Case draw(test::Random& random, const std::string& folder) {
   c.optimizer = pick(random, {"[plugins.adamw]\nlearning_rate = 1e-3\nepsilon = 1e-5\n",
                               "[plugins.sm3]\nlearning_rate = 1e-3\nepsilon = 1e-8\n"}) +
                 pick(random, {"", "[plugins.clip]\nmax_norm = 0.1\n"});
+  if (c.tensor == 1 && test::draw(random, 0, 3) == 0) c.optimizer = "[plugins.adafactor]\nlearning_rate = 1e-3\n";
   c.strategies = "[plugins.context_parallel]\nattention = \"" + form + "\"\n" +
                  pick(random, {"", "balance = false\n"}) + pick(random, {"", "bucket = 20000\n"});
   if (c.tensor > 1) {
@@ -86,14 +88,15 @@ struct Outcome {
   std::map<std::string, std::vector<float>> tensors;  // whole, put together from all ranks' parts
 };
 
-Outcome outcome(const Case& c, bool plain) {
+Outcome outcome(const Case& c, bool plain, const std::string& backend = "cpu") {
   Outcome result;
   std::mutex mutex;
   const std::string text = text_of(c, plain);
   run_local(
       plain ? 1 : c.ranks(),
       [&](World& world) {
-        test::Runner runner(text, {}, Goal::train, {}, plain ? nullptr : &world);
+        const std::unique_ptr<Device> device = backend == "cuda" ? test::rank_device(world.rank()) : nullptr;
+        test::Runner runner(text, {}, Goal::train, {}, plain ? nullptr : &world, backend, device.get());
         test::expect_ordered(runner.built.program, runner.plan);
         test::Random random(7);
         std::vector<int32_t> tokens(size_t(c.batch * c.length)), targets(tokens.size());
@@ -164,6 +167,24 @@ TEST(ContextParallel, MixedPrecisionLearnsAlike) {
     }
 }
 
+#if defined(STRATA_EMULATED_CUDA)
+// Plain attention between all-to-alls; positions and dropout's masks are those of the tokens that a rank has.
+TEST(ContextParallel, UlyssesOnCudaAgreesWithTheCpu) {
+  for (const std::string positions : {"learned", "rotary"}) {
+    Case c;
+    c.model = "hidden = 32\nheads = 4\nffn = 64\ndropout = 0.1\npositions = \"" + positions + "\"\n";
+    c.optimizer = "[plugins.adamw]\nlearning_rate = 1e-3\nepsilon = 1e-5\n[plugins.clip]\nmax_norm = 0.1\n";
+    c.strategies = "[plugins.context_parallel]\nattention = \"ulysses\"\n";
+    c.batch = 2;
+    SCOPED_TRACE(text_of(c, false));
+    const Outcome expected = outcome(c, true), actual = outcome(c, false, "cuda");
+    ASSERT_EQ(actual.losses.size(), expected.losses.size());
+    for (size_t i = 0; i < expected.losses.size(); ++i)
+      EXPECT_NEAR(actual.losses[i], expected.losses[i], 1e-4 * expected.losses[i]) << "step " << i;
+  }
+}
+#endif
+
 struct Bytes {
   double planned = 0, sent = 0;  // of a rank; sent: of what the wire counted, on average
   double activations = 0;        // planned, of what carries activations and their gradients
@@ -221,22 +242,47 @@ TEST(ContextParallel, BytesOnTheWireFollowTheFormulas) {
     }
 }
 
-int64_t activations(const std::string& mesh) {
+PlannedProgram planned(const std::string& mesh, const Rates& rates, int layers, int length) {
   const test::TemporaryFolder folder;
+  const std::string tokens = std::to_string(length);
   const std::string text =
-      "[model]\nplugin = \"gpt\"\nlayers = 2\nhidden = 256\nheads = 4\nvocabulary = 257\ncontext = 131072\n"
-      "positions = \"rotary\"\n[data]\ntrain = [\"none\"]\nsequence_length = 131072\nglobal_batch = 1\nmicro_batch = "
-      "1\n"
-      "[device]\nthreads = 1\n[plugins.adamw]\n" +
-      mesh;
+      "[model]\nplugin = \"gpt\"\nlayers = " + std::to_string(layers) +
+      "\nhidden = 256\nheads = 4\nvocabulary = 257\npositions = \"rotary\"\n"
+      "context = " +
+      tokens + "\n[data]\ntrain = [\"none\"]\nglobal_batch = 1\nmicro_batch = 1\nsequence_length = " + tokens +
+      "\n[device]\nthreads = 1\n[plugins.adamw]\n" + mesh;
   Session session(test::write_file(folder / "config.toml", text), {});
-  session.rates = Rates{};
-  return session.plan_run(Goal::train).main().memory.device().at_peak[int(Role::activation)];
+  session.rates = rates;
+  return session.plan_run(Goal::train).main();
 }
 
+// Beside its share of what is kept a rank has a few blocks of keys and values on their way, a hundredth of twelve
+// layers.
 TEST(ContextParallel, ALongSequenceTakesItsShareOfActivations) {
+  const auto activations = [](const std::string& mesh) {
+    return planned(mesh, {}, 12, 131072).memory.device().at_peak[int(Role::activation)];
+  };
   const int64_t one = activations(""), many = activations("[mesh]\nsequence = 16\n[plugins.context_parallel]\n");
   EXPECT_NEAR(double(many) * 16 / double(one), 1, 0.02) << many << " of " << one;
+}
+
+// A block of keys and values takes half as long on its way as attention to one: of a ring, only what follows its last
+// step shows, the way home of the gradients, and the sums of parameters' gradients; what is gathered is waited for.
+TEST(ContextParallel, ARingGoesRoundBehindAttention) {
+  const auto exposed = [](const std::string& form) {
+    Rates rates;
+    rates.flops = 100e9;
+    const double block = 2.0 * 256 * 4 * 16384 / 4;                            // bytes
+    const double attention = 2.0 * 256 * 16384 * 16384 / 4 / 4 / rates.flops;  // seconds of a step, forward
+    rates.links["sequence"] = {.ranks = 4, .bandwidth = block / (attention / 2), .latency = 1e-6};
+    const auto plan =
+        planned("[mesh]\nsequence = 4\n[plugins.context_parallel]\nattention = \"" + form + "\"\n", rates, 2, 16384);
+    const Stalls& stalls = plan.prediction->stalls;
+    EXPECT_GT(stalls.exchanging, 0);
+    return stalls.ranks() / stalls.exchanging;
+  };
+  EXPECT_LT(exposed("ring"), 0.25);
+  EXPECT_GT(exposed("gather"), 0.8);
 }
 
 std::string message(const std::string& model, const std::string& more, int length = 24) {

@@ -431,13 +431,14 @@ Attributes of_step(Attributes attributes, int64_t step) {
   attributes.set("coordinate", int64_t{0});  // of this rank, once planning is over
   return attributes;
 }
-Attributes of_axis(const Attributes& attributes) {
-  return {{"axis", attributes.string("axis")}, {"size", attributes.integer("size")}};
+// To the next rank.
+Attributes onwards(const Attributes& attributes) {
+  return {{"axis", attributes.string("axis")}, {"size", attributes.integer("size")}, {"offset", int64_t{1}}};
 }
 // Of what all ranks have.
 Attributes of_all(const Attributes& attributes, const Tensor& qkv) {
-  Attributes all = of_axis(attributes);
-  all.set("dimension", int64_t{kTime});
+  Attributes all{
+      {"axis", attributes.string("axis")}, {"size", attributes.integer("size")}, {"dimension", int64_t{kTime}}};
   if (split_of_time(qkv, attributes.string("axis"))->pair > 0) all.set("order", std::string("ranks"));
   return all;
 }
@@ -457,13 +458,13 @@ void differentiate_gathered(Differentiation& d) {
 void differentiate_ring(Differentiation& d) {
   if (!is_last(d.forward())) return;
   Builder& build = d.build();
-  const Attributes attributes = without_step(d.forward()), axis = of_axis(attributes);
-  const int64_t size = axis.integer("size");
+  const Attributes attributes = without_step(d.forward()), next_rank = onwards(attributes);
+  const int64_t size = next_rank.integer("size");
   const TensorId qkv = d.input(0);
   TensorId kv = build.emit("keys_values", {qkv}, attributes), d_qkv, d_kv;
   for (int64_t step = 0; step < size; ++step) {
-    const TensorId next = step + 1 < size ? build.emit("shift", {kv}, axis) : TensorId{};
-    if (d_kv) d_kv = build.emit("shift", {d_kv}, axis);
+    const TensorId next = step + 1 < size ? build.emit("shift", {kv}, next_rank) : TensorId{};
+    if (d_kv) d_kv = build.emit("shift", {d_kv}, next_rank);
     const auto made =
         build.emit_all("ring_attention_gradient", {d.output_gradient(0), qkv, kv, d.output(0), d.output(1)},
                        of_step(attributes, step));
@@ -472,7 +473,7 @@ void differentiate_ring(Differentiation& d) {
     d_kv = d_kv ? build.emit("add", {d_kv, made[1]}) : made[1];
     kv = next;
   }
-  d_kv = build.emit("shift", {d_kv}, axis);
+  d_kv = build.emit("shift", {d_kv}, next_rank);
   d.set(0, build.emit("with_keys_values", {d_qkv, d_kv}, attributes));
 }
 
@@ -576,7 +577,7 @@ std::vector<TensorId> around_ring(Builder& build, TensorId qkv, const Attributes
   TensorId kv = build.emit("keys_values", {qkv}, attributes);
   std::vector<TensorId> made;
   for (int64_t step = 0; step < size; ++step) {
-    const TensorId next = step + 1 < size ? build.emit("shift", {kv}, of_axis(attributes)) : TensorId{};
+    const TensorId next = step + 1 < size ? build.emit("shift", {kv}, onwards(attributes)) : TensorId{};
     std::vector<TensorId> inputs{qkv, kv};
     inputs.insert(inputs.end(), made.begin(), made.end());
     made = build.emit_all("ring_attention", inputs, of_step(attributes, step));

@@ -336,23 +336,34 @@ void register_all_to_all() {
 void register_shift() {
   OpKind kind{.name = "shift",
               .summary =
-                  "x (…) -> what the rank before on an axis of `size` ranks has, around its end; split as x is "
-                  "said to be, though it is the part of another rank",
-              .shape = same,
-              .cost =
-                  [](const OpView& v) {
-                    // Handed on whole: what is counted here is multiplied by (n - 1) / n.
-                    const double size = double(v.attributes().integer("size")), bytes = double(v.input(0).bytes());
-                    return Cost{.flops = 0, .bytes = 3 * 2 * bytes, .wire = bytes * size / (size - 1)};
-                  },
-              .layout = same_layout};
-  add_kind(std::move(kind), {[](const Binding& b) -> Launch {
-             const size_t size = size_t(b.group().size()), rank = size_t(b.group().rank());
-             std::vector<Pieces> send(size), receive(size);
-             send[(rank + 1) % size].add({const_cast<std::byte*>(b.in<std::byte>(0)), b.input(0).bytes()});
-             receive[(rank + size - 1) % size].add({b.out<std::byte>(0), b.output(0).bytes()});
-             return [send, receive, &group = b.group()] { group.all_to_all(send, receive); };
-           }});
+                  "x (…) -> what the rank `offset` before on an axis of `size` ranks has, around its end; split "
+                  "as x is said to be, though it is the part of another rank"};
+  kind.shape = [](const OpView& v) {
+    require(v.inputs() == 1 && v.attributes().has("offset") && v.attributes().has("size") &&
+                v.attributes().integer("offset") % v.attributes().integer("size") != 0,
+            v, "one tensor, and attributes size and offset, which is not around to the same rank");
+    return same(v);
+  };
+  kind.gradient = [](Differentiation& d) {
+    Attributes back = d.forward().attributes();
+    back.set("offset", -back.integer("offset"));
+    hand_back(d, "shift", back);
+  };
+  kind.cost = [](const OpView& v) {
+    // Handed on whole: what is counted here is multiplied by (n - 1) / n.
+    const double size = double(v.attributes().integer("size")), bytes = double(v.input(0).bytes());
+    return Cost{.flops = 0, .bytes = 3 * 2 * bytes, .wire = bytes * size / (size - 1)};
+  };
+  kind.layout = same_layout;
+  add_kind(
+      std::move(kind), {[](const Binding& b) -> Launch {
+        const int64_t size = b.group().size(), offset = b.attributes().integer("offset") % size + size;
+        std::vector<Pieces> send(static_cast<size_t>(size)), receive(static_cast<size_t>(size));
+        send[size_t((b.group().rank() + offset) % size)].add(
+            {const_cast<std::byte*>(b.in<std::byte>(0)), b.input(0).bytes()});
+        receive[size_t((b.group().rank() + 2 * size - offset) % size)].add({b.out<std::byte>(0), b.output(0).bytes()});
+        return [send, receive, &group = b.group()] { group.all_to_all(send, receive); };
+      }});
 }
 
 const AtLoad registered([] {

@@ -420,6 +420,37 @@ TEST(Exchanges, ARingOfSendsAndTheirGradients) {
       }
 }
 
+// Everybody hands on to the rank `offset` after it, in one exchange; the gradient goes round the other way.
+TEST(Exchanges, AShiftAndItsGradient) {
+  STRATA_NEEDS_GPU();
+  for (const Setting& setting : settings())
+    for (int ranks : {2, 3, 5})
+      for (int64_t offset : {1, 2, -1, -7}) {
+        if (offset % ranks == 0) continue;
+        SCOPED_TRACE(setting.backend + " " + setting.provider + " ranks " + std::to_string(ranks) + " offset " +
+                     std::to_string(offset));
+        const Shape shape{70, 301};
+        Built built;
+        Builder build(built.program);
+        const TensorId x = build.data("x", shape, DType::f32), cotangent = build.data("c", shape, DType::f32);
+        const TensorId y = build.emit("shift", {x}, {{"axis", kAxis}, {"offset", offset}, {"size", int64_t(ranks)}});
+        built.inputs = {x, cotangent};
+        built.results = {y, differentiate(built.program, {{y, cotangent}}, {x}).wanted[0]};
+        verify(built.program, "test");
+        const auto results = run(
+            built, ranks,
+            [&](int rank, size_t i, const Tensor& tensor) {
+              return Values(size_t(elements(tensor.shape)), double(i == 0 ? rank : 100 + rank));
+            },
+            setting.backend, setting.provider, setting.times);
+        const auto other = [&](int rank, int64_t by) { return double(((rank + by) % ranks + ranks) % ranks); };
+        for (int rank = 0; rank < ranks; ++rank) {
+          EXPECT_EQ(results[size_t(rank)][0], Values(size_t(elements(shape)), other(rank, -offset)));
+          EXPECT_EQ(results[size_t(rank)][1], Values(size_t(elements(shape)), 100 + other(rank, offset)));
+        }
+      }
+}
+
 // One class of exchanges does not wait behind another.
 TEST(Exchanges, StreamsFollowFromTheAxis) {
   Program program;

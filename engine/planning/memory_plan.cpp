@@ -32,6 +32,20 @@ void keep_what_is_sent(const Program& program, std::vector<int32_t>& last) {
   }
 }
 
+// What goes round behind other work stays until what came instead is needed: that work must not wait for its memory.
+void keep_what_goes_round(const Program& program, std::vector<int32_t>& last) {
+  std::vector<int32_t> reader(program.tensors.size(), -1);  // the first that comes after the op looked at
+  for (int32_t i = int32_t(program.ops.size()); i-- > 0;) {
+    const Op& op = program.ops[size_t(i)];
+    if (op.kind->name == "shift") {
+      int32_t& stays = last[size_t(program.whole(op.inputs[0]).value)];
+      stays = std::max(stays, reader[size_t(program.whole(op.outputs[0]).value)]);
+    }
+    for (TensorId id : op.inputs)
+      if (id) reader[size_t(program.whole(id).value)] = i;
+  }
+}
+
 // The buffers of all transient tensors: an output takes over the buffer of an input that dies at the op, where the op
 // kind allows it or the input is the output's addend.
 void make_buffers(const Program& program, int64_t alignment, MemoryPlan& plan) {
@@ -43,6 +57,7 @@ void make_buffers(const Program& program, int64_t alignment, MemoryPlan& plan) {
     for (TensorId id : program.ops[i].outputs) last[program.whole(id).value] = int32_t(i);
   }
   keep_what_is_sent(program, last);
+  keep_what_goes_round(program, last);
   const int32_t end = int32_t(program.ops.size()) - 1;
   plan.buffer_of.assign(count, -1);
   const auto add = [&](TensorId id, int32_t first) {
