@@ -18,21 +18,18 @@ namespace {
 
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
-struct Taste {
-  double patience = 0;         // a stage rather waits this part of a weight gradient's time for an input gradient
-  bool weights_first = false;  // before forward passes, once a stage has made an input gradient
-};
-constexpr Taste kTastes[] = {{0, false}, {1, false}, {0.5, false}, {0, true}, {1, true}, {0.5, true}};
+// A stage rather waits this part of a weight gradient's time for an input gradient than begin it.
+constexpr double kPatience[] = {0, 1, 0.5};
 
 // All stages on a clock: whoever is free takes an input gradient if there is one, else a forward pass if that fits,
 // else a weight gradient.
 class Greedy {
  public:
   // `memory`: bytes that a stage may keep.
-  Greedy(const Problem& problem, int64_t memory, const Taste& taste)
+  Greedy(const Problem& problem, int64_t memory, double patience)
       : problem_(problem),
         memory_(memory),
-        taste_(taste),
+        patience_(patience),
         stages_(size_t(problem.stages)),
         chunks_(size_t(problem.all_chunks())) {
     schedule_.stage_of = zigzag(problem.stages, problem.chunks);
@@ -61,7 +58,6 @@ class Greedy {
   struct Stage {
     double free = 0;
     int64_t bytes = 0;
-    bool turned = false;  // has made an input gradient
   };
   struct Chunk {
     std::vector<double> forward_end, gradient_end;  // by microbatch
@@ -100,14 +96,12 @@ class Greedy {
       if (ready <= now) return begin(stage, int(c), Pass::Part::input_gradient, now);
       soon = std::min(soon, ready);
     }
-    const bool weights_first = taste_.weights_first && stages_[size_t(stage)].turned;
-    if (weights_first && take_weight(stage, now, soon)) return;
     for (size_t c = own.size(); c-- > 0;)
       if (forward_ready(own[c]) <= now && fits(stage, c)) return begin(stage, int(c), Pass::Part::forward, now);
-    if (!weights_first) take_weight(stage, now, soon);
+    take_weight(stage, now, soon);
   }
 
-  bool take_weight(int stage, double now, double soon) {
+  void take_weight(int stage, double now, double soon) {
     const auto& own = own_[size_t(stage)];
     size_t oldest = own.size();
     for (size_t c = own.size(); c-- > 0;) {
@@ -116,10 +110,9 @@ class Greedy {
           (oldest == own.size() || chunk.weights < chunks_[size_t(own[oldest])].weights))
         oldest = c;
     }
-    if (oldest == own.size()) return false;
-    if (soon - now < taste_.patience * problem_.cost(own[oldest]).weight_gradient) return false;
-    begin(stage, int(oldest), Pass::Part::weight_gradient, now);
-    return true;
+    if (oldest == own.size()) return;
+    if (soon - now >= patience_ * problem_.cost(own[oldest]).weight_gradient)
+      begin(stage, int(oldest), Pass::Part::weight_gradient, now);
   }
 
   void begin(int stage, int own, Pass::Part part, double now) {
@@ -138,7 +131,6 @@ class Greedy {
       schedule_.order[size_t(stage)].push_back(input_gradient(own, chunk.gradients));
       chunk.gradient_end[size_t(chunk.gradients++)] = end;
       at.bytes -= cost.activation - cost.weight_activation;
-      at.turned = true;
       next = g - 1;
     } else {
       schedule_.order[size_t(stage)].push_back(weight_gradient(own, chunk.weights++));
@@ -151,7 +143,7 @@ class Greedy {
 
   const Problem& problem_;
   const int64_t memory_;
-  const Taste taste_;
+  const double patience_;
   Schedule schedule_;
   std::vector<std::vector<int>> own_;
   std::vector<Stage> stages_;
@@ -218,9 +210,9 @@ Schedule zero_bubble(const Problem& problem) {
   for (int g = 0; g < problem.all_chunks(); ++g) largest = std::max(largest, problem.cost(g).activation);
   const bool small = int64_t{problem.all_chunks()} * problem.microbatches < 10'000;
   for (int count : series(problem, small ? 16 : 4))
-    for (const Taste& taste : std::span(kTastes).first(small ? 6 : 2)) {
+    for (double patience : std::span(kPatience).first(small ? 3 : 2)) {
       if (best.is_perfect()) return best.take();
-      best.offer(Greedy(problem, count * largest, taste).make());
+      best.offer(Greedy(problem, count * largest, patience).make());
     }
   return best.take();
 }
