@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <mutex>
 
 #include "comm/world.h"
 #include "engine/planning/localize.h"
@@ -132,6 +133,33 @@ TEST(ContextAttention, IsAttentionAndItsGradientIsCentralDifferences) {
     const double difference = (along(kStep) - along(-kStep)) / (2 * kStep);
     // Of the third derivative kStep² is left.
     ASSERT_NEAR(dot(gradient, way), difference, 1e-6 * (1 + std::abs(difference)));
+  }
+}
+
+// Whatever needs all tokens gets them where ranks have one part each; of two chunks each it is refused.
+TEST(ContextAttention, KindsWithoutARuleGetNoPairs) {
+  const OpKind kind{.name = "test_of_all_tokens",
+                    .summary = "x -> x",
+                    .shape = [](const OpView& v) -> std::vector<TensorSpec> { return {{v.input(0).shape}}; }};
+  register_kind(kind);
+  for (bool paired : {false, true}) {
+    Program program;
+    Builder build(program);
+    const TensorId x = build.data("x", {2, 8, 3}, DType::f32, {"batch", "time", "hidden"});
+    const TensorId y = build.emit("test_of_all_tokens", {x});
+    const std::vector<NamedSplit> splits = {
+        {.dimension = "time", .axis = "sequence", .role = Role::data, .paired = paired}};
+    try {
+      split_program(program, splits, {}, mesh_of(0, 2));
+      EXPECT_FALSE(paired);
+      EXPECT_EQ(program[y].shape, (Shape{2, 8, 3}));
+    } catch (const Error& error) {
+      EXPECT_TRUE(paired);
+      EXPECT_EQ(error.code(), ExitCode::usage);
+      EXPECT_NE(std::string(error.what()).find("an op needs x (2, 8, 3) otherwise than axis \"sequence\" splits it"),
+                std::string::npos)
+          << error.what();
+    }
   }
 }
 

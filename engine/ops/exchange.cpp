@@ -82,7 +82,7 @@ std::vector<Pieces> pieces_of(const std::vector<Shares>& list, int size) {
 void require_order(const OpView& v, const Split& split) {
   require(split.pair == 0 || (v.attributes().has("order") && v.attributes().string("order") == "ranks"), v,
           "tensors whose parts are contiguous, since it puts them together, but each rank of axis \"" + split.axis +
-              "\" has a chunk from the front and one from the back; give each contiguous tokens (balance = false)");
+              "\" has a chunk from the front and one from the back");
 }
 
 // With order = "ranks", the last split is one into pairs of chunks.

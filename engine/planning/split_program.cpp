@@ -344,9 +344,19 @@ class Splitter {
 
   TensorId gathered(TensorId id, const std::string& axis, bool work_is_split) {
     const Split* split = split_over(program_[id], axis);
+    require_contiguous(id, *split);
     Attributes attributes = along(axis, split->dimension);
     if (!work_is_split) attributes.set("gradient", std::string("whole"));
     return converted(id, "all_gather", axis, attributes, ".whole");
+  }
+
+  // What ranks have of pairs of chunks comes together in their order.
+  void require_contiguous(TensorId id, const Split& split) const {
+    if (split.pair > 0)
+      throw Error("an op needs " + program_[id].name + " " + text(program_[id].full_shape()) + " otherwise than axis " +
+                  in_quotes(split.axis) +
+                  " splits it, but each rank has two chunks of it, which exchanges do not put in order; give the op's "
+                  "kind a sharding rule (OpKind::sharding), or split it contiguously.");
   }
 
   // For kinds without a sharding rule.
@@ -446,6 +456,7 @@ class Splitter {
   TensorId fitted(TensorId id, const std::string& axis, int dimension, bool work_is_split, bool once) {
     const Split* split = split_over(program_[id], axis);
     if (split && split->dimension == dimension) return id;
+    if (split) require_contiguous(id, *split);
     if (split && dimension >= 0)
       return converted(
           id, "all_to_all", axis,
