@@ -117,11 +117,9 @@ class Adafactor final : public strata::Plugin {
       const Shape& shape = parameter.shape;
       const std::vector<int64_t>& fused = parameter.fused;
       const bool split = !parameter.layout.empty(), matrix = shape.size() >= 2;
-      for (const strata::Split& part : parameter.layout)
-        if (part.dimension != 0)
-          throw strata::Error("Adafactor takes parts of rows, but axis \"" + part.axis + "\" splits dimension " +
-                              std::to_string(part.dimension) + " of " + parameter.name +
-                              "; leave that dimension whole, or use another optimizer.");
+      // In reproducible runs one rank takes the sums that several would, which do not depend on who has which rows.
+      const bool exact = stage.reproducible() && shape.size() <= 2;
+      for (const strata::Split& part : parameter.layout) require_can_split(parameter, part, exact);
       const TensorId m = settings_.beta1 > 0 ? stage.state(gradient, "adafactor.m", shape) : TensorId{};
       std::vector<TensorId> states{m};
       if (matrix) {
@@ -147,8 +145,6 @@ class Adafactor final : public strata::Plugin {
                                     {"beta1", settings_.beta1},
                                     {"weight_decay", settings_.weight_decay}};
       if (!fused.empty()) attributes.set("fused", strata::adafactor::text_of(fused));
-      // In reproducible runs one rank takes the sums that several would, which do not depend on who has which rows.
-      const bool exact = stage.reproducible() && shape.size() <= 2;
       if (exact) attributes.set("exact", int64_t{1});
       if (!split && !exact) {
         stage.append("adafactor", gradient, states, std::move(attributes));
@@ -163,6 +159,17 @@ class Adafactor final : public strata::Plugin {
   }
 
  private:
+  static void require_can_split(const strata::Tensor& parameter, const strata::Split& part, bool exact) {
+    const std::string splits = "axis \"" + part.axis + "\" splits dimension " + std::to_string(part.dimension) +
+                               " of " + parameter.name + " " + strata::text(parameter.full_shape());
+    if (parameter.shape.size() > 2)
+      throw strata::Error("Adafactor takes parts of matrices and vectors, but " + splits +
+                          "; leave that tensor whole, or use another optimizer.");
+    if (exact && part.dimension != 0)
+      throw strata::Error("run.reproducible sums each row of a matrix in one order, but " + splits +
+                          "; leave that dimension whole, or use another optimizer.");
+  }
+
   Settings settings_;
 };
 

@@ -95,6 +95,31 @@ STRATA_KERNEL rows(const float* parameter, const float* gradient, float* row, do
   squares[r] = of_parameter;
 }
 
+// The same where ranks have other columns of the rows: sums of the gradient's squares and of the parameter's, then what
+// the sums over all of them say.
+STRATA_KERNEL row_sums(const float* parameter, const float* gradient, double* sums, int64_t columns, int64_t most_rows,
+                       Settings s) {
+  __shared__ double scratch[kBlock];
+  const int64_t r = blockIdx.x;
+  const float scale = float(s.gradient_scale());
+  double sum = 0, of_parameter = 0;
+  for (int64_t j = threadIdx.x; j < columns && !s.skips(); j += kBlock) {
+    const float g = gradient[r * columns + j] * scale, p = parameter[r * columns + j];
+    sum += double(g * g + float(s.epsilon1));
+    of_parameter += double(p) * double(p);
+  }
+  sum = block_total(sum, scratch);
+  of_parameter = block_total(of_parameter, scratch);
+  if (threadIdx.x == 0) sums[r] = sum, sums[most_rows + r] = of_parameter;
+}
+STRATA_KERNEL rows_of_sums(const double* sums, float* row, double* squares, int64_t rows, int64_t most_rows,
+                           int64_t whole_columns, Settings s) {
+  const int64_t r = int64_t(blockIdx.x) * kBlock + threadIdx.x;
+  if (r >= rows || s.skips()) return;
+  row[r] = float(s.beta2() * double(row[r]) + (1 - s.beta2()) * sums[r] / double(whole_columns));
+  squares[r] = sums[most_rows + r];
+}
+
 // Columns in blockIdx.x; rows of part blockIdx.y of matrix blockIdx.z.
 STRATA_KERNEL column_parts(const float* gradient, double* parts, int64_t columns, Cut cut, Settings s) {
   const int64_t j = int64_t(blockIdx.x) * kBlock + threadIdx.x;
@@ -174,12 +199,13 @@ STRATA_DEVICE void change(const Settings& s, float u, float keep, float& paramet
 }
 
 STRATA_KERNEL update_rows(float* parameter, const float* gradient, const float* row, const float* column,
-                          const double* means, const Totals* totals, float* m, int64_t columns, Cut cut, Settings s) {
+                          const double* means, const Totals* totals, float* m, int64_t columns, int64_t whole_columns,
+                          Cut cut, Settings s) {
   if (s.skips()) return;
   const int64_t r = blockIdx.x, matrix = cut.matrix_of(r);
   float scale, keep;
   decide(s, totals[cut.apart ? matrix : 0],
-         (cut.apart ? cut.rows_of(int(matrix)) : double(cut.all_rows)) * double(columns), scale, keep);
+         (cut.apart ? cut.rows_of(int(matrix)) : double(cut.all_rows)) * double(whole_columns), scale, keep);
   const float of_row = float(double(scale) * s.gradient_scale() / sqrt(double(row[r]) / means[matrix]));
   for (int64_t j = threadIdx.x; j < columns; j += kBlock) {
     const int64_t i = r * columns + j;
@@ -220,7 +246,8 @@ STRATA_KERNEL update_vector(float* parameter, const float* gradient, const float
 Cut cut_of(const OpView& v, const Tensor& tensor, int64_t columns, int64_t rows_of_one) {
   Cut cut{};
   cut.rows = elements(tensor.shape) / columns;
-  cut.all_rows = elements(tensor.full_shape()) / columns;
+  const Shape whole = tensor.full_shape();
+  cut.all_rows = elements(whole) / (whole.size() > 1 ? whole.back() : 1);
   cut.first = box_of(tensor).offset[0];
   cut.each = rows_of_one > 0 ? rows_of_one : cut.all_rows;
   cut.matrices = int(cut.all_rows / cut.each);
@@ -256,8 +283,12 @@ struct Sizes {
 // `step`: the first of the op's scalars among its inputs.
 Settings settings(const Binding& b, int step) {
   const Attributes& a = b.attributes();
-  return {update_scalars(b, step),  a.real("clip_threshold"), a.real("decay"),
-          a.real("epsilon1"),       a.real("epsilon2"),       a.real("beta1"),
+  return {update_scalars(b, step),
+          a.real("clip_threshold"),
+          a.real("decay"),
+          a.real("epsilon1"),
+          a.real("epsilon2"),
+          a.real("beta1"),
           a.integer("scale_parameter") != 0};
 }
 
@@ -291,7 +322,8 @@ const Registration kind(
         launch(row_means, dim3(batch), kBlock, 0, queue, second, means, cut);
         launch(update_squares, each_row, kBlock, 0, queue, g, second, column, means, of_update, size.columns, cut, s);
         launch(add_up, dim3(unsigned(cut.units())), kBlock, 0, queue, of_parameter, of_update, cut, totals);
-        launch(update_rows, each_row, kBlock, 0, queue, p, g, second, column, means, totals, m, size.columns, cut, s);
+        launch(update_rows, each_row, kBlock, 0, queue, p, g, second, column, means, totals, m, size.columns,
+               size.columns, cut, s);
       };
     },
     [](const OpView& view, int) {
@@ -301,27 +333,32 @@ const Registration kind(
 
 // Where a part's sums are (Part in adafactor_part.cpp).
 struct Sums {
-  int64_t columns;
+  int64_t columns, whole_columns;
   Cut cut;
+  int64_t most_rows, most_columns;
   bool exact;
   // `like`: a tensor (rows, columns), or a vector, with the part's layout.
   Sums(const OpView& v, const Tensor& like)
       : columns(like.shape.size() > 1 ? like.shape.back() : 1),
+        whole_columns(like.shape.size() > 1 ? like.full_shape().back() : 1),
         cut(cut_of(v, like, columns, 0)),
+        most_rows(v.attributes().integer("most_rows", cut.rows)),
+        most_columns(v.attributes().integer("most_columns", columns)),
         exact(v.attributes().integer("exact", 0) != 0) {}
-  int64_t moments() const { return cut.matrices * columns; }  // of the first matrix, the others' after it
-  int64_t squares() const { return cut.matrices * (columns + 1); }
+  int64_t moments() const { return cut.matrices * most_columns; }  // of the first matrix, the others' after it
+  int64_t squares() const { return cut.matrices * (most_columns + 1); }
   int64_t digits() const { return exact ? kExactSum : 1; }
   int parts() const { return parts_of(cut.rows); }
 };
 
 // Plainly: from the parts' sums over columns; and from the rows' numbers, a block a matrix.
-STRATA_KERNEL columns_of_part(const double* parts, int count, int64_t columns, double* out, Settings s) {
+STRATA_KERNEL columns_of_part(const double* parts, int count, int64_t columns, int64_t most_columns, double* out,
+                              Settings s) {
   const int64_t j = int64_t(blockIdx.x) * kBlock + threadIdx.x;
   if (j >= columns) return;
   double sum = 0;
   for (int p = 0; p < count && !s.skips(); ++p) sum += parts[(int64_t(blockIdx.y) * count + p) * columns + j];
-  out[blockIdx.y * columns + j] = sum;
+  out[blockIdx.y * most_columns + j] = sum;
 }
 template <class T>
 STRATA_KERNEL sum_of_rows(const T* values, double* out, Cut cut, Settings s) {
@@ -371,20 +408,21 @@ void sum_rows(void* queue, const T* values, double* out, const Sums& sums, const
 }
 
 // The columns' moments from everybody's sums, and the mean of the rows'; a matrix in blockIdx.y.
-STRATA_KERNEL columns_of_sums(const double* sums, float* column, int64_t columns, double* means, Cut cut, bool exact,
-                              Settings s) {
+STRATA_KERNEL columns_of_sums(const double* sums, float* column, int64_t columns, int64_t most_columns, double* means,
+                              Cut cut, bool exact, Settings s) {
   const int64_t j = int64_t(blockIdx.x) * kBlock + threadIdx.x, k = blockIdx.y;
-  if (j == 0) means[k] = value_at(sums, cut.matrices * columns + k, exact) / cut.rows_of(int(k));
+  if (j == 0) means[k] = value_at(sums, cut.matrices * most_columns + k, exact) / cut.rows_of(int(k));
   if (j < columns && !s.skips()) {
     float& c = column[k * columns + j];
-    c = float(s.beta2() * double(c) + (1 - s.beta2()) * value_at(sums, k * columns + j, exact) / cut.rows_of(int(k)));
+    const double sum = value_at(sums, k * most_columns + j, exact);
+    c = float(s.beta2() * double(c) + (1 - s.beta2()) * sum / cut.rows_of(int(k)));
   }
 }
-STRATA_KERNEL totals_of_sums(const double* sums, const double* squares, int64_t columns, Totals* totals, double* means,
-                             Cut cut, bool exact) {
+STRATA_KERNEL totals_of_sums(const double* sums, const double* squares, int64_t most_columns, Totals* totals,
+                             double* means, Cut cut, bool exact) {
   const int64_t k = blockIdx.x;
-  totals[k] = {value_at(sums, cut.matrices * (columns + 1) + k, exact), value_at(squares, k, exact)};
-  means[k] = value_at(sums, cut.matrices * columns + k, exact) / cut.rows_of(int(k));
+  totals[k] = {value_at(sums, cut.matrices * (most_columns + 1) + k, exact), value_at(squares, k, exact)};
+  means[k] = value_at(sums, cut.matrices * most_columns + k, exact) / cut.rows_of(int(k));
 }
 
 // Of a part of a vector: its moment, and the squares of its parameters and of its raw update.
@@ -403,21 +441,34 @@ STRATA_KERNEL totals_of_vector(const double* sums, Totals* totals, int matrices,
 }
 
 const Registration part_kinds[] = {
+    {"adafactor_row_sums",
+     [](const Binding& b) -> Launch {
+       const Settings s = settings(b, 2);
+       const Sums sums(b, b.input(1));
+       return [=, p = b.in<float>(0), g = b.in<float>(1), out = b.out<double>(0), queue = b.queue()] {
+         launch(row_sums, dim3(unsigned(sums.cut.rows)), kBlock, 0, queue, p, g, out, sums.columns, sums.most_rows, s);
+       };
+     }},
     {"adafactor_statistics",
      [](const Binding& b) -> Launch {
-       const Settings s = settings(b, 3);
+       const Settings s = settings(b, 4);
        const Sums sums(b, b.input(1));
        double *const squares = b.workspace<double>(), *const parts = squares + sums.cut.rows;
-       return [=, p = b.in<float>(0), g = b.in<float>(1), row = b.out<float>(0), out = b.out<double>(1),
-               queue = b.queue()] {
+       return [=, p = b.in<float>(0), g = b.in<float>(1), of_rows = b.in<double>(3), row = b.out<float>(0),
+               out = b.out<double>(1), queue = b.queue()] {
          const unsigned across = blocks(sums.columns, kBlock), matrices = unsigned(sums.cut.matrices);
-         launch(rows, dim3(unsigned(sums.cut.rows)), kBlock, 0, queue, p, g, row, squares, sums.columns, s);
+         if (of_rows)
+           launch(rows_of_sums, dim3(blocks(sums.cut.rows, kBlock)), kBlock, 0, queue, of_rows, row, squares,
+                  sums.cut.rows, sums.most_rows, sums.whole_columns, s);
+         else
+           launch(rows, dim3(unsigned(sums.cut.rows)), kBlock, 0, queue, p, g, row, squares, sums.columns, s);
          if (sums.exact) {
            launch(exact_columns, dim3(across, matrices), kBlock, 0, queue, g, sums.columns, out, sums.cut, s);
          } else {
            launch(column_parts, dim3(across, unsigned(sums.parts()), matrices), kBlock, 0, queue, g, parts,
                   sums.columns, sums.cut, s);
-           launch(columns_of_part, dim3(across, matrices), kBlock, 0, queue, parts, sums.parts(), sums.columns, out, s);
+           launch(columns_of_part, dim3(across, matrices), kBlock, 0, queue, parts, sums.parts(), sums.columns,
+                  sums.most_columns, out, s);
          }
          sum_rows(queue, static_cast<const float*>(row), out + sums.moments() * sums.digits(), sums, s);
          sum_rows(queue, static_cast<const double*>(squares), out + sums.squares() * sums.digits(), sums, s);
@@ -435,7 +486,7 @@ const Registration part_kinds[] = {
        return [=, g = b.in<float>(0), row = b.in<float>(1), column = b.out<float>(0), sums = b.in<double>(3),
                out = b.out<double>(1), queue = b.queue()] {
          launch(columns_of_sums, dim3(blocks(where.columns, kBlock), unsigned(where.cut.matrices)), kBlock, 0, queue,
-                sums, column, where.columns, means, where.cut, where.exact, s);
+                sums, column, where.columns, where.most_columns, means, where.cut, where.exact, s);
          launch(update_squares, dim3(unsigned(where.cut.rows)), kBlock, 0, queue, g, row, column, means, squares,
                 where.columns, where.cut, s);
          sum_rows(queue, static_cast<const double*>(squares), out, where, s);
@@ -454,10 +505,10 @@ const Registration part_kinds[] = {
        return [=, p = b.out<float>(0), g = b.in<float>(1), row = b.in<float>(2), column = b.in<float>(3),
                m = b.has_input(4) ? b.out<float>(1) : nullptr, sums = b.in<double>(5), squares = b.in<double>(6),
                queue = b.queue()] {
-         launch(totals_of_sums, dim3(unsigned(where.cut.matrices)), 1, 0, queue, sums, squares, where.columns, totals,
-                means, where.cut, where.exact);
+         launch(totals_of_sums, dim3(unsigned(where.cut.matrices)), 1, 0, queue, sums, squares, where.most_columns,
+                totals, means, where.cut, where.exact);
          launch(update_rows, dim3(unsigned(where.cut.rows)), kBlock, 0, queue, p, g, row, column, means, totals, m,
-                where.columns, where.cut, s);
+                where.columns, where.whole_columns, where.cut, s);
        };
      },
      [](const OpView& v, int) { return Sums(v, v.input(1)).cut.matrices * int64_t(sizeof(Totals) + 8); }},

@@ -1,4 +1,4 @@
-// The three ops and what is summed between them; see adafactor_part.h. What the statistics of the whole matrix need is
+// The ops and what is summed between them; see adafactor_part.h. What the statistics of the whole matrix need is
 // summed in double, or exactly: squares by column, of the parameter, the rows' second moments, and of the raw update.
 #include "plugins/adafactor/adafactor_part.h"
 
@@ -11,13 +11,36 @@
 namespace strata::adafactor {
 namespace {
 
-// parameter, gradient, row; step, factor, [scale] -> row in place; sums over this part. Workspace: a double a row.
+// parameter, gradient; step, factor, [scale] -> sums over the columns that are here, by row.
+template <class T>
+Launch bind_row_sums(const Binding& b) {
+  return [b, part = Part(b, b.input(1))] {
+    const Settings s = settings(b, 2);
+    const T *parameter = b.in<T>(0), *gradient = b.in<T>(1);
+    double* sums = b.out<double>(0);
+    std::fill_n(sums, part.row_sums(), 0.0);
+    if (std::isnan(s.gradient_scale)) return;
+    b.threads().split(part.rows, 4, [&](int64_t i, int64_t end) {
+      for (; i < end; ++i)
+        for (int64_t at = i * part.columns; at < (i + 1) * part.columns; ++at) {
+          const T scaled = gradient[at] * T(s.gradient_scale);
+          const double p = double(parameter[at]);
+          sums[i] += double(scaled * scaled + T(s.epsilon1));
+          sums[part.row_squares(i)] += p * p;
+        }
+    });
+  };
+}
+
+// parameter, gradient, row, [sums of whole rows]; step, factor, [scale] -> row in place; sums over this part's columns,
+// of moments and squares over its rows. Workspace: a double a row.
 template <class T>
 Launch bind_statistics(const Binding& b) {
   return [b, part = Part(b, b.input(1))] {
-    const Settings s = settings(b, 3);
+    const Settings s = settings(b, 4);
     const T *parameter = b.in<T>(0), *gradient = b.in<T>(1);
     T* row = b.out<T>(0);
+    const double* of_rows = b.in<double>(3);
     const Sums sums{b.out<double>(1), part.digits};
     double* squares = b.workspace<double>();
     const int64_t columns = part.columns;
@@ -30,13 +53,13 @@ Launch bind_statistics(const Binding& b) {
     };
     b.threads().split(part.rows, 4, [&](int64_t i, int64_t end) {
       for (; i < end; ++i) {
-        double row_sum = 0, row_squares = 0;
-        for (int64_t j = 0; j < columns; ++j) {
+        double row_sum = of_rows ? of_rows[i] : 0, row_squares = of_rows ? of_rows[part.row_squares(i)] : 0;
+        for (int64_t j = 0; !of_rows && j < columns; ++j) {
           const double p = double(parameter[i * columns + j]);
           row_sum += square(i, j);
           row_squares += p * p;
         }
-        row[i] = T(decay * double(row[i]) + (1 - decay) * row_sum / double(columns));
+        row[i] = T(decay * double(row[i]) + (1 - decay) * row_sum / double(part.whole.columns));
         squares[i] = row_squares;
       }
     });
@@ -78,13 +101,13 @@ Launch bind_update_squares(const Binding& b) {
     if (std::isnan(s.gradient_scale)) return;
     for (int64_t k = 0; k < part.matrices(); ++k)
       b.threads().split(columns, 64, [&](int64_t j, int64_t end) {
-        for (int64_t at = part.column(k); j < end; ++j)
-          column[at + j] = T(decay * double(column[at + j]) + (1 - decay) * part.value(sum, at + j) / part.rows_of(k));
+        for (T* c = column + k * columns; j < end; ++j)
+          c[j] = T(decay * double(c[j]) + (1 - decay) * part.value(sum, part.column(k) + j) / part.rows_of(k));
       });
     b.threads().split(part.rows, 4, [&](int64_t i, int64_t end) {
       for (; i < end; ++i) {
         const int64_t k = part.matrix_of(i);
-        const T* c = column + part.column(k);
+        const T* c = column + k * columns;
         double of_row = 0;
         for (int64_t j = 0; j < columns; ++j) {
           const double g = double(gradient[i * columns + j]) * s.gradient_scale;
@@ -105,7 +128,7 @@ Launch bind_update_squares(const Binding& b) {
 struct Decision {
   double scale, keep, mean;
   Decision(const Part& part, const Settings& s, const double* sums, const double* updates, int64_t k) {
-    const double count = part.rows_of(k) * double(part.columns);
+    const double count = part.rows_of(k) * double(part.whole.columns);
     const double rate = step_size(s, std::sqrt(part.value(sums, part.squares(k)) / count));
     const double clip = std::max(1.0, std::sqrt(part.value(updates, k) / count) / s.clip_threshold);
     scale = rate / clip;
@@ -132,7 +155,7 @@ Launch bind_apply(const Binding& b) {
                 keep = T(decision.keep);
         for (int64_t j = 0; j < columns; ++j) {
           const int64_t at = i * columns + j;
-          T u = scale * gradient[at] / std::sqrt(column[part.column(k) + j]);
+          T u = scale * gradient[at] / std::sqrt(column[k * columns + j]);
           if (m) u = m[at] = beta1 * m[at] + rest * u;
           parameter[at] = keep * parameter[at] - u;
         }
@@ -140,7 +163,6 @@ Launch bind_apply(const Binding& b) {
     });
   };
 }
-
 
 }  // namespace
 
@@ -183,7 +205,14 @@ std::vector<int64_t> fused_of(const Attributes& attributes) {
 
 void register_part_kinds() {
   add_part_kind(
-      "adafactor_statistics", "parameter, gradient, row, step, factor, [scale] -> row, sums of this part",
+      "adafactor_row_sums", "parameter, gradient, step, factor, [scale] -> sums of this part by row",
+      [](const OpView& v) -> std::vector<TensorSpec> {
+        return {{{Part(v, v.input(1)).row_sums()}, DType::f64}};
+      },
+      bind_row_sums<float>, bind_row_sums<double>);
+  add_part_kind(
+      "adafactor_statistics",
+      "parameter, gradient, row, [sums of whole rows], step, factor, [scale] -> row, sums of this part",
       [](const OpView& v) -> std::vector<TensorSpec> {
         const Part part(v, v.input(1));
         return {like(v.input(2)), sums(part.sums(), part)};
@@ -214,9 +243,19 @@ void update_part(UpdateStage& stage, const Gradient& gradient, const std::vector
   const TensorId parameter = gradient.parameter, g = gradient.tensor, scale = gradient.scale,
                  step = build.scalar(kStepScalar), factor = build.scalar(kLearningRateFactor);
   const TensorId m = states[0], row = states[1], column = states[2];
+  TensorId of_rows;
+  const Tensor& part = build[parameter];
+  const bool columns_are_split =
+      std::any_of(part.layout.begin(), part.layout.end(), [](const Split& split) { return split.dimension == 1; });
+  if (columns_are_split) {
+    attributes.set("most_rows", part.shape[0]);
+    attributes.set("most_columns", part.shape[1]);
+    of_rows = build.emit("adafactor_row_sums", {parameter, g, step, factor, scale}, attributes);
+    of_rows = stage.sum_over_parts(gradient, of_rows, 1);
+  }
   const auto statistics =
-      build.emit_all("adafactor_statistics", {parameter, g, row, step, factor, scale}, attributes, {row, {}});
-  const TensorId sums = stage.sum_over_parts(gradient, statistics[1]);
+      build.emit_all("adafactor_statistics", {parameter, g, row, of_rows, step, factor, scale}, attributes, {row, {}});
+  const TensorId sums = stage.sum_over_parts(gradient, statistics[1], 0);
   const auto squares =
       build.emit_all("adafactor_update_squares", {g, row, column, sums, step, factor, scale}, attributes, {column, {}});
   const TensorId all = stage.sum_over_parts(gradient, squares[1]);

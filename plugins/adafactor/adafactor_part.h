@@ -1,6 +1,7 @@
-// Adafactor for what is split over ranks by rows: the same update in three ops for a matrix, in two for a vector, with
-// sums over the ranks between. Reproducible runs do all tensors so, on any number of ranks: with the attribute "exact"
-// the sums are exact (strata/exact_sum.h), so that it does not matter which rank has which rows.
+// Adafactor for what is split over ranks: the same update in three ops for a matrix, four where ranks have other
+// columns of a row, and two for a vector, with sums over the ranks between. Reproducible runs do all tensors so, on any
+// number of ranks: with the attribute "exact" the sums are exact (strata/exact_sum.h), so that it does not matter which
+// rank has which rows.
 #pragma once
 #include "plugins/adafactor/adafactor_kernel.h"
 #include "strata/optimizer.h"

@@ -22,13 +22,16 @@ inline Settings settings(const Binding& b, int step) { return settings_of(b.attr
 struct Part {
   Matrices whole;
   int64_t first, rows, columns, digits;  // first: of the whole's rows; digits: doubles a sum
+  int64_t most_rows, most_columns;       // that any rank has here: sums have room for as many on every rank
   // `like`: a tensor (rows, columns), or a vector, rows of one number, with the part's layout.
   Part(const OpView& v, const Tensor& like)
       : whole(matrices_of(in_rows(like.full_shape()), fused_of(v.attributes()))),
         first(box_of(like).offset[0]),
-        rows(elements(like.shape) / in_rows(like.shape).back()),
+        rows(like.shape[0]),
         columns(in_rows(like.shape).back()),
-        digits(v.attributes().integer("exact", 0) ? kExactSum : 1) {
+        digits(v.attributes().integer("exact", 0) ? kExactSum : 1),
+        most_rows(v.attributes().integer("most_rows", rows)),
+        most_columns(v.attributes().integer("most_columns", columns)) {
     period_ = whole.members.back().first + whole.members.back().run;
     if (!whole.apart) whole.members = {{.first = 0, .run = whole.rows, .period = whole.rows, .rows = whole.rows}};
   }
@@ -41,10 +44,13 @@ struct Part {
   }
   double rows_of(int64_t k) const { return double(whole.members[size_t(k)].rows); }
   // The sums: squares by column of each matrix, then the rows' moments of each, then the parameter's squares of each.
-  int64_t sums() const { return matrices() * (columns + 2); }
-  int64_t column(int64_t k) const { return k * columns; }
-  int64_t moments(int64_t k) const { return matrices() * columns + k; }
-  int64_t squares(int64_t k) const { return matrices() * (columns + 1) + k; }
+  int64_t sums() const { return matrices() * (most_columns + 2); }
+  int64_t column(int64_t k) const { return k * most_columns; }
+  int64_t moments(int64_t k) const { return matrices() * most_columns + k; }
+  int64_t squares(int64_t k) const { return matrices() * (most_columns + 1) + k; }
+  // Where ranks hold other columns, sums of whole rows: the gradient's squares, then the parameter's.
+  int64_t row_sums() const { return 2 * most_rows; }
+  int64_t row_squares(int64_t i) const { return most_rows + i; }
   double value(const double* sums, int64_t i) const { return digits == 1 ? sums[i] : value_of_sum(sums + i * digits); }
 
  private:

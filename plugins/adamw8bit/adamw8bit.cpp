@@ -83,21 +83,28 @@ class AdamW8Bit final : public strata::Plugin {
       const strata::Gradient gradient = stage.in_f32(stored);
       const strata::Tensor parameter = stage.build()[gradient.parameter];  // a copy: adding states moves the list
       const bool vector = parameter.shape.size() == 1;
-      for (const strata::Split& part : parameter.layout)
-        if (part.dimension != 0)
-          throw strata::Error("adamw8bit has a scale for each block within a row, but axis \"" + part.axis +
-                              "\" splits the rows of " + parameter.name +
+      bool columns_are_split = false;
+      for (const strata::Split& part : parameter.layout) {
+        columns_are_split |= part.dimension != 0;
+        if (part.dimension != 0 && parameter.shape.size() > 2)
+          throw strata::Error("adamw8bit takes parts of the rows of matrices, but axis \"" + part.axis +
+                              "\" splits dimension " + std::to_string(part.dimension) + " of " + parameter.name + " " +
+                              strata::text(parameter.full_shape()) +
                               "; leave that dimension whole, or use another optimizer.");
-      const Shape scales = scales_of(vector ? parameter.full_shape() : *parameter.shape);
+      }
+      const Shape scales = columns_are_split ? Shape{parameter.shape[0], scales_of(parameter.full_shape())[1]}
+                                             : scales_of(vector ? parameter.full_shape() : *parameter.shape);
       std::vector<TensorId> states;
       for (const char* moment : {"m", "v"}) {
         states.push_back(stage.state(gradient, std::string("adamw8bit.") + moment, parameter.shape, DType::u8));
-        states.push_back(stage.state(gradient, std::string("adamw8bit.") + moment + "_scale", scales, DType::f32,
-                                     vector ? std::vector<int>{strata::UpdateStage::kNone}
-                                            : std::vector<int>{0, strata::UpdateStage::kNone}));
+        states.push_back(stage.state(
+            gradient, std::string("adamw8bit.") + moment + "_scale", scales, DType::f32,
+            vector ? std::vector<int>{strata::UpdateStage::kNone} : std::vector<int>{0, strata::UpdateStage::kNone}));
       }
       if (vector && !parameter.layout.empty())
         vectors.push_back({gradient, states});
+      else if (columns_are_split)
+        strata::adamw8bit::update_columns(stage, gradient, states, attributes);
       else
         stage.append("adamw_8bit", gradient, states, attributes);
     }

@@ -58,26 +58,32 @@ STRATA_KERNEL update(float* parameter, const float* gradient, uint8_t* m, float*
   }
 }
 
-// Parts of a vector (adamw8bit_part.h), a block of threads for each of the whole vector's blocks: elements from `begin`
-// on are here, `count` of them.
+// Parts of a vector or of rows (adamw8bit_part.h), a block of threads for each block of the whole rows: of each row
+// `count` elements from `begin` on are here. The largest of m come first, those of v `of_moment` numbers behind.
+struct Cut {
+  int64_t begin, count, of_row, of_moment;
+  STRATA_DEVICE int64_t in_row() const { return blockIdx.x % of_row * kBlock + threadIdx.x - begin; }
+  STRATA_DEVICE bool has(int64_t i) const { return i >= 0 && i < count; }
+  STRATA_DEVICE int64_t at(int64_t i) const { return blockIdx.x / of_row * count + i; }
+};
 STRATA_KERNEL largest(const float* gradient, const uint8_t* m, const float* m_scale, const uint8_t* v,
-                      const float* v_scale, int64_t begin, int64_t count, float* out, Settings s) {
+                      const float* v_scale, Cut cut, float* out, Settings s) {
   __shared__ float scratch[32];
-  const int64_t block = blockIdx.x, i = block * kBlock + threadIdx.x - begin;
+  const int64_t block = blockIdx.x, in_row = cut.in_row(), i = cut.at(in_row);
   Moments now;
-  if (i >= 0 && i < count && !s.skips()) now = Moments(s, gradient[i], m[i], m_scale[block], v[i], v_scale[block]);
+  if (cut.has(in_row) && !s.skips()) now = Moments(s, gradient[i], m[i], m_scale[block], v[i], v_scale[block]);
   const float to_m = block_max(now.size(), scratch), to_v = block_max(now.second, scratch);
   if (threadIdx.x == 0) {
     out[block] = to_m;
-    out[gridDim.x + block] = to_v;
+    out[cut.of_moment + block] = to_v;
   }
 }
 STRATA_KERNEL update_part(float* parameter, const float* gradient, uint8_t* m, float* m_scale, uint8_t* v,
-                          float* v_scale, const float* largest, int64_t begin, int64_t count, Settings s) {
+                          float* v_scale, const float* largest, Cut cut, Settings s) {
   if (s.skips()) return;
-  const int64_t block = blockIdx.x, i = block * kBlock + threadIdx.x - begin;
-  const float to_m = largest[block], to_v = largest[gridDim.x + block];
-  if (i >= 0 && i < count) {
+  const int64_t block = blockIdx.x, in_row = cut.in_row(), i = cut.at(in_row);
+  const float to_m = largest[block], to_v = largest[cut.of_moment + block];
+  if (cut.has(in_row)) {
     const Moments now(s, gradient[i], m[i], m_scale[block], v[i], v_scale[block]);
     now.change(s, parameter[i]);
     now.encode(to_m, to_v, m[i], v[i]);
@@ -87,6 +93,11 @@ STRATA_KERNEL update_part(float* parameter, const float* gradient, uint8_t* m, f
     m_scale[block] = to_m;
     v_scale[block] = to_v;
   }
+}
+
+// `scales`: of the rows that are here; `largest`: as exchanged, with room for the most rows that any rank has.
+Cut cut_of(const Tensor& like, const Tensor& scales, const Tensor& largest) {
+  return {box_of(like).offset[like.shape.size() - 1], like.shape.back(), scales.shape.back(), largest.shape[1]};
 }
 
 Settings settings(const Binding& b, const UpdateScalars& scalars) {
@@ -111,20 +122,18 @@ const Registration part_kinds[] = {
     {"adamw_8bit_largest",
      [](const Binding& b) -> Launch {
        const Settings s = settings(b, update_scalars(b, 5));
-       const Tensor& like = b.input(0);
+       const Cut cut = cut_of(b.input(0), b.input(2), b.output(0));
        return [=, g = b.in<float>(0), m = b.in<uint8_t>(1), ms = b.in<float>(2), v = b.in<uint8_t>(3),
-               vs = b.in<float>(4), out = b.out<float>(0), begin = box_of(like).offset[0], here = count(like),
-               of_whole = unsigned(b.output(0).shape[1]), queue = b.queue()] {
-         launch(largest, dim3(of_whole), kBlock, 0, queue, g, m, ms, v, vs, begin, here, out, s);
-       };
+               vs = b.in<float>(4), out = b.out<float>(0), of_here = unsigned(count(b.input(2))),
+               queue = b.queue()] { launch(largest, dim3(of_here), kBlock, 0, queue, g, m, ms, v, vs, cut, out, s); };
      }},
     {"adamw_8bit_part", [](const Binding& b) -> Launch {
        const Settings s = settings(b, update_scalars(b, 7));
-       const Tensor& like = b.input(1);
+       const Cut cut = cut_of(b.input(1), b.input(3), b.input(6));
        return [=, p = b.out<float>(0), g = b.in<float>(1), m = b.out<uint8_t>(1), ms = b.out<float>(2),
-               v = b.out<uint8_t>(3), vs = b.out<float>(4), all = b.in<float>(6), begin = box_of(like).offset[0],
-               here = count(like), of_whole = unsigned(b.input(6).shape[1]), queue = b.queue()] {
-         launch(update_part, dim3(of_whole), kBlock, 0, queue, p, g, m, ms, v, vs, all, begin, here, s);
+               v = b.out<uint8_t>(3), vs = b.out<float>(4), all = b.in<float>(6), of_here = unsigned(count(b.input(3))),
+               queue = b.queue()] {
+         launch(update_part, dim3(of_here), kBlock, 0, queue, p, g, m, ms, v, vs, all, cut, s);
        };
      }}};
 

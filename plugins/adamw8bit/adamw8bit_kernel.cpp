@@ -77,8 +77,8 @@ STRATA_SIMD void largest_moments(const float* gradient, const uint8_t* m, float 
   *of_v = largest(second, count);
 }
 STRATA_SIMD void update_some(float* parameter, const float* gradient, uint8_t* m, float m_scale, float to_m, uint8_t* v,
-                             float v_scale, float to_v, int64_t count, const Factors& given,
-                             const float* signed_values, const float* unsigned_values) {
+                             float v_scale, float to_v, int64_t count, const Factors& given, const float* signed_values,
+                             const float* unsigned_values) {
   const Factors f = given;
   float first[kBlock], second[kBlock];
   next_moments(gradient, m, m_scale, v, v_scale, count, f, signed_values, unsigned_values, first, second);
@@ -138,24 +138,26 @@ void update(Threads& threads, float* parameter, const float* gradient, uint8_t* 
 
 void largest_of_part(const float* gradient, const uint8_t* m, const float* m_scale, const uint8_t* v,
                      const float* v_scale, int64_t begin, int64_t count, int64_t whole, const Settings& s, double step,
-                     float* out) {
+                     float* largest_m, float* largest_v) {
   const Factors factors = factors_of(s, step);
-  std::fill_n(out, 2 * blocks(whole), 0.0f);
+  std::fill_n(largest_m, blocks(whole), 0.0f);
+  std::fill_n(largest_v, blocks(whole), 0.0f);
   by_block(begin, count, [&](int64_t b, int64_t i, int64_t n) {
     largest_moments(gradient + i, m + i, m_scale[b], v + i, v_scale[b], n, factors, signed_map().data(),
-                    unsigned_map().data(), out + b, out + blocks(whole) + b);
+                    unsigned_map().data(), largest_m + b, largest_v + b);
   });
 }
 
 void update_part(float* parameter, const float* gradient, uint8_t* m, float* m_scale, uint8_t* v, float* v_scale,
-                 const float* largest, int64_t begin, int64_t count, int64_t whole, const Settings& s, double step) {
+                 const float* largest_m, const float* largest_v, int64_t begin, int64_t count, int64_t whole,
+                 const Settings& s, double step) {
   const Factors factors = factors_of(s, step);
   by_block(begin, count, [&](int64_t b, int64_t i, int64_t n) {
-    update_some(parameter + i, gradient + i, m + i, m_scale[b], largest[b], v + i, v_scale[b],
-                largest[blocks(whole) + b], n, factors, signed_map().data(), unsigned_map().data());
+    update_some(parameter + i, gradient + i, m + i, m_scale[b], largest_m[b], v + i, v_scale[b], largest_v[b], n,
+                factors, signed_map().data(), unsigned_map().data());
   });
-  std::copy_n(largest, blocks(whole), m_scale);
-  std::copy_n(largest + blocks(whole), blocks(whole), v_scale);
+  std::copy_n(largest_m, blocks(whole), m_scale);
+  std::copy_n(largest_v, blocks(whole), v_scale);
 }
 
 }  // namespace strata::adamw8bit

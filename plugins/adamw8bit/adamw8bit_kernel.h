@@ -37,15 +37,15 @@ struct Settings {
 void update(Threads& threads, float* parameter, const float* gradient, uint8_t* m, float* m_scale, uint8_t* v,
             float* v_scale, int64_t rows, int64_t columns, const Settings& settings, double step);
 
-// The same for a part of a vector of `whole` elements, `count` from `begin` on, whose blocks may begin or end on other
-// ranks: first the largest magnitudes of the moments after this step of each of the vector's blocks, those of m then
-// those of v, 0 where nothing of a block is here; then, with the largest of all ranks, the update. Scales are those of
-// the whole vector's blocks, on every rank.
+// The same for a part of a vector (or of a row) of `whole` elements, `count` from `begin` on, whose blocks may begin or
+// end on other ranks: first the largest magnitudes of the moments after this step of each of the whole's blocks, 0
+// where nothing of a block is here; then, with the largest of all ranks, the update. Scales are those of the whole's
+// blocks, on every rank.
 void largest_of_part(const float* gradient, const uint8_t* m, const float* m_scale, const uint8_t* v,
                      const float* v_scale, int64_t begin, int64_t count, int64_t whole, const Settings& settings,
-                     double step, float* out);
+                     double step, float* largest_m, float* largest_v);
 void update_part(float* parameter, const float* gradient, uint8_t* m, float* m_scale, uint8_t* v, float* v_scale,
-                 const float* largest, int64_t begin, int64_t count, int64_t whole, const Settings& settings,
-                 double step);
+                 const float* largest_m, const float* largest_v, int64_t begin, int64_t count, int64_t whole,
+                 const Settings& settings, double step);
 
 }  // namespace strata::adamw8bit

@@ -92,6 +92,50 @@ TEST(AdamW8Bit, FirstStepIsAdamW) {
   }
 }
 
+// Whoever holds which elements: the largest moments of a block are taken over its parts, so bits are those of one.
+TEST(AdamW8Bit, PartsHaveTheBitsOfTheWhole) {
+  const int64_t whole = 1000;
+  std::mt19937 random(2);
+  std::normal_distribution<float> normal;
+  struct Values {
+    std::vector<float> p, m_scale, v_scale;
+    std::vector<uint8_t> m, v;
+  };
+  Values one{std::vector<float>(whole), std::vector<float>(size_t(blocks(whole))),
+             std::vector<float>(size_t(blocks(whole))), std::vector<uint8_t>(whole), std::vector<uint8_t>(whole)};
+  for (float& x : one.p) x = normal(random);
+  Values parts = one;
+  Threads team(1);
+  for (int step = 1; step <= 3; ++step) {
+    std::vector<float> g(whole);
+    for (float& x : g) x = normal(random);
+    update(team, one.p.data(), g.data(), one.m.data(), one.m_scale.data(), one.v.data(), one.v_scale.data(), 1, whole,
+           {}, step);
+    const std::vector<int64_t> cuts{0, 333, 667, whole};  // 256 and 768 lie within parts
+    const size_t n = size_t(blocks(whole));
+    std::vector<float> most(2 * n);
+    for (size_t r = 0; r + 1 < cuts.size(); ++r) {
+      std::vector<float> of_part(2 * n);
+      largest_of_part(g.data() + cuts[r], parts.m.data() + cuts[r], parts.m_scale.data(), parts.v.data() + cuts[r],
+                      parts.v_scale.data(), cuts[r], cuts[r + 1] - cuts[r], whole, {}, step, of_part.data(),
+                      of_part.data() + n);
+      for (size_t i = 0; i < most.size(); ++i) most[i] = std::max(most[i], of_part[i]);
+    }
+    const Values before = parts;
+    for (size_t r = 0; r + 1 < cuts.size(); ++r) {
+      parts.m_scale = before.m_scale, parts.v_scale = before.v_scale;  // each rank's own
+      update_part(parts.p.data() + cuts[r], g.data() + cuts[r], parts.m.data() + cuts[r], parts.m_scale.data(),
+                  parts.v.data() + cuts[r], parts.v_scale.data(), most.data(), most.data() + n, cuts[r],
+                  cuts[r + 1] - cuts[r], whole, {}, step);
+    }
+    EXPECT_EQ(parts.p, one.p);
+    EXPECT_EQ(parts.m, one.m);
+    EXPECT_EQ(parts.v, one.v);
+    EXPECT_EQ(parts.m_scale, one.m_scale);
+    EXPECT_EQ(parts.v_scale, one.v_scale);
+  }
+}
+
 std::vector<double> losses(const std::string& optimizer, int64_t* state_bytes) {
   test::Runner runner(
       "[model]\nplugin = \"gpt\"\nlayers = 2\nhidden = 64\nheads = 4\nvocabulary = 64\ncontext = 16\n"
