@@ -3,9 +3,14 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <functional>
+#include <map>
 #include <random>
+#include <set>
+#include <thread>
 
+#include "comm/world.h"
 #include "engine/planning/agreement.h"
 #include "engine/program/registering.h"
 #include "plugins/pipeline/actions.cpp"  // a plugin's code is not in the engine's library
@@ -257,6 +262,88 @@ TEST(PipelineSchedules, MutatedPassesAreRefusedOrEnd) {
   EXPECT_GT(wrong, 300);
   EXPECT_GT(never_end, 300);
   EXPECT_GT(right, 300);
+}
+
+// Real ranks do what the actions say: a thread for passes, one for sends, one for receives. A send waits for its
+// receiver.
+class Rank {
+ public:
+  Rank(const Actions& actions, World& world)
+      : actions_(actions), stage_(world.rank()), list_(actions.by_stage[size_t(stage_)]) {
+    std::set<std::pair<int, int>> pairs;  // sender and receiver
+    for (int stage = 0; stage < actions.stages(); ++stage)
+      for (const Action& action : actions.by_stage[size_t(stage)])
+        if (action.kind == Action::Kind::send) pairs.insert({stage, action.peer});
+    for (const auto& [from, to] : pairs)
+      if (from == stage_ || to == stage_)
+        groups_[{from, to}] =
+            world.group(std::to_string(from) + " to " + std::to_string(to), {std::min(from, to), std::max(from, to)});
+  }
+
+  void run() {
+    std::jthread sends([&] { exchange(Action::Kind::send); });
+    std::jthread receives([&] { exchange(Action::Kind::receive); });
+    int32_t needed = 0, counted = 0;  // receives that have ended before the pass
+    std::vector<int32_t> place(2 * size_t(actions_.chunks()) * size_t(actions_.microbatches), 0);
+    for (const Action& action : list_) {
+      const Message need = actions_.needed(stage_, action.pass);
+      if (action.kind == Action::Kind::receive) place[actions_.index(need)] = ++counted;
+      if (action.kind == Action::Kind::run && need.chunk >= 0) needed = std::max(needed, place[actions_.index(need)]);
+      for (int32_t now; (now = ended_) < needed;) ended_.wait(now);
+      ++come_;
+      come_.notify_all();
+    }
+  }
+
+ private:
+  // Actions of a kind in their order, each when the passes before it have ended.
+  void exchange(Action::Kind kind) {
+    for (size_t i = 0; i < list_.size(); ++i) {
+      if (list_[i].kind != kind) continue;
+      for (int32_t now; (now = come_) < int32_t(i);) come_.wait(now);
+      const bool sends = kind == Action::Kind::send;
+      const int peer = list_[i].peer;
+      const Message message = sends ? actions_.made(stage_, list_[i].pass) : actions_.needed(stage_, list_[i].pass);
+      Communicator& pair = *groups_.at(sends ? std::pair(stage_, peer) : std::pair(peer, stage_));
+      int64_t number = sends ? int64_t(actions_.index(message)) : -1;
+      const Pieces data{{reinterpret_cast<std::byte*>(&number), sizeof number}};
+      const int other = stage_ < peer ? 1 : 0;  // in the group
+      sends ? pair.send(data, other) : pair.receive(data, other);
+      pair.barrier();
+      EXPECT_EQ(number, int64_t(actions_.index(message)));
+      if (!sends) ++ended_, ended_.notify_all();
+    }
+  }
+
+  const Actions& actions_;
+  int stage_;
+  const std::vector<Action>& list_;
+  std::map<std::pair<int, int>, std::unique_ptr<Communicator>> groups_;
+  std::atomic<int32_t> come_ = 0, ended_ = 0;  // actions that the thread of passes has come past; receives
+};
+
+TEST(PipelineSchedules, WhatIsAcceptedEndsOnRealRanks) {
+  std::mt19937 random(22);
+  const auto below = [&](size_t n) { return size_t(random() % n); };
+  int accepted = 0;
+  for (int round = 0; accepted < 60; ++round) {
+    const Named& named = kSchedules[below(kSchedules.size())];
+    const Problem problem{.stages = 2 + int(below(4)),
+                          .chunks = named.chunks[below(named.chunks.size())],
+                          .microbatches = 1 + int(below(8))};
+    Schedule schedule = named.make(problem);
+    for (size_t n = below(4); n-- > 0;) {
+      auto& order = schedule.order[below(schedule.order.size())];
+      const size_t a = below(order.size());
+      std::swap(order[a], order[std::min(a + 1, order.size() - 1)]);
+    }
+    Actions actions;
+    if (!refusal([&] { require_no_deadlock(actions = actions_of(problem, schedule)); }).empty()) continue;
+    SCOPED_TRACE(std::string(named.name) + ", " + text_of(problem) + ", round " + std::to_string(round));
+    run_local(
+        problem.stages, [&](World& world) { Rank(actions, world).run(); }, 20);
+    ++accepted;
+  }
 }
 
 // Random changes of sends and receives, the passes being right.
