@@ -38,7 +38,7 @@ namespace {
 constexpr int64_t kChunk = 1 << 20;   // bytes a message
 constexpr int64_t kSmall = 64 << 10;  // all_reduce in one step, or log2 n
 constexpr int64_t kLarge = 1 << 20;   // all_gather in a ring
-constexpr int kSpins = 2000;
+constexpr int kPolls = 2000;
 
 template <class T>
 struct Handle {
@@ -299,7 +299,7 @@ class Fabric final : public Communicator {
   }
 
   void wait(int slot) {
-    for (int i = 0; i < kSpins && pending_[slot] > 0; ++i) take_completions(0);
+    for (int i = 0; i < kPolls && pending_[slot] > 0; ++i) take_completions(0);
     const auto began = std::chrono::steady_clock::now();
     while (pending_[slot] > 0)
       if (!take_completions(20)) give_up(began);

@@ -5,13 +5,8 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <chrono>
 
 namespace strata {
-
-double seconds_now() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 bool Connection::flush() {
   while (!out_.empty()) {

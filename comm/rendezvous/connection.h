@@ -3,11 +3,10 @@
 #include <deque>
 #include <string>
 
+#include "base/clock.h"
 #include "comm/rendezvous/frames.h"
 
 namespace strata {
-
-double seconds_now();  // on a clock that only goes forward
 
 class Connection {
  public:

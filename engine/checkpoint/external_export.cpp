@@ -15,7 +15,6 @@
 namespace strata {
 namespace {
 
-constexpr int64_t kPiece = 1 << 20;  // elements converted at a time
 
 // The parameters that the tensor being written is made of.
 class Parameters {
@@ -48,10 +47,10 @@ class Parameters {
 class Converter {
  public:
   Converter(SafetensorsWriter& writer, DType dtype, std::string name)
-      : writer_(writer), dtype_(dtype), name_(std::move(name)), bytes_(size_t(kPiece * size_of(dtype))) {}
+      : writer_(writer), dtype_(dtype), name_(std::move(name)), bytes_(size_t(kElementsAtOnce * size_of(dtype))) {}
   void append(const float* values, int64_t count) {
-    for (int64_t i = 0; i < count; i += kPiece) {
-      const int64_t some = std::min(kPiece, count - i);
+    for (int64_t i = 0; i < count; i += kElementsAtOnce) {
+      const int64_t some = std::min(kElementsAtOnce, count - i);
       from_f32(dtype_, values + i, bytes_.data(), some);
       if (dtype_ != DType::f32) check(values + i, some);
       writer_.append(std::span(bytes_).first(size_t(some * size_of(dtype_))));
@@ -86,7 +85,8 @@ void append_rows(const ExternalTensor& tensor, const Parameters& parameters, Con
 // (out, in) here, (in, out) there: some columns at a time.
 void append_transposed(const ExternalTensor& tensor, const Parameters& parameters, Converter& out) {
   const int64_t columns = tensor.shape[0], width = tensor.shape[1];
-  const int64_t together = std::clamp<int64_t>(kPiece / std::max<int64_t>(width, 1), 1, std::max<int64_t>(columns, 1));
+  const int64_t together =
+      std::clamp<int64_t>(kElementsAtOnce / std::max<int64_t>(width, 1), 1, std::max<int64_t>(columns, 1));
   std::vector<float> piece(size_t(together * width));
   for (int64_t column = 0; column < columns; column += together) {
     const int64_t some = std::min(together, columns - column);

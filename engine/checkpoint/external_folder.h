@@ -10,6 +10,8 @@
 
 namespace strata {
 
+inline constexpr int64_t kElementsAtOnce = 1 << 20;  // converted at a time, on the way in and out
+
 class ExternalFolder {
  public:
   // Throws Error when config.json or a file that the index names is missing, a tensor is in two files or not in the one

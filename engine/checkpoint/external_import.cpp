@@ -11,7 +11,6 @@
 namespace strata {
 namespace {
 
-constexpr int64_t kPiece = 1 << 20;  // elements converted at a time
 
 bool is_floating(const StoredTensor& tensor) {
   const std::string& name = tensor.dtype_name;
@@ -23,18 +22,18 @@ void read_elements(const ExternalFolder::Found& found, int64_t first, int64_t co
   const DType dtype = *found.tensor.dtype;
   const int64_t size = size_of(dtype);
   if (dtype == DType::f32) {
-    for (int64_t i = 0; i < count; i += kPiece) {
+    for (int64_t i = 0; i < count; i += kElementsAtOnce) {
       stop_if_interrupted();
-      const int64_t some = std::min(kPiece, count - i);
+      const int64_t some = std::min(kElementsAtOnce, count - i);
       found.file->read(found.tensor, size_t((first + i) * size),
                        std::as_writable_bytes(std::span(out + i, size_t(some))));
     }
     return;
   }
-  std::vector<uint16_t> piece(size_t(std::min(count, kPiece)));
-  for (int64_t i = 0; i < count; i += kPiece) {
+  std::vector<uint16_t> piece(size_t(std::min(count, kElementsAtOnce)));
+  for (int64_t i = 0; i < count; i += kElementsAtOnce) {
     stop_if_interrupted();
-    const std::span some = std::span(piece).first(size_t(std::min(kPiece, count - i)));
+    const std::span some = std::span(piece).first(size_t(std::min(kElementsAtOnce, count - i)));
     found.file->read(found.tensor, size_t((first + i) * size), std::as_writable_bytes(some));
     to_f32(dtype, some.data(), out + i, int64_t(some.size()));
   }
@@ -44,7 +43,8 @@ void read_elements(const ExternalFolder::Found& found, int64_t first, int64_t co
 void read_transposed(const ExternalFolder::Found& found, const ExternalTensor& tensor, const std::string& parameter,
                      float* out) {
   const int64_t columns = tensor.shape[0], width = tensor.shape[1];
-  const int64_t together = std::clamp<int64_t>(kPiece / std::max<int64_t>(width, 1), 1, std::max<int64_t>(columns, 1));
+  const int64_t together =
+      std::clamp<int64_t>(kElementsAtOnce / std::max<int64_t>(width, 1), 1, std::max<int64_t>(columns, 1));
   std::vector<float> piece(size_t(together * width));
   for (int64_t column = 0; column < columns; column += together) {
     const int64_t some = std::min(together, columns - column);
@@ -160,9 +160,9 @@ std::string ExternalImport::differing_second_name() const {
 
 bool ExternalImport::equal(const Source& a, const Source& b) const {
   const int64_t count = elements(a.tensor.shape);
-  std::vector<float> left(size_t(std::min(count, kPiece))), right(left.size());
-  for (int64_t i = 0; i < count; i += kPiece) {
-    const int64_t some = std::min(kPiece, count - i);
+  std::vector<float> left(size_t(std::min(count, kElementsAtOnce))), right(left.size());
+  for (int64_t i = 0; i < count; i += kElementsAtOnce) {
+    const int64_t some = std::min(kElementsAtOnce, count - i);
     read_elements(*a.found, i, some, left.data());
     read_elements(*b.found, i, some, right.data());
     if (std::memcmp(left.data(), right.data(), size_t(some) * sizeof(float)) != 0) return false;

@@ -24,7 +24,7 @@ namespace fs = std::filesystem;
 constexpr int64_t kVersion = 2, kOldestVersion = 1;
 constexpr int64_t kShardBytes = int64_t{4} << 30;
 constexpr size_t kPiece = 4 << 20;  // bytes read at a time; a multiple of every dtype's size
-const std::string kPrefix = "step-", kHidden = ".saving-";
+const std::string kPrefix = "step-", kSaving = ".saving-";
 
 std::string text_of(XXH128_hash_t hash) {
   char text[40];
@@ -138,7 +138,7 @@ std::vector<std::string> agree(World* world, const std::string& mine) {
 // Takes its name away before anything in it goes, so that a kill leaves no folder that looks whole.
 void discard(const fs::path& checkpoint) {
   std::error_code problem;
-  const fs::path old = checkpoint.parent_path() / (kHidden + "old-" + checkpoint.filename().string());
+  const fs::path old = checkpoint.parent_path() / (kSaving + "old-" + checkpoint.filename().string());
   fs::remove_all(old, problem);
   fs::rename(checkpoint, old, problem);
   fs::remove_all(problem ? checkpoint : old, problem);
@@ -234,13 +234,13 @@ CheckpointStore::Saving::Saving(CheckpointStore& store, CheckpointInfo info, Wor
   char name[32];
   std::snprintf(name, sizeof name, "step-%08lld", (long long)info_.step);
   const fs::path folder(store.directory_);
-  hidden_ = (folder / (kHidden + name)).string();
+  hidden_ = (folder / (kSaving + name)).string();
   target_ = (folder / name).string();
   agree(world_, outcome_of([&]() -> std::string {
           if (world_ && world_->rank() != 0) return "";
           std::error_code problem;
           for (const auto& entry : fs::directory_iterator(folder, problem))
-            if (entry.path().filename().string().rfind(kHidden, 0) == 0) fs::remove_all(entry.path(), problem);
+            if (entry.path().filename().string().rfind(kSaving, 0) == 0) fs::remove_all(entry.path(), problem);
           fs::create_directory(hidden_, problem);
           if (problem) throw Error(hidden_ + ": cannot make the folder: " + problem.message() + ".");
           return "";

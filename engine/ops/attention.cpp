@@ -150,7 +150,7 @@ double bytes(const OpView& v) {
   return sum;
 }
 
-const AtLoad registered([] {
+const AtLoad attention_registered([] {
   register_kind(
       {.name = "attention",
        .summary = "qkv (B, T, K·(P+2)·D) -> o (B, T, H·D), lse (B, H, T), H = K·P; causal",

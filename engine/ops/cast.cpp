@@ -11,7 +11,7 @@ DType target(const OpView& v) {
   throw Error("op \"cast\" has no type \"" + name + "\"; it knows f32, bf16 and f16.");
 }
 
-const AtLoad registered([] {
+const AtLoad cast_registered([] {
   register_kind({.name = "cast",
                  .summary = "x (…), [waits for] -> x as attribute dtype: f32, bf16 or f16",
                  .shape = [](const OpView& v) -> std::vector<TensorSpec> {

@@ -600,7 +600,7 @@ std::vector<TensorId> spread(Builder& build, const OpView& v, const std::string&
                         attributes);
 }
 
-const AtLoad registered([] {
+const AtLoad context_attention_registered([] {
   register_keys();
   register_repeat();
   // In a ring the block is a share of another rank, by layout as if it were this one's. On gathered keys the gradient

@@ -131,7 +131,7 @@ std::vector<TensorSpec> shape(const OpView& v) {
   return {like(v.input(0))};
 }
 
-const AtLoad registered([] {
+const AtLoad dropout_registered([] {
   register_kind({.name = "dropout",
                  .summary = "x (…), seed, step (f64 scalars) -> x·mask/(1-p); attributes probability, stream",
                  .shape = shape,

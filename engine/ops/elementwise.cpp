@@ -254,7 +254,7 @@ void register_swiglu_gradient() {
             })}}});
 }
 
-const AtLoad registered([] {
+const AtLoad elementwise_registered([] {
   register_add();
   register_scale();
   register_multiply_scalars();

@@ -330,7 +330,7 @@ void register_rotary() {
                      {}}}}});
 }
 
-const AtLoad registered([] {
+const AtLoad embedding_registered([] {
   register_embedding();
   register_rotary();
 });

@@ -366,7 +366,7 @@ void register_shift() {
       }});
 }
 
-const AtLoad registered([] {
+const AtLoad exchange_registered([] {
   register_shift();
   register_all_reduce();
   register_reduce_scatter();

@@ -121,7 +121,7 @@ std::vector<TensorId> over_parts_of_vocabulary(Builder& build, const OpView& v, 
                      "loss.whole")};
 }
 
-const AtLoad registered([] {
+const AtLoad language_model_head_registered([] {
   register_kind(
       {.name = "lm_head_loss",
        .summary = "x (B, T, C), w (V, C), targets i32 (B, T) -> loss (1) = scale·Σ cross-entropy; targets below 0 do "

@@ -184,7 +184,7 @@ void register_linear_weight_gradient() {
                               })}}});
 }
 
-const AtLoad registered([] {
+const AtLoad linear_registered([] {
   register_linear();
   register_linear_input_gradient();
   register_linear_weight_gradient();

@@ -28,7 +28,7 @@ Kernel in_turn(std::string backend) {
           }};
 }
 
-const AtLoad registered([] {
+const AtLoad linear_gelu_registered([] {
   OpKind kind{.name = "linear_gelu_gradient",
               .summary = "dy (…, out), w (out, in), x (…, in) -> dx (…, in) = (dy w) gelu'(x)",
               .shape = [](const OpView& v) -> std::vector<TensorSpec> {

@@ -129,7 +129,7 @@ void register_once() {
   register_kind(std::move(kind));
 }
 
-const AtLoad registered([] {
+const AtLoad local_slice_registered([] {
   register_slice();
   register_replicated();
   register_once();

@@ -20,7 +20,7 @@ Launch bind(const Binding& b) {
   };
 }
 
-const AtLoad registered([] {
+const AtLoad move_registered([] {
   OpKind kind{.name = "move", .summary = "x (…) -> x on another tier", .shape = [](const OpView& v) {
                 require(v.inputs() == 1 && v.has_input(0), v, "one tensor");
                 return std::vector<TensorSpec>{like(v.input(0))};

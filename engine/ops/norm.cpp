@@ -251,7 +251,7 @@ void register_norm(const std::string& name, bool layer) {
                               })}}});
 }
 
-const AtLoad registered([] {
+const AtLoad norm_registered([] {
   register_norm("layer_norm", true);
   register_norm("rms_norm", false);
 });

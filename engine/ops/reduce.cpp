@@ -113,7 +113,7 @@ void sum_of_all_squares(const Binding& b, double* parts) {
   sum_exactly(parts, rows.count, b.out<double>(0));
 }
 
-const AtLoad registered([] {
+const AtLoad reduce_registered([] {
   register_kind({.name = "sum_rows",
                  .summary = "x (…, n) -> (n)",
                  .shape = [](const OpView& v) -> std::vector<TensorSpec> {

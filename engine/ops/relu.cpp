@@ -75,7 +75,7 @@ void add_pair(const std::string& name, const std::string& summary, std::map<std:
                  .kernels = std::move(backward)});
 }
 
-const AtLoad registered([] {
+const AtLoad relu_registered([] {
   add_pair("relu", "x (…) -> max(x, 0)",
            kernels<1>([](const auto& in, float* out, int64_t n) { relu(in[0], out, n); },
                       [](auto x, auto) { return x < 0 ? decltype(x)(0) : x; }),

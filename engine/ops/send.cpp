@@ -106,7 +106,7 @@ void register_receive() {
            }});
 }
 
-const AtLoad registered([] {
+const AtLoad send_registered([] {
   register_send();
   register_receive();
 });

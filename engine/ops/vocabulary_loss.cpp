@@ -248,7 +248,7 @@ void register_loss() {
                               })}}});
 }
 
-const AtLoad registered([] {
+const AtLoad vocabulary_loss_registered([] {
   register_statistics();
   register_loss();
 });

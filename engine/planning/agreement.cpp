@@ -15,12 +15,6 @@
 namespace strata {
 namespace {
 
-using Clock = std::array<int32_t, kStreams>;  // exchanges ended, by stream
-
-void raise(Clock& clock, const Clock& other) {
-  for (size_t s = 0; s < clock.size(); ++s) clock[s] = std::max(clock[s], other[s]);
-}
-
 // A tensor by what all members of a group know of it alike: names may differ where programs do, and the sizes of shares
 // do.
 std::string described(const Tensor& tensor) {
@@ -137,7 +131,7 @@ class Job {
 
   std::span<const RankExchanges> ranks_;
   std::vector<std::array<std::vector<int32_t>, kStreams>> streams_;  // by rank: its steps
-  std::vector<Clock> ended_;
+  std::vector<VectorClock> ended_;
   std::vector<std::array<bool, kStreams>> arrived_;  // at the exchange that comes next on a stream
   struct Meeting {
     size_t count = 0, first = 0;  // members that have come; one of them
@@ -151,14 +145,14 @@ class Job {
 std::vector<ExchangeStep> exchanges_of(const Program& program, const Waits& waits,
                                        const std::function<bool(Stream)>& queued) {
   std::vector<ExchangeStep> steps;
-  std::array<std::vector<Clock>, kStreams> ended;  // by stream and op: the exchanges that have ended with it
-  Clock filled{};                                  // before the thread that fills the queues comes to the next op
+  std::array<std::vector<VectorClock>, kStreams> ended;  // by stream and op: the exchanges that have ended with it
+  VectorClock filled{};                                  // before the thread that fills the queues comes to the next op
   for (size_t i = 0; i < program.ops.size(); ++i) {
     const Op& op = program.ops[i];
     auto& mine = ended[size_t(op.stream)];
-    Clock clock = mine.empty() ? Clock{} : mine.back();
+    VectorClock clock = mine.empty() ? VectorClock{} : mine.back();
     for (const Wait& wait : waits[i]) {
-      const Clock& other = ended[size_t(wait.stream)].at(size_t(wait.count) - 1);
+      const VectorClock& other = ended[size_t(wait.stream)].at(size_t(wait.count) - 1);
       raise(clock, other);
       if (queued(op.stream) && !queued(wait.stream)) raise(filled, other);
     }

@@ -9,12 +9,6 @@
 namespace strata {
 namespace {
 
-using Clock = std::array<int32_t, kStreams>;  // ops finished, by stream
-
-void raise(Clock& clock, const Clock& other) {
-  for (int s = 0; s < kStreams; ++s) clock[s] = std::max(clock[s], other[s]);
-}
-
 // Last writer and last readers of each byte range; ranges are split where accesses begin and end.
 class Ranges {
  public:
@@ -26,7 +20,7 @@ class Ranges {
     split(end);
     for (auto at = state_.find(begin); at != state_.end() && at->first < end; ++at) visit(at->second);
   }
-  void written(int64_t begin, int64_t end, const Clock& clock) {
+  void written(int64_t begin, int64_t end, const VectorClock& clock) {
     if (begin == end) return;  // a rank's share may be empty
     split(begin);
     split(end);
@@ -34,7 +28,7 @@ class Ranges {
     state_[begin] = {clock, {}};
   }
   struct Clocks {
-    Clock write{}, read{};
+    VectorClock write{}, read{};
   };
 
  private:
@@ -54,19 +48,19 @@ Waits plan_waits(const Program& program, const std::function<std::vector<Access>
   const auto on_compute = [](const Op& op) { return op.stream == Stream::compute; };
   if (std::all_of(program.ops.begin(), program.ops.end(), on_compute)) return waits;
   Ranges ranges;
-  std::array<Clock, kStreams> seen{};  // what each stream knows to be finished
+  std::array<VectorClock, kStreams> seen{};  // what each stream knows to be finished
   std::array<int32_t, kStreams> issued{};
-  std::array<std::vector<Clock>, kStreams> after;  // what is known once op n of a stream has finished
+  std::array<std::vector<VectorClock>, kStreams> after;  // what is known once op n of a stream has finished
   for (int32_t i = 0; i < int32_t(program.ops.size()); ++i) {
     const int stream = int(program.ops[i].stream);
-    Clock needed{};
+    VectorClock needed{};
     const std::vector<Access> list = accesses(i);
     for (const Access& access : list)
       ranges.over(access.begin, access.end, [&](const Ranges::Clocks& piece) {
         raise(needed, piece.write);
         if (access.write) raise(needed, piece.read);
       });
-    Clock& clock = seen[stream];
+    VectorClock& clock = seen[stream];
     std::vector<Wait> own;
     for (int s = 0; s < kStreams; ++s)
       if (s != stream && needed[s] > clock[s]) {
@@ -74,7 +68,7 @@ Waits plan_waits(const Program& program, const std::function<std::vector<Access>
         raise(clock, after[s][needed[s] - 1]);
       }
     waits.push_back(own);
-    Clock mine{};
+    VectorClock mine{};
     mine[stream] = clock[stream] = ++issued[stream];
     after[stream].push_back(clock);
     for (const Access& access : list)

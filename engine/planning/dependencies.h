@@ -1,6 +1,8 @@
 // Which ops of other streams an op has to wait for, so that streams need no guessing at run time.
 // Follows bytes, not tensors, so reuse of memory across streams is covered like any other conflict.
 #pragma once
+#include <algorithm>
+#include <array>
 #include <cstdint>
 #include <functional>
 #include <span>
@@ -16,6 +18,13 @@ struct Wait {
   Stream stream;
   int32_t count;
 };
+
+// How many ops have finished, by stream.
+using VectorClock = std::array<int32_t, kStreams>;
+
+inline void raise(VectorClock& clock, const VectorClock& other) {
+  for (size_t s = 0; s < clock.size(); ++s) clock[s] = std::max(clock[s], other[s]);
+}
 
 // What each op waits for, one list after the other. No lists at all: none waits.
 class Waits {

@@ -2,12 +2,12 @@
 #include "engine/runtime/executor.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 
+#include "base/clock.h"
 #include "engine/planning/progress.h"
 #include "engine/runtime/executor_parts.h"
 #include "strata/device.h"
@@ -290,7 +290,7 @@ bool Executor::is_one_graph() const {
 }
 
 double Executor::now() const {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count() - step_began_;
+  return seconds_now() - step_began_;
 }
 
 void Executor::run_op(int32_t index) {

@@ -4,12 +4,12 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <map>
 #include <set>
 
+#include "base/clock.h"
 #include "engine/program/signature.h"
 #include "memory/arena.h"
 #include "strata/convert.h"
@@ -20,8 +20,6 @@ namespace {
 constexpr int64_t kMostBytes = 64 << 20;  // of the tensors of one op
 constexpr double kMostSeconds = 0.015;    // of one run, were its kernel ideal: short, so that some run is not disturbed
 constexpr size_t kLeftOut = SIZE_MAX;
-
-double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 std::vector<TensorId> tensors_of(const Op& op) {
   std::set<TensorId> all;
@@ -160,9 +158,9 @@ class BoundOp {
     double spent = 0;
     if (op_.expected < kEnough) places_.back().launch();  // threads awake, code in the cache
     for (size_t run = 0; run < 2 * places_.size() || run < 3; ++run) {
-      const double began = now();
+      const double began = seconds_now();
       places_[run % places_.size()].launch();
-      const double seconds = now() - began;
+      const double seconds = seconds_now() - began;
       all.push_back(seconds);
       spent += seconds;
       if ((run > 0 && spent > kEnough) || began + seconds > until) break;
@@ -235,13 +233,13 @@ std::vector<double> measure_kernels(const std::vector<LoneOp>& ops, const std::s
   Arena pool(pool_bytes);
   std::memset(pool.base(), 0, size_t(pool_bytes));  // the pages' first touch takes longer than many an op
   Threads compute(threads), host(std::max(1, host_threads));
-  const double began = now();
+  const double began = seconds_now();
   for (int round = 1; round <= 2; ++round) {
     const double until = began + seconds * round / 2;
     for (size_t i = 0; i < ops.size(); ++i) {
       const LoneOp& op = ops[i];
       const bool on_host = op.view().op().stream == Stream::host;
-      if (now() + 2 * op.expected > until || !op.view().op().kind->kernels.contains(backend)) continue;
+      if (seconds_now() + 2 * op.expected > until || !op.view().op().kind->kernels.contains(backend)) continue;
       try {
         const double taken = BoundOp(op, backend, on_host ? host : compute, pool.base(), pool_bytes).typical(until);
         best[i] = best[i] == 0 ? taken : std::min(best[i], taken);

@@ -9,27 +9,25 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <chrono>
 #include <csignal>
 #include <cstring>
 #include <functional>
 #include <numeric>
 #include <random>
 
+#include "base/clock.h"
 #include "comm/process_world.h"
 #include "strata/json.h"
 
 namespace strata {
 namespace {
 
-double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
-
 // Seconds until the last rank is done, when all begin at once.
 double seconds_of_all(Communicator& group, const std::function<void()>& exchange) {
   group.barrier();
-  const double began = now();
+  const double began = seconds_now();
   exchange();
-  double seconds = now() - began;
+  double seconds = seconds_now() - began;
   group.all_reduce({{reinterpret_cast<std::byte*>(&seconds), 8}}, DType::f64, Reduction::max);
   return seconds;
 }
@@ -45,9 +43,9 @@ void send(int file, const std::string& text) {
 
 std::string receive(int file, double seconds) {
   std::string text;
-  const double began = now();
+  const double began = seconds_now();
   for (char buffer[4096];;) {
-    const double left = seconds - (now() - began);
+    const double left = seconds - (seconds_now() - began);
     pollfd ready{file, POLLIN, 0};
     if (left <= 0 || poll(&ready, 1, int(left * 1000) + 1) < 0) return "";
     if (ready.revents == 0) continue;

@@ -5,13 +5,13 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
 
+#include "base/clock.h"
 #include "strata/error.h"
 
 namespace strata {
@@ -69,7 +69,7 @@ void Progress::show(const std::string& line) {
     open_ = true;
     return;
   }
-  const double now = std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+  const double now = seconds_now();
   if (now - last_ < kPlainInterval) return;
   last_ = now;
   std::fprintf(stderr, "%s\n", line.c_str());

@@ -20,6 +20,7 @@
 #include <set>
 #include <thread>
 
+#include "base/clock.h"
 #include "engine/runtime/cache_path.h"
 #include "engine/runtime/device_rates.h"
 #include "engine/runtime/kernel_rates.h"
@@ -37,11 +38,10 @@ namespace {
 constexpr double kBudget = 2.7;        // seconds for everything that is measured at once
 constexpr int kMostRanksMeasured = 8;  // of a link, where ranks are started for it
 
-double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 double seconds_of(const auto& work) {
-  const double began = now();
+  const double began = seconds_now();
   work();
-  return now() - began;
+  return seconds_now() - began;
 }
 
 std::string first_line(const char* path, const std::string& key) {
@@ -188,11 +188,11 @@ std::vector<Tried> measure_storage(const std::string& directory, double seconds)
   std::memset(memory.base(), 1, kPiece);
   int64_t written = 0;
   const auto rate = [&](int64_t most, auto&& transfer) {
-    const double began = now();
+    const double began = seconds_now();
     int64_t done = 0;
-    while (done < most && (done == 0 || now() - began < seconds)) transfer(done++ * kPiece);
+    while (done < most && (done == 0 || seconds_now() - began < seconds)) transfer(done++ * kPiece);
     written = done;
-    return double(kPiece) * double(done) / (now() - began);
+    return double(kPiece) * double(done) / (seconds_now() - began);
   };
   const double write = rate(kPieces, [&](int64_t at) { channel.write(at, memory.base(), kPiece, "a measurement"); });
   const double read = rate(written, [&](int64_t at) { channel.read(at, memory.base(), kPiece, "a measurement"); });
@@ -238,7 +238,7 @@ class Inquiry {
         fmt::print(stderr, "measuring this machine's rates, less than three seconds; they are kept in {}\n",
                    cache_path("rates.json").empty() ? "no file" : cache_path("rates.json"));
       const RatesCache::Measuring alone(cache_, 2 * kBudget);
-      began_ = now();
+      began_ = seconds_now();
       if (!measure_apart()) measure();
     }
     return known();
@@ -266,14 +266,14 @@ class Inquiry {
       ended = waitpid(child, &status, WNOHANG);
       if (ended < 0 && errno != EINTR) break;
       if (ended == child) break;
-      if (now() - began_ > kHung) kill(child, SIGKILL);  // not waited for yet: still this child's number
+      if (seconds_now() - began_ > kHung) kill(child, SIGKILL);  // not waited for yet: still this child's number
       std::this_thread::sleep_for(std::chrono::milliseconds(2));
     }
     cache_ = RatesCache(cache_path("rates.json"));
     return !cache_.of(machine_).empty() || is_asynchronous(wanted_.backend) || wanted_.backend == "reference";
   }
 
-  double left() const { return kBudget - (now() - began_); }
+  double left() const { return kBudget - (seconds_now() - began_); }
   // Where ranks are there it would be measured in this process, whose memory is planned: only what nobody knows.
   bool due(const std::string& key, const Tried& what) const {
     return wanted_.has_ranks ? !cache_.find(key, what) : cache_.due(key, what);

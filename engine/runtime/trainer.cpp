@@ -3,12 +3,12 @@
 
 #include <fmt/format.h>
 
-#include <chrono>
 #include <cmath>
 #include <memory>
 #include <optional>
 #include <system_error>
 
+#include "base/clock.h"
 #include "engine/checkpoint/external_files.h"
 #include "engine/checkpoint/store.h"
 #include "engine/data/sampler.h"
@@ -28,10 +28,6 @@
 
 namespace strata {
 namespace {
-
-double seconds_now() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 class Notes final : public CheckpointNotes {
  public:

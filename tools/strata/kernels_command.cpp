@@ -12,7 +12,7 @@
 namespace strata {
 namespace {
 
-struct Row {
+struct KernelRow {
   std::string kind;
   Stream stream;
   DType dtype;
@@ -21,13 +21,13 @@ struct Row {
 };
 
 // Of kinds, streams and types of first inputs, the longest first.
-std::vector<Row> rows_of(const Program& program, const std::vector<Span>& spans) {
-  std::map<std::tuple<std::string, Stream, DType>, Row> rows;
+std::vector<KernelRow> rows_of(const Program& program, const std::vector<Span>& spans) {
+  std::map<std::tuple<std::string, Stream, DType>, KernelRow> rows;
   for (size_t i = 0; i < program.ops.size(); ++i) {
     const Op& op = program.ops[i];
     const OpView view(program, op);
     const DType dtype = view.inputs() > 0 && view.has_input(0) ? view.input(0).dtype : view.output(0).dtype;
-    Row& row = rows[{op.kind->name, op.stream, dtype}];
+    KernelRow& row = rows[{op.kind->name, op.stream, dtype}];
     row.kind = op.kind->name, row.stream = op.stream, row.dtype = dtype;
     ++row.calls;
     row.seconds += spans[i].finish - spans[i].start;
@@ -35,9 +35,9 @@ std::vector<Row> rows_of(const Program& program, const std::vector<Span>& spans)
     row.bytes += cost.bytes;
     row.flops += cost.flops;
   }
-  std::vector<Row> sorted;
+  std::vector<KernelRow> sorted;
   for (auto& [key, row] : rows) sorted.push_back(std::move(row));
-  std::sort(sorted.begin(), sorted.end(), [](const Row& a, const Row& b) { return a.seconds > b.seconds; });
+  std::sort(sorted.begin(), sorted.end(), [](const KernelRow& a, const KernelRow& b) { return a.seconds > b.seconds; });
   return sorted;
 }
 
@@ -52,9 +52,9 @@ int bench_kernels_command_main(const BenchKernelsArguments& arguments) {
   const PlannedProgram& planned = plans.programs[plans.of_step(arguments.steps)];  // whose ops are timed
   const Rates& rates = planned.rates;
   const Measurement measured = measure(session, plans, arguments.steps);
-  std::vector<Row> rows = rows_of(planned.program(), measured.spans);
+  std::vector<KernelRow> rows = rows_of(planned.program(), measured.spans);
   double total = 0;
-  for (const Row& row : rows) total += row.stream == Stream::compute ? row.seconds : 0;
+  for (const KernelRow& row : rows) total += row.stream == Stream::compute ? row.seconds : 0;
   fmt::print(
       "step {} of {}, {:.3f} s; measured on this machine: memory {:.0f} GB/s, copies {:.0f} GB/s, products {:.2f} "
       "TFLOP/s in f32, {:.2f} in 16 bits, {:.1f} us an op\n",
@@ -63,7 +63,7 @@ int bench_kernels_command_main(const BenchKernelsArguments& arguments) {
   fmt::print("{:<30}{:<10}{:<6}{:>6}{:>11}{:>8}{:>10}{:>11}{:>10}{:>13}\n", "", "stream", "type", "calls", "ms",
              "share", "GB/s", "of memory", "TFLOP/s", "of products");
   Json::Array list;
-  for (Row& row : rows) {
+  for (KernelRow& row : rows) {
     row.seconds = std::max(row.seconds, 1e-9);  // what clocks resolve
     const bool copies = row.stream == Stream::to_device || row.stream == Stream::to_host;
     const double bandwidth = (copies ? row.bytes / 2 : row.bytes) / row.seconds, speed = row.flops / row.seconds;

@@ -12,7 +12,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
@@ -21,6 +20,7 @@
 #include <map>
 #include <random>
 
+#include "base/clock.h"
 #include "comm/process_world.h"
 #include "engine/runtime/stop.h"
 #include "strata/error.h"
@@ -67,8 +67,6 @@ void place(LaunchedRank& rank, const std::string& job, const std::string& otherw
   if (rank.address.empty())
     throw Error(rank.launcher + " does not say on which host rank 0 is; set STRATA_MASTER=HOST:PORT for all ranks.");
 }
-
-double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 }  // namespace
 
@@ -253,8 +251,8 @@ class Launcher {
       while (const int signal = signals_.next()) pass_on(signal);
       for (int r = 0; r < int(ranks_.size()); ++r) drain(r);
       for (int r = 0; r < int(ranks_.size()); ++r)
-        if (reap(r) && !ended_well(r) && deadline == 0) deadline = now() + grace_;
-      if (deadline > 0 && now() > deadline) give_up();  // stopped, or stuck
+        if (reap(r) && !ended_well(r) && deadline == 0) deadline = seconds_now() + grace_;
+      if (deadline > 0 && seconds_now() > deadline) give_up();  // stopped, or stuck
     }
     return code();
   }
