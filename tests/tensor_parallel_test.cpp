@@ -235,23 +235,91 @@ TEST(TensorParallel, BytesOnTheWireFollowTheFormula) {
 TEST(TensorParallel, BytesOnTheWireOfSplitSequencesFollowTheFormula) {
   for (int t : {2, 4, 8})
     for (int layers : {1, 3}) {
-      const int64_t b = 2, s = 64, h = 32;
+      const int64_t b = 2, s = 64, h = 512;
       const std::string text =
           "[model]\nplugin = \"gpt\"\nlayers = " + std::to_string(layers) +
-          "\nhidden = 32\nheads = 8\nvocabulary = 61\ncontext = 64\ndropout = 0.1\n[data]\ntrain = [\"none\"]\n"
+          "\nhidden = 512\nheads = 8\nffn = 64\nvocabulary = 61\ncontext = 64\ndropout = 0.1\n[data]\ntrain = "
+          "[\"none\"]\n"
           "sequence_length = 64\nglobal_batch = 2\nmicro_batch = 2\n[device]\nthreads = 1\n[mesh]\ntensor = " +
           std::to_string(t) + "\n[plugins.adamw]\n[plugins.tensor_parallel]\nsequence = true\n";
       const double activations = 4.0 * double((10 * layers + 4) * b * s * h), of_loss = 4.0 * double(3 * b * s),
                    norms = 4.0 * double((2 * layers + 1) * 2 * h);
-      double planned = 0;
+      double planned = 0, sent = 0;
+      std::mutex mutex;
       run_local(t, [&](World& world) {
         test::Runner runner(text, {}, Goal::train, {}, &world);
+        const std::vector<int32_t> tokens(size_t(b * s), 3);
+        runner.run_step(tokens.data(), tokens.data());
+        const std::lock_guard lock(mutex);
+        for (const auto& [axis, group] : runner.groups)
+          if (axis != "loop") sent += double(group->bytes_sent());
         if (world.rank() > 0) return;
         for (const Op& op : runner.built.program.ops)
           if (op.kind->exchange) planned += cost_of(OpView(runner.built.program, op)).wire * (t - 1) / t;
       });
       EXPECT_DOUBLE_EQ(planned, (activations + 2 * (of_loss + norms)) * (t - 1) / t) << t << " ranks, " << layers;
+      // Sums of few bytes are handed to all at once.
+      EXPECT_DOUBLE_EQ(sent / t, activations * (t - 1) / t + (of_loss + norms) * (t - 1)) << t << " ranks, " << layers;
     }
+}
+
+// Korthikanti et al. (arXiv 2205.05198), section 4: of a layer in 16 bits each rank keeps s·b·h (10 + 24/t + 5 a s/(h
+// t)) bytes with tensor parallelism (equation 2), s·b·h/t (34 + 5 a s/h) with sequence parallelism, too (equation 4),
+// and 34 s·b·h/t with selective recomputation besides (table 2). Here, in fp32:
+//   10: inputs of two norms (4) and of two branches (4) are kept, twice as many bytes each; two masks of dropout, a
+//   byte
+//       an element, are not kept but drawn again;
+//   24: queries, keys and values (6), what attention makes (2), the feed-forward layer before (8) and after (8) gelu;
+//   5 a s/h: scores of attention are not stored, but one number a head and token; so selective recomputation leaves of
+//       a layer what it has anyway;
+// and of each norm a mean and a deviation a token.
+TEST(TensorParallel, ActivationBytesFollowTheFormulas) {
+  const int64_t b = 2, s = 16, h = 64, heads = 8;
+  const test::TemporaryFolder folder;
+  const auto kept = [&](int t, int layers, const std::string& more) {
+    const std::string text =
+        "[model]\nplugin = \"gpt\"\nlayers = " + std::to_string(layers) +
+        "\nhidden = 64\nheads = 8\nvocabulary = 64\ncontext = 16\n[data]\ntrain = [\"none\"]\nsequence_length = 16\n"
+        "global_batch = 2\nmicro_batch = 2\n[device]\nthreads = 1\n[plugins.adamw]\n" +
+        (t > 1 ? "[mesh]\ntensor = " + std::to_string(t) + "\n[plugins.tensor_parallel]\n" + more : "");
+    const Session session(test::write_file(folder / "config.toml", text), {});
+    return double(session.plan(Goal::train).memory.device().at_peak[int(Role::activation)]);
+  };
+  for (int t : {1, 2, 4, 8})
+    for (const std::string more : {"", "sequence = true\n"}) {
+      const double all = double(b * s * h), whole = more.empty() ? 1 : 1.0 / t;
+      const double formula = 4 * all * (4 * whole + 12.0 / t),
+                   statistics = 4.0 * double(b * s) * (2 * 2 * whole + double(heads) / t);
+      const double measured = kept(t, 9, more) - kept(t, 8, more);
+      EXPECT_NEAR(measured, formula + statistics, 0.01 * formula) << t << " ranks " << more;
+    }
+}
+
+// The streams of reversible blocks are divided, and inverted, as any activation.
+TEST(TensorParallel, ReversibleBlocksAgreeWithOneRank) {
+  for (const std::string more : {"", "sequence = true\n", "[plugins.zero]\nstage = 3\n"}) {
+    Case c;
+    c.model = "hidden = 32\nheads = 4\nffn = 71\ndropout = 0.1\n";
+    c.optimizer = "[plugins.adamw]\nlearning_rate = 1e-3\nepsilon = 1e-5\n[plugins.reversible]\n";
+    c.strategies = "[plugins.tensor_parallel]\n" + more;
+    c.tensor = 2, c.data = more.find("zero") == std::string::npos ? 1 : 2;
+    SCOPED_TRACE(text_of(c, false));
+    expect_close(outcome(c, false), outcome(c, true));
+  }
+}
+
+// Patterns override which dimension of a parameter is divided.
+TEST(TensorParallel, PatternsChooseWhatIsDivided) {
+  for (const std::string patterns : {R"(["block.*.down.*: hidden", "head.weight: none"])", R"(["block.1.*: none"])",
+                                     R"(["block.*.up.*: none", "positions.*: none"])"}) {
+    Case c;
+    c.model = "hidden = 32\nheads = 4\nffn = 71\ntied = false\n";
+    c.optimizer = "[plugins.adamw]\nlearning_rate = 1e-3\nepsilon = 1e-5\n";
+    c.strategies = "[plugins.tensor_parallel]\nparameters = " + patterns + "\n";
+    c.tensor = 2;
+    SCOPED_TRACE(text_of(c, false));
+    expect_close(outcome(c, false), outcome(c, true));
+  }
 }
 
 std::string message(const std::string& model, const std::string& more) {
@@ -301,6 +369,19 @@ TEST(TensorParallel, WhatCannotBeSplitIsRefused) {
       message("hidden = 35\nheads = 5\n", "[mesh]\ntensor = 5\n" + split + "sequence = true\n")
           .find("(batch 1, time 8, hidden 35): its dimension \"time\" cannot be divided evenly among the 5 ranks"),
       std::string::npos);
+  const auto pattern = [&](const std::string& patterns) {
+    return message(heads, "[mesh]\ntensor = 2\n" + split + "parameters = [" + patterns + "]\n");
+  };
+  EXPECT_NE(pattern("\"block.*.upp.weight: ffn\"").find("\"block.*.upp.weight: ffn\" matches no parameter"),
+            std::string::npos);
+  const std::string both = pattern("\"block.*: none\", \"*.up.weight: ffn\"");
+  EXPECT_NE(both.find("\"block.*: none\" and \"*.up.weight: ffn\" contradict each other for block.0.mlp.up.weight"),
+            std::string::npos)
+      << both;
+  const std::string wrong = pattern("\"*.up.weight: heads\"");
+  EXPECT_NE(wrong.find("block.0.mlp.up.weight has no dimension named \"heads\"; it has ffn, hidden"), std::string::npos)
+      << wrong;
+  EXPECT_NE(pattern("\"*.up.weight\"").find("is not of the form"), std::string::npos);
   EXPECT_EQ(message(heads, "[mesh]\ntensor = 2\n" + split), "");
   EXPECT_EQ(message(heads, "[mesh]\ntensor = 3\n" + split + "dimensions = [\"ffn\", \"vocabulary\"]\n"), "");
 }

@@ -2,6 +2,7 @@
 // is said here is which named dimensions they divide among them; shapes, exchanges and the backward pass follow from
 // the sharding rules of the ops (Sharding, strata/op_kind.h).
 #include <algorithm>
+#include <map>
 #include <set>
 
 #include "strata/plugin.h"
@@ -19,6 +20,10 @@ class TensorParallel final : public strata::Plugin {
         "dimensions", dimensions_,
         "names of the parameters' dimensions that are divided among the ranks; none given: heads, ffn and vocabulary, "
         "as far as the model has them");
+    o.add("parameters", patterns_,
+          "parameters that are divided otherwise: \"PATTERN: DIMENSION\", where * in the pattern stands for any text, "
+          "and "
+          "DIMENSION is one that the parameter has, or none");
     o.add("sequence", sequence_,
           "between the divided products, divide the tokens of a sequence, too: norms, dropout and the residual stream "
           "(arXiv 2205.05198)");
@@ -38,7 +43,10 @@ class TensorParallel final : public strata::Plugin {
       throw Error(
           "run.reproducible promises sums that do not depend on the number of ranks, but products that are divided "
           "among ranks are summed in another order; leave one of the two out.");
-    for (const std::string& name : divided(stage.program)) stage.splits.push_back({.dimension = name, .axis = kAxis});
+    const std::vector<std::string> names = divided(stage.program);
+    for (const std::string& name : names) stage.splits.push_back({.dimension = name, .axis = kAxis});
+    for (const std::string& name : divide_otherwise(stage.program, names))
+      stage.splits.push_back({.dimension = name, .axis = kAxis});
     if (!sequence_) return;
     if (!names_time(stage.program))
       throw Error("sequence = true divides the dimension \"time\" of activations, but the model names it of none.");
@@ -91,7 +99,81 @@ class TensorParallel final : public strata::Plugin {
                 kAxis + "\"; " + (all.empty() ? "it names none." : "it names " + all + ": say which in dimensions."));
   }
 
-  std::vector<std::string> dimensions_;
+  // Of a parameter that a pattern names, the dimension that is divided gets a name of its own, and those that would
+  // have been divided without the pattern one that nothing divides. Returns the former.
+  std::set<std::string> divide_otherwise(strata::Program& program, const std::vector<std::string>& usual) const {
+    std::map<int32_t, size_t> chosen;  // by parameter: which pattern
+    for (size_t p = 0; p < patterns_.size(); ++p) {
+      const Pattern pattern(patterns_[p]);
+      bool found = false;
+      for (strata::TensorId id : program.with_role(strata::Role::parameter)) {
+        const std::string name = program[id].name;
+        if (!matches(pattern.name, name)) continue;
+        found = true;
+        const auto [before, is_first] = chosen.emplace(id.value, p);
+        if (is_first) continue;
+        if (Pattern(patterns_[before->second]).dimension != pattern.dimension)
+          throw Error("parameters: \"" + patterns_[before->second] + "\" and \"" + patterns_[p] +
+                      "\" contradict each other for " + name + "; narrow one of them so that it does not match.");
+      }
+      if (!found) throw Error("parameters: \"" + patterns_[p] + "\" matches no parameter of the model" + like(program));
+    }
+    std::set<std::string> names;
+    for (const auto& [id, p] : chosen) rename(program[{id}], Pattern(patterns_[p]).dimension, usual, names);
+    return names;
+  }
+
+  struct Pattern {
+    std::string name, dimension;
+    explicit Pattern(const std::string& text) {
+      const size_t colon = text.rfind(':'), word = colon == text.npos ? colon : text.find_first_not_of(' ', colon + 1);
+      if (colon == 0 || word == text.npos)
+        throw Error("parameters: \"" + text +
+                    "\" is not of the form \"PATTERN: DIMENSION\", such as \"block.*.up.*: ffn\" or \"head.weight: "
+                    "none\".");
+      name = text.substr(0, colon), dimension = text.substr(word);
+    }
+  };
+
+  // `*` stands for any text.
+  static bool matches(std::string_view pattern, std::string_view name) {
+    const size_t star = pattern.find('*');
+    if (star == pattern.npos) return pattern == name;
+    if (name.substr(0, star) != pattern.substr(0, star)) return false;
+    for (size_t from = star; from <= name.size(); ++from)
+      if (matches(pattern.substr(star + 1), name.substr(from))) return true;
+    return false;
+  }
+
+  static std::string like(const strata::Program& program) {
+    const std::vector<strata::TensorId> all = program.with_role(strata::Role::parameter);
+    return all.empty() ? "."
+                       : ", whose parameters have names as " + std::string(program[all.front()].name) + " and " +
+                             std::string(program[all.back()].name) + ".";
+  }
+
+  static void rename(strata::Tensor& tensor, const std::string& wanted, const std::vector<std::string>& usual,
+                     std::set<std::string>& divided) {
+    strata::Dimensions dimensions = tensor.dimensions;
+    bool found = wanted == "none";
+    std::string all;
+    for (strata::Dimension& dimension : dimensions) {
+      all += (all.empty() ? "" : ", ") + dimension.name;
+      if (dimension.name == wanted && !found) {
+        dimension.name += " (by pattern)";
+        divided.insert(dimension.name);
+        found = true;
+      } else if (std::find(usual.begin(), usual.end(), dimension.name) != usual.end()) {
+        dimension.name += " (whole)";
+      }
+    }
+    if (!found)
+      throw Error("parameters: " + std::string(tensor.name) + " has no dimension named \"" + wanted + "\"; it has " +
+                  (all.empty() ? "none with a name" : all) + ". Name one of them, or none.");
+    tensor.dimensions = std::move(dimensions);
+  }
+
+  std::vector<std::string> dimensions_, patterns_;
   bool sequence_ = false;
   strata::Bytes bucket_{25 << 20};
 };
