@@ -120,8 +120,9 @@ Outcome outcome(const Case& c, bool plain, const std::string& backend = "cpu") {
   return result;
 }
 
-// Sums are taken in another order: 1e-5 of the largest magnitude after ten steps, as fp32 gives.
-void expect_close(const Outcome& actual, const Outcome& expected) {
+// Sums are taken in another order: 1e-5 of the largest magnitude after ten steps, as fp32 gives. `most`: of a
+// parameter; a tenth of one step.
+void expect_close(const Outcome& actual, const Outcome& expected, double most = 1e-4) {
   ASSERT_EQ(actual.losses.size(), expected.losses.size());
   for (size_t i = 0; i < expected.losses.size(); ++i)
     EXPECT_NEAR(actual.losses[i], expected.losses[i], 1e-5 * expected.losses[i]) << "step " << i;
@@ -133,7 +134,7 @@ void expect_close(const Outcome& actual, const Outcome& expected) {
     if (name.find("qkv.bias") != std::string::npos) continue;  // of keys: rounding, made into steps
     double difference = 0;
     for (size_t i = 0; i < values.size(); ++i) difference = std::max(difference, double(std::abs(mine[i] - values[i])));
-    EXPECT_LE(difference, 1e-4) << name;  // a tenth of one step
+    EXPECT_LE(difference, most) << name;
   }
 }
 
@@ -146,7 +147,9 @@ TEST(TensorParallel, RandomModelsAgreeWithOneRank) {
     const Case c = draw(random, folder.path());
     SCOPED_TRACE("STRATA_SEED=" + std::to_string(seed) + " STRATA_CASES=1\n" + text_of(c, false));
     const Outcome expected = outcome(c, true), actual = outcome(c, false);
-    expect_close(actual, expected);
+    // A gradient's last bit may take a moment of eight bits into the next cell, which is up to half of a small moment:
+    // then one element's update differs by about as much of a step.
+    expect_close(actual, expected, c.optimizer.find("adamw8bit") == std::string::npos ? 1e-4 : 1e-3);
     if (seed % 4 == 0) {
       EXPECT_EQ(outcome(c, false).losses, actual.losses) << "the same run again";
     }
