@@ -298,6 +298,26 @@ TEST(TensorParallel, ActivationBytesFollowTheFormulas) {
     }
 }
 
+// Blocks of 8-bit moments are those of whole rows: ranks that have other columns of them have the same scales.
+TEST(TensorParallel, ScalesOfDividedRowsAreEqualOnAllRanks) {
+  Case c;
+  c.model = "hidden = 32\nheads = 4\nffn = 71\n";
+  c.optimizer = "[plugins.adamw8bit]\n";
+  c.strategies = "[plugins.tensor_parallel]\n";
+  c.tensor = 2;
+  std::vector<std::vector<float>> scales(2);
+  run_local(2, [&](World& world) {
+    test::Runner runner(text_of(c, false), {}, Goal::train, {}, &world);
+    const std::vector<int32_t> tokens(size_t(c.batch * kSequence), 3), targets(tokens.size(), 5);
+    for (int step = 0; step < 2; ++step) runner.run_step(tokens.data(), targets.data());
+    for (const char* moment : {"m", "v"})
+      for (float x : runner.values("block.0.mlp.down.weight.adamw8bit." + std::string(moment) + "_scale"))
+        scales[size_t(world.rank())].push_back(x);
+  });
+  EXPECT_EQ(scales[0].size(), 2 * 32u);  // a block a row, which is whole
+  EXPECT_EQ(scales[0], scales[1]);
+}
+
 // The streams of reversible blocks are divided, and inverted, as any activation.
 TEST(TensorParallel, ReversibleBlocksAgreeWithOneRank) {
   for (const std::string more : {"", "sequence = true\n", "[plugins.zero]\nstage = 3\n"}) {
