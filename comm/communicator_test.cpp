@@ -217,6 +217,18 @@ TEST(Communicator, AMissingRankIsNamed) {
   EXPECT_NE(text.find("barrier over \"data\" (operation 2): rank 2 did not come"), std::string::npos) << text;
 }
 
+// One that lives and gives no text: only a limit of time ends the wait.
+TEST(Communicator, ARankWithoutATextIsNamed) {
+  const std::string text = error_of(
+      3,
+      [](World& world) {
+        while (world.rank() == 1) world.check(), std::this_thread::yield();
+        world.gather("here");
+      },
+      0.3);
+  EXPECT_EQ(text, "rank 1 did not come within 0.3 s, where texts of all ranks are exchanged.");
+}
+
 TEST(Communicator, AFailingRankEndsTheOthers) {
   std::atomic<int> told{0};
   const std::string text = error_of(

@@ -1,4 +1,8 @@
 // Ranks as threads of one process; see world.h.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <chrono>
 #include <condition_variable>
 #include <exception>
 #include <map>
@@ -25,7 +29,8 @@ struct Hall {
   std::condition_variable changed;
   struct Round {
     std::vector<std::string> texts;
-    int came = 0, left = 0;
+    std::set<int> came;
+    int left = 0;
   };
   std::map<int64_t, Round> rounds;
   std::map<std::string, std::weak_ptr<Arena>> blocks;
@@ -39,6 +44,7 @@ class LocalWorld final : public World {
   int size() const override { return hall_.size; }
   int local_size() const override { return hall_.size; }
   int local_rank() const override { return rank_; }
+  bool is_one_process() const override { return true; }
 
   std::vector<std::string> gather(const std::string& mine) override {
     std::unique_lock lock(hall_.mutex);
@@ -46,9 +52,12 @@ class LocalWorld final : public World {
     Hall::Round& round = hall_.rounds[number];
     round.texts.resize(size_t(hall_.size));
     round.texts[size_t(rank_)] = mine;
-    if (++round.came == hall_.size) hall_.changed.notify_all();
-    hall_.changed.wait(lock, [&] { return round.came == hall_.size || hall_.abort.raised; });
-    if (round.came < hall_.size) throw ended_by(hall_.abort.text);
+    round.came.insert(rank_);
+    if (int(round.came.size()) == hall_.size) hall_.changed.notify_all();
+    hall_.changed.wait_for(lock, std::chrono::duration<double>(std::min(hall_.timeout, kLongest)),
+                           [&] { return int(round.came.size()) == hall_.size || hall_.abort.raised; });
+    if (hall_.abort.raised) throw ended_by(hall_.abort.text);
+    if (int(round.came.size()) < hall_.size) throw Error(late(round), ExitCode::failed);
     std::vector<std::string> all = round.texts;
     if (++round.left == hall_.size) hall_.rounds.erase(number);
     return all;
@@ -102,6 +111,16 @@ class LocalWorld final : public World {
   }
 
  private:
+  static constexpr double kLongest = 1e6;  // seconds; what clocks can count
+
+  std::string late(const Hall::Round& round) const {
+    std::string names;
+    for (int r = 0; r < hall_.size; ++r)
+      if (!round.came.contains(r)) names += (names.empty() ? "" : ", ") + std::to_string(r);
+    return (hall_.size - int(round.came.size()) == 1 ? "rank " : "ranks ") + names + " did not come within " +
+           fmt::format("{:g}", hall_.timeout) + " s, where texts of all ranks are exchanged.";
+  }
+
   Hall& hall_;
   int rank_;
   int64_t gathers_ = 0;

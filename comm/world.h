@@ -17,6 +17,8 @@ class World {
   virtual int size() const = 0;
   virtual int local_size() const = 0;  // ranks on this host, which share its processors
   virtual int local_rank() const = 0;  // this one's number among them
+  // Whether ranks are threads of one process, of which none can be sure what the others hold.
+  virtual bool is_one_process() const { return false; }
   // Everybody's text, by rank. All ranks call it, in the same order as everything else here.
   virtual std::vector<std::string> gather(const std::string& mine) = 0;
   // The same for rank 0 alone, which may read them; the others get nothing and do not wait.
