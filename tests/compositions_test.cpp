@@ -134,7 +134,7 @@ void check(const Case& c, const std::string& backend) {
       actual = outcome(text, c.ranks, c.batch_size, backend, c.poisoned);
     } catch (const Error& error) {
       const std::string what = error.what();
-      int64_t& budget = what.find("device memory, but") != std::string::npos ? device_bytes : host_bytes;
+      int64_t& budget = what.find("host memory, but") == std::string::npos ? device_bytes : host_bytes;
       ASSERT_GT(test::smallest_in(what), budget) << what;
       ASSERT_LT(attempt, 4) << what;
       budget = test::smallest_in(what);

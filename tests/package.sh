@@ -26,5 +26,5 @@ for file in root/usr/bin/strata root/usr/lib/libstrata.so root/usr/lib/strata/pl
 done
 built=("$build"/lib/strata/plugins/*.so)
 [[ $(root/usr/bin/strata plugins | wc -l) == "${#built[@]}" ]] || { root/usr/bin/strata plugins; exit 1; }
-grep -q 'device memory at the peak' <<<"$(root/usr/bin/strata plan root/usr/share/strata/configs/quickstart.toml)"
+grep -q '^memory at the peak' <<<"$(root/usr/bin/strata plan root/usr/share/strata/configs/quickstart.toml)"
 echo "package: as expected"

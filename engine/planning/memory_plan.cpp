@@ -337,12 +337,15 @@ std::vector<Held> held_at(const Program& program, const MemoryPlan& plan, Tier t
   return held;
 }
 
+std::string memory_name(const Program& program, Tier tier) {
+  return program.one_memory && tier == Tier::device ? "memory" : std::string(name_of(tier)) + " memory";
+}
+
 void refuse_budget(const Program& program, const MemoryPlan& plan, Tier tier, std::string_view option, int64_t budget,
                    int64_t beside, const std::string& advice) {
   const TierPlan& needs = plan[tier];
   const int64_t smallest = needs.total_bytes() + beside;
-  std::string message = "the plan needs " + bytes_text(needs.total_bytes()) + " of " + std::string(name_of(tier)) +
-                        " memory" +
+  std::string message = "the plan needs " + bytes_text(needs.total_bytes()) + " of " + memory_name(program, tier) +
                         (beside > 0 ? " and " + bytes_text(beside) + " for what run.save_behind copies" : "") +
                         ", but " + std::string(option) + " allows " + bytes_text(budget) + ". At its peak";
   if (needs.peak_op >= 0)

@@ -81,6 +81,9 @@ MemoryPlan measure_memory(const Program& program, const std::string& backend, in
 std::vector<Ledger> timeline(const Program& program, const MemoryPlan& plan, Tier tier = Tier::device);
 std::vector<int64_t> live_bytes(const Program& program, const MemoryPlan& plan, Tier tier = Tier::device);
 
+// What a tier is called: "device memory", or where device and host are one, "memory".
+std::string memory_name(const Program& program, Tier tier);
+
 // Everything in a tier's memory at op `at`, largest first.
 struct Held {
   int64_t bytes;

@@ -42,7 +42,12 @@ std::string seconds_text(double seconds) {
                            : fmt::format("{:.0f} µs", seconds * 1e6);
 }
 
-std::string title_of(Tier tier) { return tier == Tier::device ? "Device" : tier == Tier::host ? "Host" : "NVMe"; }
+std::string title_of(const PageRun& run, Tier tier) {
+  if (tier == Tier::nvme) return "NVMe memory";
+  std::string name = memory_name(*run.program, tier);
+  name[0] = char(std::toupper(name[0]));
+  return name;
+}
 
 double round_step(double all, int count) {
   if (!(all > 0)) return 1;

@@ -25,7 +25,7 @@ inline constexpr std::string_view kForward = "#c9b8ea", kBackward = "#8a63c9", k
 std::string escaped(std::string_view text);
 std::string readable(std::string_view name);  // "optimizer_state" -> "optimizer state"
 std::string seconds_text(double seconds);
-std::string title_of(Tier tier);
+std::string title_of(const PageRun& run, Tier tier);  // "Device memory", "Memory"
 
 // 1, 2 or 5 times a power of ten, so that at most `count` steps make up `all`.
 double round_step(double all, int count);

@@ -93,7 +93,7 @@ void peaks(Text& text, std::span<const PageRun> runs) {
     const auto shown = [&](const PageRun& run) { return first > 0 || (*run.memory)[tier].total_bytes() > 0; };
     if (std::none_of(runs.begin(), runs.end(), shown) || most == 0) continue;
     const double left = 230, plot = kWidth - left - 160, row = 24;
-    text.put("<h3>{} memory</h3>\n<p>{}</p>\n<svg viewBox=\"0 0 {} {}\" role=\"img\">\n", title_of(tier),
+    text.put("<h3>{}</h3>\n<p>{}</p>\n<svg viewBox=\"0 0 {} {}\" role=\"img\">\n", title_of(runs[0], tier),
              first > 0 ? fmt::format("Shorter is better; the percentage compares with “{}”.", escaped(runs[0].name))
                        : "What was moved off the device; runs that move nothing are left out.",
              kWidth, row * double(std::count_if(runs.begin(), runs.end(), shown)) + 8);
@@ -122,7 +122,7 @@ void memory_timeline(Text& text, const PageRun& run, Tier tier) {
                     .seconds = length_of(run),
                     .bytes = std::ceil(most / step) * step};
   const double bottom = frame.top + frame.height;
-  text.put("<h3>{} memory over the step</h3>\n<p>{}</p>\n<svg viewBox=\"0 0 {} {}\" role=\"img\">\n", title_of(tier),
+  text.put("<h3>{} over the step</h3>\n<p>{}</p>\n<svg viewBox=\"0 0 {} {}\" role=\"img\">\n", title_of(run, tier),
            caption(run, tier), kWidth, bottom + 24);
   byte_axis(text, frame, 5, true);
   const int peak_column = stacked(text, run, tier, frame);

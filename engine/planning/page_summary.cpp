@@ -18,8 +18,8 @@ bool dominated(const PageRun& a, const PageRun& b) {
 }
 
 std::string compared(const PageRun& run, const PageRun& plain) {
-  return fmt::format("{} of device memory, {:.0f}% of what {} takes, for {:.2f} × its time",
-                     bytes_text(device_bytes(run)),
+  return fmt::format("{} of {}, {:.0f}% of what {} takes, for {:.2f} × its time", bytes_text(device_bytes(run)),
+                     memory_name(*run.program, Tier::device),
                      100.0 * double(device_bytes(run)) / double(std::max<int64_t>(device_bytes(plain), 1)), plain.name,
                      run.seconds / std::max(plain.seconds, 1e-12));
 }
@@ -35,7 +35,7 @@ std::vector<std::string> conclusions(std::span<const PageRun> runs) {
   if (device_bytes(least) < device_bytes(plain))
     sentences.push_back("Least memory: " + least.name + ", " + compared(least, plain) + ".");
   else
-    sentences.push_back("Nothing takes less device memory than " + plain.name + ".");
+    sentences.push_back("Nothing takes less " + memory_name(*plain.program, Tier::device) + " than " + plain.name + ".");
   const PageRun* cheap = nullptr;
   for (const PageRun& run : runs.subspan(1))
     if (run.seconds <= 1.1 * plain.seconds && device_bytes(run) < device_bytes(plain) && (!cheap || fewer(run, *cheap)))
@@ -69,9 +69,10 @@ void table(Text& text, std::span<const PageRun> runs) {
   const bool measured = runs[0].measured;
   const auto only_measured = [&](const char* head) { return measured ? fmt::format("<th>{}</th>", head) : ""; };
   text.put(
-      "<h2>At a glance</h2>\n<div class=\"wide\"><table><tr><th></th><th>device plan</th>{}<th>host plan</th>{}<th>"
+      "<h2>At a glance</h2>\n<div class=\"wide\"><table><tr><th></th><th>{} plan</th>{}<th>host plan</th>{}<th>"
       "NVMe</th><th>a step</th>{}<th>NVMe waits</th><th>copy waits</th><th>runs again</th>{}</tr>\n",
-      only_measured("measured"), only_measured("measured"), only_measured("fastest – slowest</th><th>ratio"),
+      runs[0].program->one_memory ? "memory" : "device", only_measured("measured"), only_measured("measured"),
+      only_measured("fastest – slowest</th><th>ratio"),
       only_measured("loss"));
   const auto cell = [&](const auto& value, auto&& show) {
     if (measured) text.put("<td>{}</td>", value ? show(*value) : "");
@@ -128,8 +129,8 @@ void against_time(Text& text, std::span<const PageRun> runs) {
         "y=\"{3}\" text-anchor=\"middle\">{4}</text>\n",
         x(at), bottom, bottom + 4, bottom + 17, tick_bytes(at));
   text.put(
-      "<text class=\"soft\" x=\"{:.1f}\" y=\"{}\" text-anchor=\"middle\">device memory; a step takes upwards</text>\n",
-      (kLeft + x(right)) / 2, bottom + 34);
+      "<text class=\"soft\" x=\"{:.1f}\" y=\"{}\" text-anchor=\"middle\">{}; a step takes upwards</text>\n",
+      (kLeft + x(right)) / 2, bottom + 34, memory_name(*runs[0].program, Tier::device));
   if (const int64_t budget = budget_of(runs[0], Tier::device); budget > 0 && double(budget) <= right)
     text.put(
         "<line class=\"budget\" x1=\"{0:.1f}\" x2=\"{0:.1f}\" y1=\"{1}\" y2=\"{2}\"/><text x=\"{3:.1f}\" y=\"{4}\">"

@@ -56,7 +56,7 @@ TEST(Page, ShowsThePlans) {
   expect_well_formed(page);
   EXPECT_NE(page.find("<h1>Memory of a &amp; b</h1>"), std::string::npos);
   EXPECT_NE(page.find("states &lt;away&gt; &amp; &quot;far&quot;"), std::string::npos);
-  EXPECT_EQ(count(page, "Device memory over the step"), 2u);
+  EXPECT_EQ(count(page, "<h3>Memory over the step"), 2u);
   EXPECT_EQ(count(page, "Host memory over the step"), 0u);  // on a CPU it is the device's
   EXPECT_EQ(count(page, "What ran when"), 2u);
   for (const test::Runner* runner : {&plain, &resting}) {
@@ -140,13 +140,14 @@ TEST(Page, TicksAreRound) {
 
 // Plans whose memory and time are made up.
 struct Made {
+  Program program{};
   std::vector<MemoryPlan> plans;
   std::vector<PageRun> runs;
   explicit Made(std::vector<std::tuple<const char*, int64_t, double>> list) : plans(list.size()) {
     for (size_t i = 0; i < list.size(); ++i) {
       const auto& [name, bytes, seconds] = list[i];
       plans[i][Tier::device].persistent_bytes = bytes;
-      runs.push_back({.name = name, .memory = &plans[i], .seconds = seconds});
+      runs.push_back({.name = name, .program = &program, .memory = &plans[i], .seconds = seconds});
     }
   }
 };
@@ -161,8 +162,10 @@ TEST(Page, SaysWhatFollows) {
       "time.",
       "Here another is at least as small and as fast as: poor.", "In the budget of 90.00 MiB fit: cheap, small, poor."};
   EXPECT_EQ(conclusions(made.runs), expected);
-  const Made none({{"plain", 100, 1.0}, {"larger", 200, 1.0}});
+  Made none({{"plain", 100, 1.0}, {"larger", 200, 1.0}});
   EXPECT_EQ(conclusions(none.runs)[0], "Nothing takes less device memory than plain.");
+  none.program.one_memory = true;  // as on a CPU
+  EXPECT_EQ(conclusions(none.runs)[0], "Nothing takes less memory than plain.");
   EXPECT_EQ(conclusions({none.runs.data(), 1}).size(), 0u);
 }
 

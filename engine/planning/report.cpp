@@ -277,7 +277,8 @@ namespace {
 std::string programs_text(const RunPlans& plans) {
   if (plans.phases.programs() == 1) return "";
   std::string text = fmt::format("\n{}{:<40}{:>10}{:>14}{:>16}{:>18}\n", plans.phases.text(), "programs", "ops",
-                                 "model FLOPs", "device memory", "predicted step");
+                                 "model FLOPs", memory_name(plans.main().program(), Tier::device),
+                                 "predicted step");
   for (const PlannedProgram& planned : plans.programs)
     text += fmt::format("  {:<38}{:>10}{:>14.4e}{:>16}{:>18}\n", planned.title(), planned.program().ops.size(),
                         planned.built.model_flops, bytes_text(planned.memory.device().total_bytes()),
@@ -317,7 +318,7 @@ std::string plan_text(const RunPlans& plans) {
   for (int t = 0; t < kTiers; ++t) {
     const TierPlan& tier = planned.memory.tiers[t];
     if (tier.total_bytes() == 0) continue;
-    text += fmt::format("\n{} memory at the peak\n", name_of(Tier(t)));
+    text += fmt::format("\n{} at the peak\n", memory_name(program, Tier(t)));
     for (int r = 0; r < kRoles; ++r)
       if (tier.at_peak[r] > 0) text += fmt::format("  {:<18}{:>14}\n", name_of(Role(r)), bytes_text(tier.at_peak[r]));
     const int64_t at_peak = tier.persistent_bytes + tier.live_peak_bytes;

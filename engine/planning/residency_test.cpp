@@ -125,7 +125,7 @@ void check_random_programs(const std::string& backend, int count) {
         ++refused;
         const std::string text = error.what();
         int64_t& budget =
-            text.find("device memory, but") != std::string::npos ? settings.device_budget : settings.host_budget;
+            text.find("host memory, but") == std::string::npos ? settings.device_budget : settings.host_budget;
         ASSERT_GT(test::smallest_in(text), budget) << text;
         ASSERT_LT(attempt, 4) << text;
         budget = test::smallest_in(text);

@@ -145,7 +145,7 @@ void TrainingReport::print_tier(Tier tier) const {
     if (tensor.home == tier)
       resident[int(tensor.role)] +=
           resident_bytes(static_cast<std::byte*>(storage.persistent(tensor.name.text())), tensor.bytes());
-  row(std::string(name_of(tier)) + " memory", "planned", "measured");
+  row(memory_name(planned_.program(), tier), "planned", "measured");
   // Beside persistent tensors, what the program that takes most has at its peak.
   const auto& programs = assembly_.plans.programs;
   const auto& plan = std::max_element(programs.begin(), programs.end(), [&](const auto& a, const auto& b) {

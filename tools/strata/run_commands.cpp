@@ -197,8 +197,8 @@ int check_command_main(const CheckArguments& arguments) {
   }
   const std::string newest = RunDirectory::look(session.run.directory, arguments.resume);
   if (arguments.resume) check_resumable(session, newest);
-  fmt::print("{}: no errors. {} training tokens, {} of device memory.\n", arguments.config, train.tokens(),
-             bytes_text(planned.memory.device().total_bytes()));
+  fmt::print("{}: no errors. {} training tokens, {} of {}.\n", arguments.config, train.tokens(),
+             bytes_text(planned.memory.device().total_bytes()), memory_name(planned.program(), Tier::device));
   return int(ExitCode::done);
 }
 
