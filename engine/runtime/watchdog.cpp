@@ -26,6 +26,7 @@ Watchdog::~Watchdog() {
 void Watchdog::begin() {
   {
     const std::lock_guard lock(mutex_);
+    first_ = watched_.progress();
     active_ = true;
     ++step_;
   }
@@ -49,9 +50,10 @@ void Watchdog::run() {
       changed_.wait(lock, [&] { return stop_ || active_; });
       continue;
     }
-    const int64_t done = watched_.progress();
+    const bool is_new = step != step_;
+    const int64_t done = is_new ? first_ : watched_.progress();
     const auto now = Clock::now();
-    if (step != step_ || (!ended && done != seen)) {
+    if (is_new || (!ended && done != seen)) {
       step = step_, seen = done, ended = false;
       since = now;
     }

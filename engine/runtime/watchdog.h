@@ -18,12 +18,12 @@ class Watchdog {
     std::function<void(const std::string&)> leave;  // they did not: ends the process, and does not return (tests may)
   };
   // `seconds`: the longest time without progress; `grace`: from then on until all must have ended. The functions are
-  // called on the watchdog's thread, between begin and end only.
+  // called between begin and end only, one at a time, on the watchdog's thread; progress by begin itself, too.
   Watchdog(Watched watched, double seconds, double grace = 60);
   ~Watchdog();
   Watchdog(const Watchdog&) = delete;
 
-  void begin();  // a step begins
+  void begin();  // a step begins: what progress says from now on is of it
   void end();    // … and is over
 
  private:
@@ -34,7 +34,7 @@ class Watchdog {
   std::mutex mutex_;
   std::condition_variable changed_;
   bool active_ = false, stop_ = false;
-  int64_t step_ = 0;
+  int64_t step_ = 0, first_ = 0;  // … and how much was done when it began
   std::thread thread_;
 };
 
