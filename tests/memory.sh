@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The memory of the process against what `strata plan` says of it, in twelve combinations: at most 30 MiB and 2% apart.
+# The memory of the process against what `strata plan` says of it, in twelve combinations and three first runs on a machine: at most 30 MiB and 2% apart.
 # memory.sh BUILD_FOLDER
 set -euo pipefail
 strata=$(realpath "$1")/bin/strata
@@ -36,6 +36,8 @@ threads = 2
 TOML
 
 # measured NAME SET...: plans, trains, and again from the checkpoint; the most that the process of rank 0 took each time.
+# With cache=new nothing is known about the machine when training starts, and with cache=none nothing is kept of it.
+cache=kept
 measured() {
   local name=$1 set sets=()
   shift
@@ -43,13 +45,18 @@ measured() {
   rm -rf run nvme
   mkdir nvme
   "$strata" plan config.toml --json "${sets[@]}" >plan.json || return 1
-  python3 - "$name" "$strata" "${sets[@]}" <<'PYTHON' || fail "$name"
-import json, re, subprocess, sys
-name, strata, sets = sys.argv[1], sys.argv[2], sys.argv[3:]
+  python3 - "$name" "$strata" "$cache" "${sets[@]}" <<'PYTHON' || fail "$name"
+import json, os, re, subprocess, sys, tempfile
+name, strata, cache, sets = sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4:]
 planned = json.load(open("plan.json"))["process"]
 right = True
 for what, words in (("started", ["--set", "run.steps=2"]), ("resumed", ["--set", "run.steps=3", "--resume"])):
-    process = subprocess.run([strata, "train", "config.toml", *sets, *words], capture_output=True, text=True)
+    places = {} if cache == "none" else {"XDG_CACHE_HOME": tempfile.mkdtemp(dir=".")} if cache == "new" else dict(os.environ)
+    environment = {**{name: value for name, value in os.environ.items() if name not in ("HOME", "XDG_CACHE_HOME")}, **places}
+    process = subprocess.run([strata, "train", "config.toml", *sets, *words], capture_output=True, text=True, env=environment)
+    if cache != "kept" and "measuring this machine" not in process.stderr:
+        print("  nothing was measured")
+        right = False
     # Its own high-water mark, as the kernel keeps it: not that of a process beside it which measures the machine.
     found = re.search(r"^process, peak +[0-9.]+ [KMG]iB +([0-9.]+) ([KMG])iB$", process.stdout, re.MULTILINE)
     total = planned["total"]
@@ -82,5 +89,8 @@ measured "states on the host" plugins.offload.optimizer=host
 measured "two ranks" "${ranks[@]}" plugins.data_parallel.enabled=true
 measured "two ranks over tcp" "${ranks[@]}" plugins.data_parallel.enabled=true network.provider=tcp
 measured "two ranks, ZeRO 3, 16 bits, on NVMe" "${ranks[@]}" plugins.zero.stage=3 $bf16 "${nvme[@]}"
+cache=new measured "first run" "${nvme[@]}"
+cache=none measured "nothing kept" "${nvme[@]}"
+cache=new measured "first run of two ranks" "${ranks[@]}" plugins.data_parallel.enabled=true
 
 finish memory

@@ -2,6 +2,7 @@
 #include "engine/runtime/machine_rates.h"
 
 #include <fmt/format.h>
+#include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
@@ -16,6 +17,7 @@
 #include <fstream>
 #include <functional>
 #include <map>
+#include <memory>
 #include <optional>
 #include <set>
 #include <thread>
@@ -35,6 +37,11 @@
 namespace strata {
 namespace {
 
+#ifdef __SANITIZE_THREAD__
+constexpr bool kThreadsForbidFork = true;  // it ends a process that was forked from threads and starts some
+#else
+constexpr bool kThreadsForbidFork = false;
+#endif
 constexpr double kBudget = 2.7;        // seconds for everything that is measured at once
 constexpr int kMostRanksMeasured = 8;  // of a link, where ranks are started for it
 
@@ -94,10 +101,10 @@ std::vector<Axis> exchanged_over(const RatesWanted& wanted) {
   return axes;
 }
 
-// How many other ranks compute beside this one on processors of their own. None where ranks are there already: their
-// processes have threads, and such a process is not to be forked.
+// How many other ranks compute beside this one on processors of their own. None where their threads are in this process,
+// which is not to be forked then.
 int companions_of(const RatesWanted& wanted) {
-  return wanted.has_ranks ? 0 : std::min(wanted.ranks_here, processors()) - 1;
+  return wanted.is_one_process ? 0 : std::min(wanted.ranks_here, processors()) - 1;
 }
 
 // Processes that do what other ranks do meanwhile, so that what is shared is shared.
@@ -245,21 +252,30 @@ class Inquiry {
   }
 
  private:
-  // In a process of its own, so that what measuring takes is not in this one's peak of memory; its results come by the
-  // cache. False where that cannot be: without a file, or where ranks' threads forbid to fork.
+  // In a process of its own, so that what measuring takes is not in this one's peak of memory; what is known then comes
+  // back through a file in memory. False where that cannot be. The threads that a rank has by now serve its connections;
+  // the child needs nothing that they may hold.
   bool measure_apart() {
     constexpr double kHung = 120;  // seconds; on a very busy machine it may well take ten
-    if (wanted_.has_ranks || cache_path("rates.json").empty()) return false;
+    if (wanted_.is_one_process || (wanted_.has_ranks && kThreadsForbidFork)) return false;
+    const std::unique_ptr<std::FILE, int (*)(std::FILE*)> results(fdopen(memfd_create("rates", MFD_CLOEXEC), "w+"),
+                                                                  [](std::FILE* file) { return std::fclose(file); });
+    if (!results) return false;
     std::fflush(nullptr);
-    const pid_t child = fork();
+    const pid_t parent = getpid(), child = fork();
     if (child < 0) return false;
     if (child == 0) {
+      prctl(PR_SET_PDEATHSIG, SIGKILL);
+      if (getppid() != parent) _exit(1);
       try {
         measure();
+        const std::string text = cache_.text();
+        _exit(std::fwrite(text.data(), 1, text.size(), results.get()) == text.size() && std::fflush(results.get()) == 0
+                  ? 0
+                  : 1);
       } catch (const std::exception&) {  // the caller measures, and hears why
         _exit(1);
       }
-      _exit(0);
     }
     int status = 0;
     for (pid_t ended = 0; ended != child;) {
@@ -269,14 +285,17 @@ class Inquiry {
       if (seconds_now() - began_ > kHung) kill(child, SIGKILL);  // not waited for yet: still this child's number
       std::this_thread::sleep_for(std::chrono::milliseconds(2));
     }
-    cache_ = RatesCache(cache_path("rates.json"));
+    std::string text;
+    std::rewind(results.get());
+    for (int c; (c = std::fgetc(results.get())) != EOF;) text += char(c);
+    cache_.take(text);
     return !cache_.of(machine_).empty() || is_asynchronous(wanted_.backend) || wanted_.backend == "reference";
   }
 
   double left() const { return kBudget - (seconds_now() - began_); }
-  // Where ranks are there it would be measured in this process, whose memory is planned: only what nobody knows.
+  // Only what nobody knows where it would be measured in this process, whose memory is planned.
   bool due(const std::string& key, const Tried& what) const {
-    return wanted_.has_ranks ? !cache_.find(key, what) : cache_.due(key, what);
+    return wanted_.is_one_process ? !cache_.find(key, what) : cache_.due(key, what);
   }
   bool figure_due(const std::string& key, const char* name) const { return due(key, {.name = name}); }
   bool machine_due() const {  // a device that is not there cannot be measured, however often

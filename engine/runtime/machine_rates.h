@@ -20,6 +20,8 @@ struct RatesWanted {
   int ranks_here = 1;                // ranks on this host, which compute at the same time
   std::string provider = "auto";     // of the network
   bool has_ranks = false;            // they run already, and measure their links themselves (keep_link)
+  // They are threads of this process, which cannot be forked: what nobody knows is measured in it, and no more.
+  bool is_one_process = false;
 };
 
 // What is known, after measuring what is not known well enough: less than three seconds, of which a line on stderr

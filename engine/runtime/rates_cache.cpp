@@ -32,9 +32,9 @@ bool same(const Tried& a, const Tried& b) {
 bool is_op(const Tried& what) { return what.flops > 0 || what.bytes > 0; }
 bool is_time(const Tried& what) { return is_op(what) || what.name == "launch"; }
 
-// The second best where there are enough, the best of a few.
+// The one in the middle, the lower of two.
 double believed(std::vector<double> seconds) {
-  const auto at = seconds.begin() + int64_t(seconds.size() - 1) / 3;
+  const auto at = seconds.begin() + int64_t(seconds.size() - 1) / 2;
   std::nth_element(seconds.begin(), at, seconds.end());
   return *at;
 }
@@ -104,13 +104,17 @@ RatesCache::RatesCache(std::string path, Seconds clock)
 // What cannot be read leaves what is known to this object as it is.
 void RatesCache::read() {
   if (path_.empty()) return;
-  std::map<std::string, std::vector<Kept>> found;
   std::ifstream file(path_);
   std::stringstream text;
   text << file.rdbuf();
-  if (!file || text.str().empty()) return;
+  if (file) take(text.str());
+}
+
+void RatesCache::take(const std::string& text) {
+  if (text.empty()) return;
+  std::map<std::string, std::vector<Kept>> found;
   try {
-    const Json all = Json::parse(text.str(), path_);
+    const Json all = Json::parse(text, path_);
     const Json *version = all.find("version"), *entries = all.find("entries");
     if (!version || version->integer(path_) != kVersion || !entries) return;
     for (const auto& [key, list] : entries->object(path_))
@@ -118,6 +122,12 @@ void RatesCache::read() {
     entries_ = std::move(found);
   } catch (const Error&) {  // damaged: measured anew and replaced
   }
+}
+
+std::string RatesCache::text() const {
+  Json::Object entries;
+  for (const auto& [name, kept] : entries_) entries.emplace_back(name, to_json(kept));
+  return Json(Json::Object{{"version", kVersion}, {"entries", std::move(entries)}}).dump(1) + "\n";
 }
 
 const std::vector<Kept>& RatesCache::of(const std::string& key) const {
@@ -174,10 +184,8 @@ void RatesCache::add(const std::string& key, const std::vector<Tried>& tries) {
     if (value != found->value || old) found->value = value, found->measured = now;
   }
   if (path_.empty()) return;
-  Json::Object entries;
-  for (const auto& [name, kept] : entries_) entries.emplace_back(name, to_json(kept));
   try {
-    write_atomically(path_, Json(Json::Object{{"version", kVersion}, {"entries", std::move(entries)}}).dump(1) + "\n");
+    write_atomically(path_, text());
   } catch (const Error&) {  // no cache: the next run measures again
   }
 }

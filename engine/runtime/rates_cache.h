@@ -1,7 +1,7 @@
 // What was measured on this machine, kept from run to run. Of a figure the best of tries spread over time, since other
-// work on a machine only ever makes it slower. Of what an op takes the second best of the last five: not what it took in
-// the machine's best moment, which steps do not reach, nor while it was busy. One JSON file, replaced whole; any number
-// of processes may use it at once.
+// work on a machine only ever makes it slower. Of what an op takes the middle one of the last five: not what it took
+// in a good moment, which steps do not reach in all their ops at once, nor while the machine was busy. One JSON file,
+// replaced whole; any number of processes may use it at once.
 #pragma once
 #include <cstdint>
 #include <functional>
@@ -18,7 +18,7 @@ struct Tried {
   double value = 0;  // of a figure a rate, the larger the better; of an op, and of "launch", seconds
 };
 
-// What is believed after several; `value` is the best, or of an op the second best of `recent`.
+// What is believed after several; `value` is the best, or of an op the middle one of `recent`.
 struct Kept : Tried {
   int64_t tries = 0;
   int64_t measured = 0, tried = 0;  // when the value was last changed, and the last try: seconds since 1970
@@ -43,6 +43,10 @@ class RatesCache {
   // Adds tries to what is known, also to what other processes have written meanwhile. What is older than a month gives
   // way to any. Where the file cannot be written, nothing is kept.
   void add(const std::string& key, const std::vector<Tried>& tries);
+
+  // All that is known, for another object, which takes it instead of what it knows: between processes without a file.
+  std::string text() const;
+  void take(const std::string& text);
 
   // Held by who measures, so that two do not slow each other down; the cache is read again once it is held. Given up
   // after `seconds` of waiting, since nothing is wrong with measuring twice.

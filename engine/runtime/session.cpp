@@ -152,7 +152,8 @@ RatesWanted Session::rates_wanted(const Program& program) const {
           .mesh = mesh.first(),
           .ranks_here = here,
           .provider = network.provider,
-          .has_ranks = world && world->size() > 1};
+          .has_ranks = world && world->size() > 1,
+          .is_one_process = world && world->is_one_process()};
 }
 
 // Rank 0's, so that all plan the same.
