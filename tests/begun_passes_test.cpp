@@ -1,19 +1,16 @@
 // Passes begun in the step before: a pipeline without flush on one rank. Against delayed gradients written by hand, and
 // against each other: orders, ranks, tiers, devices, and runs that are resumed while passes are under way.
 #include <cstring>
-#include <fstream>
 #include <functional>
 #include <optional>
 #include <random>
 #include <set>
-#include <sstream>
 
 #define STRATA_STATIC_PLUGIN
-#include "engine/data/token_file.h"
-#include "engine/runtime/trainer.h"
 #include "strata/optimizer.h"
 #include "tests/backends.h"
 #include "tests/harness.h"
+#include "tests/resumed_runs.h"
 
 namespace strata {
 namespace {
@@ -274,56 +271,13 @@ TEST(Cuda, BegunPassesAgreeWithTheCpu) {
 }
 #endif
 
-class BegunPassesTraining : public testing::Test {
- protected:
-  void SetUp() override {
-    TokenFileWriter writer(folder_ / "t.bin", false);
-    std::vector<int32_t> tokens(900);
-    for (size_t i = 0; i < tokens.size(); ++i) tokens[i] = int32_t(i * i % kVocabulary);
-    writer.append(tokens);
-    writer.commit();
-  }
-  void train_to(int ranks, const std::string& name, int steps, bool resume) {
-    const std::string config = test::write_file(
-        folder_ / "config.toml",
-        toml(4, ranks, "[plugins.adamw]\n[plugins.data_parallel]\n[plugins.delayed]\nwhat = \"half\"\n"));
-    run_local(ranks, [&](World& world) {
-      Session session(config,
-                      {"run.steps=" + std::to_string(steps), "run.directory=\"" + (folder_ / name) + "\"",
-                       "data.train=[\"" + (folder_ / "t.bin") + "\"]"},
-                      ranks > 1 ? &world : nullptr);
-      train(session, {.resume = resume, .trace = ""});
-    });
-  }
-  // The files of the last checkpoint, by name.
-  std::map<std::string, std::string> tensors(const std::string& run) const {
-    std::map<std::string, std::string> files;
-    for (const auto& entry : std::filesystem::directory_iterator(folder_ / run + "/step-00000004"))
-      if (entry.path().extension() == ".safetensors") {
-        std::ostringstream all;
-        all << std::ifstream(entry.path(), std::ios::binary).rdbuf();
-        files[entry.path().filename()] = all.str();
-      }
-    return files;
-  }
-  test::TemporaryFolder folder_;
-};
+using BegunPassesTraining = test::ResumedRuns;
 
 // A checkpoint has what is under way, of each rank its own.
 TEST_F(BegunPassesTraining, ResumesWhileTheyAreUnderWay) {
-  constexpr int kSteps = 4;
-  for (int ranks : {1, 2}) {
-    const std::string calm = "calm" + std::to_string(ranks);
-    train_to(ranks, calm, kSteps, false);
-    for (int at = 1; at < kSteps; ++at) {
-      SCOPED_TRACE(std::to_string(ranks) + " ranks, resumed after step " + std::to_string(at));
-      const std::string run = "run" + std::to_string(ranks) + std::to_string(at);
-      train_to(ranks, run, at, false);
-      train_to(ranks, run, kSteps, true);
-      EXPECT_EQ(tensors(calm).size(), size_t(ranks));
-      EXPECT_TRUE(tensors(run) == tensors(calm));
-    }
-  }
+  for (int ranks : {1, 2})
+    expect_resumes(toml(4, ranks, "[plugins.adamw]\n[plugins.data_parallel]\n[plugins.delayed]\nwhat = \"half\"\n"),
+                   ranks, 4, 3);
 }
 
 // A schedule of a test's own.

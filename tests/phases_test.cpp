@@ -1,16 +1,13 @@
 // Phases: runs of plugins that declare some (local_steps.h) against the same steps put together by hand, a run without
 // phases for each, persistent tensors carried from one to the next; bit for bit. Resume within every phase.
 #include <cstring>
-#include <fstream>
 #include <random>
-#include <sstream>
 
 #define STRATA_STATIC_PLUGIN
-#include "engine/data/token_file.h"
-#include "engine/runtime/trainer.h"
 #include "tests/backends.h"
 #include "tests/harness.h"
 #include "tests/local_steps.h"
+#include "tests/resumed_runs.h"
 
 namespace strata {
 namespace {
@@ -262,62 +259,14 @@ TEST(Cuda, PhasesEqualRunsPutTogetherByHand) {
 }
 #endif
 
-class PhasesTraining : public testing::Test {
- protected:
-  void SetUp() override {
-    TokenFileWriter writer(folder_ / "t.bin", false);
-    std::vector<int32_t> tokens(900);
-    for (size_t i = 0; i < tokens.size(); ++i) tokens[i] = int32_t(i * i % kVocabulary);
-    writer.append(tokens);
-    writer.commit();
-  }
-  // Steps up to `steps` of a run in the folder `name`.
-  void train_to(int ranks, const std::string& name, int steps, bool resume) {
-    const std::string config =
-        test::write_file(folder_ / "config.toml", toml(ranks, "[plugins.clip]\n" + kPhases, "[device]\nthreads = 1\n"));
-    run_local(
-        ranks,
-        [&](World& world) {
-          Session session(config,
-                          {"run.steps=" + std::to_string(steps), "run.directory=\"" + (folder_ / name) + "\"",
-                           "run.validate_every=2", "data.train=[\"" + (folder_ / "t.bin") + "\"]",
-                           "data.validation=[\"" + (folder_ / "t.bin") + "\"]"},
-                          ranks > 1 ? &world : nullptr);
-          train(session, {.resume = resume, .trace = ""});
-        },
-        120);
-  }
-  // The files of the last checkpoint, by name.
-  std::map<std::string, std::string> tensors(const std::string& run) const {
-    std::map<std::string, std::string> files;
-    for (const auto& entry : std::filesystem::directory_iterator(folder_ / run + "/step-00000008"))
-      if (entry.path().extension() == ".safetensors") {
-        std::ostringstream all;
-        all << std::ifstream(entry.path(), std::ios::binary).rdbuf();
-        files[entry.path().filename()] = all.str();
-      }
-    return files;
-  }
-  test::TemporaryFolder folder_;
-};
+using PhasesTraining = test::ResumedRuns;
 
 // Tensors of each rank, losses and validation losses after a resume behind every step, those of a run that was never
 // interrupted: in step 2 nothing has been updated and gradients wait, in step 4 nothing has been summed yet.
 TEST_F(PhasesTraining, ResumesWithinEveryPhase) {
-  constexpr int kSteps = 8;
-  for (int ranks : {1, 2}) {
-    const std::string calm = "calm" + std::to_string(ranks);
-    train_to(ranks, calm, kSteps, false);
-    for (int at = 1; at < kSteps; ++at) {
-      if (test::left_out(size_t(at)) || (ranks == 2 && at > 5)) continue;
-      SCOPED_TRACE(std::to_string(ranks) + " ranks, resumed after step " + std::to_string(at));
-      const std::string run = "run" + std::to_string(ranks) + std::to_string(at);
-      train_to(ranks, run, at, false);
-      train_to(ranks, run, kSteps, true);
-      EXPECT_EQ(tensors(calm).size(), size_t(ranks));
-      EXPECT_TRUE(tensors(run) == tensors(calm));
-    }
-  }
+  for (int ranks : {1, 2})
+    expect_resumes(toml(ranks, "[plugins.clip]\n" + kPhases, "[device]\nthreads = 1\n"), ranks, 8, ranks == 2 ? 5 : 7,
+                   {"run.validate_every=2", "data.validation=[\"" + tokens() + "\"]"});
 }
 
 }  // namespace

@@ -2,10 +2,14 @@
 #include <cstring>
 #include <random>
 
-#include "tests/harness.h"
+#include "tests/small_runs.h"
 
 namespace strata {
 namespace {
+
+using test::expect_equal;
+using test::Outcome;
+using test::outcome;
 
 constexpr int kSequence = 16, kBatch = 4;
 
@@ -15,33 +19,6 @@ std::string toml(int64_t micro_batch, const std::string& plugins, int layers = 3
          "[\"none\"]\nsequence_length = "
          "16\nglobal_batch = 4\nmicro_batch = " +
          std::to_string(micro_batch) + "\n[plugins.adamw]\n" + plugins;
-}
-
-struct Outcome {
-  std::vector<double> losses;
-  std::vector<std::vector<float>> parameters;
-};
-
-Outcome outcome(test::Runner& runner, int steps = 4) {
-  std::mt19937 random(7);
-  std::vector<int32_t> tokens(kBatch * kSequence), targets(tokens.size());
-  Outcome result;
-  for (int step = 0; step < steps; ++step) {
-    for (auto* list : {&tokens, &targets})
-      for (int32_t& token : *list) token = int32_t(random() % 64);
-    result.losses.push_back(runner.run_step(tokens.data(), targets.data()));
-  }
-  for (TensorId id : runner.built.program.with_role(Role::parameter))
-    result.parameters.push_back(runner.values(runner.built.program[id].name));
-  return result;
-}
-
-void expect_equal(const Outcome& a, const Outcome& b, const std::string& what) {
-  EXPECT_EQ(a.losses, b.losses) << what;
-  ASSERT_EQ(a.parameters.size(), b.parameters.size());
-  for (size_t i = 0; i < a.parameters.size(); ++i)
-    EXPECT_EQ(std::memcmp(a.parameters[i].data(), b.parameters[i].data(), a.parameters[i].size() * 4), 0)
-        << what << ", parameter " << i;
 }
 
 // Inversion rounds differently from keeping: single precision's 1e-5 after a few steps.
