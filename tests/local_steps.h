@@ -50,7 +50,7 @@ class LocalSteps final : public WithPhases {
       // Each rank has another one: together they are one tensor, of which each holds its rows.
       if (const int ranks = stage.mesh().size(kDataAxis); ranks > 1)
         build.program()[waiting].layout =
-            Layout{{.dimension = 0, .axis = std::string(kDataAxis), .full = made.shape[0] * ranks}};
+            Layout{{.dimension = 0, .axis = std::string(kDataAxis), .full = made.shape[0] * ranks, .unseen = true}};
       if (is_last && is_first) continue;
       if (is_last) {
         gradient.tensor = build.emit("add", {waiting, gradient.tensor});

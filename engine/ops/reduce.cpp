@@ -1,5 +1,4 @@
 // Reductions: sum over rows (bias gradients), exact sums of squares (norms).
-#include <bit>
 #include <cstring>
 
 #include "engine/ops/registration.h"
@@ -74,18 +73,6 @@ struct Rows {
   explicit Rows(const Shape& shape) : count(shape[0]), length(elements(shape) / std::max<int64_t>(count, 1)) {}
   int64_t count, length;
 };
-
-// add_exactly for the usual case, a positive number far from the ends of the digits' range, by its bits.
-void add_number(double* sum, double value) {
-  if (!(value > 0x1p-200 && value < 0x1p200)) return add_exactly(sum, value);
-  const auto power = [](int exponent) { return std::bit_cast<double>(uint64_t(1023 + exponent) << 52); };
-  const int exponent = int(std::bit_cast<uint64_t>(value) >> 52) - 1023;
-  for (int k = (exponent + 320) / 32; value != 0; --k) {
-    const double part = double(int64_t(value * power(320 - 32 * k))) * power(32 * k - 320);
-    sum[k] += part;
-    value -= part;
-  }
-}
 
 void sum_exactly(const double* values, int64_t count, double* sum) {
   std::fill_n(sum, kExactSum, 0.0);

@@ -165,7 +165,7 @@ class Materializer {
     Tensor tensor = result_.program[id];
     tensor.home = tier;
     tensor.persistent = tensor.step_output = false;
-    tensor.initializer = {};
+    tensor.lasting = {};
     if (!tensor.copy_of) tensor.copy_of = id;
     return result_.program.add(std::move(tensor));
   }

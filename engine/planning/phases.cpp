@@ -149,9 +149,10 @@ std::string described(const Tensor& tensor) {
 }
 
 bool same(const Tensor& a, const Tensor& b) {
+  const Lasting &of_a = *a.lasting, &of_b = *b.lasting;
   return a.shape == b.shape && a.dtype == b.dtype && a.role == b.role && a.layout == b.layout &&
-         a.initializer.kind == b.initializer.kind && a.initializer.value == b.initializer.value &&
-         (a.rounded_from.empty() || b.rounded_from.empty() || a.rounded_from == b.rounded_from);
+         of_a.initializer == of_b.initializer &&
+         (of_a.rounded_from.empty() || of_b.rounded_from.empty() || of_a.rounded_from == of_b.rounded_from);
 }
 
 }  // namespace
@@ -173,12 +174,12 @@ void share_persistent(std::span<const SharingProgram> programs) {
         throw Error("the programs of a run share their persistent tensors, but \"" + tensor.name + "\" is " +
                     described(first) + " in " + at->second.second + " and " + described(tensor) + " in " + name +
                     "; plugins must declare it alike in all phases.");
-      if (first.rounded_from.empty()) first.rounded_from = tensor.rounded_from;
+      if (first.lasting->rounded_from.empty()) first.lasting = tensor.lasting;
     }
   for (const auto& [name, program] : programs)
     for (const Tensor& tensor : all)
       if (const TensorId id = program->find(tensor.name))
-        (*program)[id].rounded_from = tensor.rounded_from;
+        (*program)[id].lasting = tensor.lasting;
       else
         program->add(tensor);
 }

@@ -141,7 +141,7 @@ TEST(Phases, ProgramsShareTheirPersistentTensors) {
   Builder(b).state("w.second", {2}, DType::bf16);
   b.add({.name = "local", .shape = {1}});
   c.add_part(Builder(c).parameter("w", {4, 3}, {}), "w.part", {2, 3}, 0);
-  c[c.find("w")].rounded_from = "w.master";
+  c[c.find("w")].lasting = Lasting{.rounded_from = "w.master"};
   const std::vector<SharingProgram> all{{"a", &a}, {"b", &b}, {"c", &c}};
   share_persistent(all);
   for (const Program* program : {&a, &b, &c}) {
@@ -150,7 +150,7 @@ TEST(Phases, ProgramsShareTheirPersistentTensors) {
       if (tensor.persistent && !tensor.part_of) names.push_back(tensor.name);
     std::sort(names.begin(), names.end());
     EXPECT_EQ(names, (std::vector<std::string>{"w", "w.first", "w.second"}));
-    EXPECT_EQ((*program)[program->find("w")].rounded_from, "w.master");
+    EXPECT_EQ((*program)[program->find("w")].lasting->rounded_from, "w.master");
     EXPECT_EQ((*program)[program->find("w.second")].dtype, DType::bf16);
   }
   EXPECT_FALSE(a.find("local"));

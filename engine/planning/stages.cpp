@@ -162,7 +162,7 @@ std::vector<TensorId> UpdateStage::over_parts(const std::vector<Gradient>& gradi
 
 std::string parameter_name(const Program& program, const Gradient& gradient) {
   const Tensor& whole = program[program.whole(gradient.parameter)];
-  return whole.rounded_from.empty() ? whole.name : whole.rounded_from;
+  return whole.lasting->rounded_from.empty() ? whole.name : whole.lasting->rounded_from;
 }
 
 std::vector<std::vector<size_t>> buckets_of(const Program& program, const std::vector<Gradient>& gradients,

@@ -168,7 +168,10 @@ class Unroller {
   Tensor kept(Tensor tensor, int m) const {
     if (!tensor.persistent && mesh_.size(kDataAxis) > 1) {  // each rank's own: together one tensor, split by rows
       Layout layout{
-          {.dimension = 0, .axis = std::string(kDataAxis), .full = tensor.full_shape()[0] * mesh_.size(kDataAxis)}};
+          {.dimension = 0,
+           .axis = std::string(kDataAxis),
+           .full = tensor.full_shape()[0] * mesh_.size(kDataAxis),
+           .unseen = true}};
       layout.insert(layout.end(), tensor.layout.begin(), tensor.layout.end());
       tensor.layout = std::move(layout);
       tensor.dimensions = {};
@@ -177,8 +180,7 @@ class Unroller {
     tensor.role = Role::optimizer_state;
     tensor.persistent = true;
     tensor.step_output = false;
-    tensor.rounded_from = {};
-    tensor.initializer = {};
+    tensor.lasting = {};
     return tensor;
   }
 
@@ -266,7 +268,7 @@ class Unroller {
         id = view.addend(output);
         continue;
       }
-      if (output >= 32 || !(op.kind->accumulates >> output & 1)) return false;
+      if (output >= 16 || !(op.kind->accumulates >> output & 1)) return false;
       const int32_t at = placed_[place_of(m)][size_t(index)];
       Op& placed = result_.ops[size_t(at)];
       // Where passes of microbatches cross, the op may have run before there was a sum.

@@ -17,7 +17,7 @@ TensorId Builder::parameter(std::string_view name, const Shape& shape, Initializ
     return dimensions.empty() ? known : name_dimensions(known, std::move(dimensions));
   }
   const TensorId id = program_->add(
-      {.name = full, .shape = shape, .role = Role::parameter, .persistent = true, .initializer = initializer});
+      {.name = full, .shape = shape, .role = Role::parameter, .persistent = true, .lasting = Lasting{.initializer = initializer}});
   return name_dimensions(id, std::move(dimensions));
 }
 
@@ -27,7 +27,7 @@ TensorId Builder::state(std::string_view name, const Shape& shape, DType dtype, 
                         .dtype = dtype,
                         .role = Role::optimizer_state,
                         .persistent = true,
-                        .initializer = initializer});
+                        .lasting = Lasting{.initializer = initializer}});
 }
 
 TensorId Builder::scalar(std::string_view name) {

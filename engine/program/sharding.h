@@ -6,7 +6,6 @@
 #include <string>
 #include <vector>
 
-#include "strata/mesh.h"
 #include "strata/op_kind.h"
 
 namespace strata {
@@ -28,11 +27,10 @@ Factors factors_of(const OpView& view);
 bool needs_whole(const Sharding& sharding, int factor);
 bool is_replaced(const Sharding& sharding, int factor);
 
-// Whether kinds see a split. One over the axis `data` they do not: ranks that differ there compute with a batch of their
-// own, and a tensor that is split so is another one on each rank, put together in checkpoints alone.
-inline bool is_seen(const Split& split) { return split.axis != kDataAxis; }
+inline bool is_seen(const Split& split) { return !split.unseen; }
 
-// How the outputs are split, as far as kinds see it: as the kind's layout rule says, or else its sharding rule; without either they are whole.
+// How the outputs are split, as far as kinds see it: as the kind's layout rule says, or else its sharding rule; without
+// either they are whole.
 std::vector<Layout> layouts_of(const OpView& view);
 
 // Axes over which a tensor is a partial sum, in ascending order.

@@ -33,7 +33,7 @@ class Hash {
       add(split.axis);
     }
     if (tensor.part_of) add(uint64_t(tensor.part_offset));
-    for (int64_t rows : tensor.fused) add(uint64_t(rows));
+    for (int64_t rows : tensor.lasting->fused) add(uint64_t(rows));
   }
   uint64_t value() const { return state_; }
 

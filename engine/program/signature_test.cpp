@@ -69,7 +69,7 @@ TEST(Signature, WhatARuleSeesCounts) {
         p[op.inputs[1]].layout = {{0, "tensor", 32, 0}};
       },
       [](Program& p, Op& op) {
-        p[op.inputs[1]].fused = {8, 8};
+        p[op.inputs[1]].lasting = Lasting{.fused = {8, 8}};
       },
       [](Program& p, Op& op) {
         p[op.outputs[0]].shape = {4, 15};

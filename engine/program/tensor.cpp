@@ -33,6 +33,8 @@ std::string_view name_of(DType type) {
   return names[int(type)];
 }
 
+constexpr uint32_t kMost = 0x7fffffff;  // ids in a list
+
 TensorId* TensorIds::elsewhere() const {
   TensorId* ids;
   std::memcpy(&ids, inside_, sizeof ids);
@@ -40,19 +42,21 @@ TensorId* TensorIds::elsewhere() const {
 }
 
 void TensorIds::reserve(size_t capacity) {
-  if (capacity <= capacity_) return;
-  capacity = std::max(capacity, 2 * size_t(capacity_));
+  if (capacity <= this->capacity()) return;
+  capacity = std::max(capacity, 2 * this->capacity());
   TensorId* const ids = new TensorId[capacity];
   std::copy(begin(), end(), ids);
   if (!is_inside()) delete[] elsewhere();
   std::memcpy(static_cast<void*>(inside_), &ids, sizeof ids);
-  capacity_ = uint32_t(capacity);
+  inside_[2].value = int32_t(capacity);
+  outside_ = 1;
 }
 
 void TensorIds::swap(TensorIds& other) noexcept {
   std::swap(inside_, other.inside_);
-  std::swap(size_, other.size_);
-  std::swap(capacity_, other.capacity_);
+  const uint32_t size = size_, outside = outside_;
+  size_ = other.size_, outside_ = other.outside_;
+  other.size_ = size, other.outside_ = outside;
 }
 
 void TensorIds::check(size_t i) const {
@@ -63,7 +67,7 @@ void TensorIds::check(size_t i) const {
 void TensorIds::resize(size_t size) {
   reserve(size);
   if (size > size_) std::fill(begin() + size_, begin() + size, TensorId{});
-  size_ = uint32_t(size);
+  size_ = uint32_t(size) & kMost;
 }
 
 TensorId* TensorIds::insert(const TensorId* at, const TensorId* first, const TensorId* last) {
@@ -72,14 +76,14 @@ TensorId* TensorIds::insert(const TensorId* at, const TensorId* first, const Ten
   TensorId* const place = begin() + index;
   std::copy_backward(place, begin() + size_, begin() + size_ + count);
   std::copy(first, last, place);
-  size_ += uint32_t(count);
+  size_ = uint32_t(size_ + count) & kMost;
   return place;
 }
 
 TensorId* TensorIds::erase(const TensorId* first, const TensorId* last) {
   TensorId* const place = begin() + (first - begin());
   std::copy(last, static_cast<const TensorId*>(end()), place);
-  size_ -= uint32_t(last - first);
+  size_ = uint32_t(size_ - size_t(last - first)) & kMost;
   return place;
 }
 

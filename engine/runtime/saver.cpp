@@ -16,17 +16,17 @@ int64_t room(const Tensor& tensor) { return (tensor.bytes() + kAlignment - 1) / 
 }  // namespace
 
 void read_into(const Checkpoint& checkpoint, const Tensor& tensor, void* out, int64_t first, int64_t count) {
-  const std::string& name = tensor.rounded_from.empty() ? tensor.name : tensor.rounded_from;
+  const std::string& name = tensor.lasting->rounded_from.empty() ? tensor.name : tensor.lasting->rounded_from;
   // A constant that a strategy begins with (a loss scale) is not in the checkpoints of runs without that strategy.
-  if (tensor.initializer.kind == Initializer::Kind::constant && !checkpoint.tensors().contains(name)) {
-    std::fill_n(static_cast<double*>(out), count, tensor.initializer.value);
+  if (tensor.lasting->initializer.kind == Initializer::Kind::constant && !checkpoint.tensors().contains(name)) {
+    std::fill_n(static_cast<double*>(out), count, tensor.lasting->initializer.value);
     return;
   }
   checkpoint.read_box(name, tensor.dtype, tensor.full_shape(), box_of(tensor), first, count, out);
 }
 
 bool writes(const Tensor& tensor, const Mesh& mesh) {
-  if (tensor.role == Role::scalar || !tensor.rounded_from.empty()) return false;
+  if (tensor.role == Role::scalar || !tensor.lasting->rounded_from.empty()) return false;
   const auto splits = [&](std::string_view axis) {
     return std::any_of(tensor.layout.begin(), tensor.layout.end(), [&](const Split& split) {
       const auto parts = mesh.parts_of(split.axis);
@@ -66,7 +66,7 @@ CheckpointInfo Saver::load(const std::string& path, bool everything,
   const Checkpoint checkpoint(path);
   if (check) check(checkpoint.info());
   std::set<std::string> masters;
-  for (const Tensor& tensor : storage_.persistent_tensors()) masters.insert(tensor.rounded_from);
+  for (const Tensor& tensor : storage_.persistent_tensors()) masters.insert(tensor.lasting->rounded_from);
   for (const Tensor& tensor : storage_.persistent_tensors())
     if (tensor.role == Role::parameter || masters.contains(tensor.name) || (everything && tensor.role != Role::scalar))
       storage_.fill(tensor,

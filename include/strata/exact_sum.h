@@ -1,6 +1,7 @@
 // Sums of non-negative numbers that do not depend on the order in which they are taken: fixed-point digits that are
 // added exactly (after Kulisch). What ranks, chunks and threads each summed adds up to the same bits in every layout.
 #pragma once
+#include <bit>
 #include <cmath>
 #include <cstdint>
 
@@ -27,6 +28,19 @@ STRATA_ANYWHERE void add_exactly(double* sum, double value) {
   for (; k >= 0 && value != 0; --k) {
     const double unit = ldexp(1.0, 32 * k + kLowest);
     const double part = floor(value / unit) * unit;  // powers of two: no rounding
+    sum[k] += part;
+    value -= part;
+  }
+}
+
+// add_exactly for the usual case, a positive number far from the ends of the digits' range, by its bits. Not for GPU
+// kernels.
+inline void add_number(double* sum, double value) {
+  if (!(value > 0x1p-200 && value < 0x1p200)) return add_exactly(sum, value);
+  const auto power = [](int exponent) { return std::bit_cast<double>(uint64_t(1023 + exponent) << 52); };
+  const int exponent = int(std::bit_cast<uint64_t>(value) >> 52) - 1023;
+  for (int k = (exponent + 320) / 32; value != 0; --k) {
+    const double part = double(int64_t(value * power(320 - 32 * k))) * power(32 * k - 320);
     sum[k] += part;
     value -= part;
   }

@@ -29,8 +29,8 @@ class OpView {
   bool has_input(int i) const { return i < inputs() && bool(op_->inputs[i]); }
   const Tensor& input(int i) const { return (*program_)[op_->inputs.at(i)]; }
   const Tensor& output(int i) const { return (*program_)[op_->outputs.at(i)]; }
-  // Only the first 32 outputs of an op can.
-  bool accumulates(int output) const { return output < 32 && ((op_->accumulate >> output) & 1); }
+  // Only the first 16 outputs of an op can.
+  bool accumulates(int output) const { return output < 16 && ((op_->accumulate >> output) & 1); }
   TensorId addend(int output) const;  // invalid unless accumulates(output)
   const Attributes& attributes() const { return op_->attributes; }
   // Product of all dimensions but the last of input i: rows of a matrix whose columns are the last dimension.
@@ -167,7 +167,7 @@ struct OpKind {
   std::function<std::vector<TensorSpec>(const OpView&)> shape{};
   std::function<void(Differentiation&)> gradient{};  // empty: not differentiable
   std::function<Cost(const OpView&)> cost{};         // empty: every input read and output written once, no flops
-  uint32_t accumulates = 0;                          // bit i: output i can be added to an addend
+  uint16_t accumulates = 0;                          // bit i: output i can be added to an addend
   std::vector<std::pair<int, int>> in_place{};       // {output, input}: may share memory when the input is dead after
   // {kind, fused}: in the backward pass an op of this kind whose first input an op of `kind` makes just before it, for
   // it alone, becomes with that one an op of kind `fused`: that op's inputs, then the rest of this one's. For kinds

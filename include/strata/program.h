@@ -68,9 +68,10 @@ struct Op {
   int microbatch = -1;  // -1 for ops that run once a step
   int16_t chunk = -1;   // of blocks (ScheduleStage::chunks); set by the engine once the schedule is known
   // Bit i: output i is added to an addend. The addends are the last inputs, in the order of the bits.
-  uint32_t accumulate = 0;
+  uint16_t accumulate = 0;
   int addends() const { return __builtin_popcount(accumulate); }
 };
+static_assert(sizeof(Op) == 80);  // a program has millions
 
 struct OpId {
   int32_t value = -1;

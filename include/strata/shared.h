@@ -36,6 +36,13 @@ class Shared {
     return held_ ? held_->value : none;
   }
   const T* operator->() const { return &**this; }
+  // Gives this copy alone another value: what `edit` makes of the one it has.
+  template <class Edit>
+  void change(Edit&& edit) {
+    T value = **this;
+    edit(value);
+    *this = std::move(value);
+  }
   // One value, not only an equal one: the same for the copies of an op or tensor.
   bool is_same(const Shared& other) const { return held_ == other.held_; }
 

@@ -93,7 +93,7 @@ struct Pass {
   enum class Part : uint8_t { forward, backward, input_gradient, weight_gradient };
   Part part = Part::forward;
   int chunk = 0;
-  int microbatch = 0;
+  int microbatch = 0;  // below 0: of the step before, whose last one is -1, and which left the pass to this step
 };
 std::string text(const Pass& pass);  // "weight gradient of chunk 1, microbatch 3"
 

@@ -94,16 +94,17 @@ class TensorIds {
   friend bool operator==(const TensorIds& a, const TensorIds& b);
 
  private:
-  static constexpr uint32_t kInside = 4;
-  bool is_inside() const { return capacity_ == kInside; }
-  // Where there are more than fit inside, their address lies there.
+  static constexpr size_t kInside = 5;
+  bool is_inside() const { return !outside_; }
+  // Where there are more than fit inside, their address lies there, and behind it for how many there is room.
   TensorId* elsewhere() const;
+  size_t capacity() const { return is_inside() ? kInside : size_t(inside_[2].value); }
   void reserve(size_t capacity);
   void swap(TensorIds& other) noexcept;
   void check(size_t i) const;
 
   alignas(8) TensorId inside_[kInside]{};
-  uint32_t size_ = 0, capacity_ = kInside;
+  uint32_t size_ : 31 = 0, outside_ : 1 = 0;
 };
 
 // How a persistent tensor gets its first values. Normal values come from Philox keyed by the run's seed, the
@@ -111,6 +112,7 @@ class TensorIds {
 struct Initializer {
   enum class Kind : uint8_t { zeros, ones, normal, constant } kind = Kind::zeros;
   double value = 0;  // the standard deviation, or the constant
+  bool operator==(const Initializer&) const = default;
 };
 
 // A dimension that is split over a mesh axis: of its `full` size each rank holds the share that share_of
@@ -125,6 +127,8 @@ struct Split {
   // `first`, and its mirror image from the back, so that causal work is as much on every rank. Of one dimension at
   // most, and the first split of it. Exchanges leave such tensors in the order of ranks (attribute order = "ranks").
   int64_t pair = 0;
+  // Kinds do not see it: what ranks compute with is a tensor of their own, put together in checkpoints alone.
+  bool unseen = false;
   bool operator==(const Split&) const = default;
 };
 
@@ -145,6 +149,19 @@ struct Dimension {
 using Dimensions = std::vector<Dimension>;
 std::string text(const Shape&, const Dimensions&);  // "(heads 12 x 192, hidden 768)"; as text(shape) without names
 
+// What only a persistent tensor has.
+struct Lasting {
+  Initializer initializer{};
+  // A working copy: the name of the persistent f32 tensor (the master) of which this one is the value in fewer bits.
+  // First values and those of a checkpoint come from the master's; checkpoints hold the master alone.
+  Name rounded_from{};
+  // Of a parameter whose rows are several matrices (or vectors) of their own, stored as one: the first fused[0] rows
+  // belong to matrix 0, the next fused[1] to matrix 1 and so on, and again from matrix 0 until the rows end. Empty: it
+  // is one. Optimizers that look at a matrix as a whole (Adafactor) take each for itself. Rows are those of the whole
+  // tensor: a rank's part begins wherever its box does (box_of).
+  std::vector<int64_t> fused{};
+};
+
 // A program has millions, most of them copies for another microbatch: what is long is shared by copies (shared.h).
 struct Tensor {
   Name name;
@@ -159,28 +176,21 @@ struct Tensor {
   bool persistent = false;
   // Readable on the host after the step: stays allocated to the step's end.
   bool step_output = false;
-  Initializer initializer{};
-  // A working copy: the name of the persistent f32 tensor (the master) of which this one is the value in fewer bits.
-  // First values and those of a checkpoint come from the master's; checkpoints hold the master alone.
-  Name rounded_from{};
+  Shared<Lasting> lasting{};
   SharedVector<Split> layout{};
+  // Made by the residency planner: another copy of this tensor, on another tier or restored. Its name is another one.
+  TensorId copy_of{};
   // A part of another tensor's memory, this many bytes after its start: an op that writes a part updates the whole in
   // place. Parts of parts are not used.
   TensorId part_of{};
   int64_t part_offset = 0;
-  // Made by the residency planner: another copy of this tensor, on another tier or restored. Its name is another one.
-  TensorId copy_of{};
-  // Of a parameter whose rows are several matrices (or vectors) of their own, stored as one: the first fused[0] rows
-  // belong to matrix 0, the next fused[1] to matrix 1 and so on, and again from matrix 0 until the rows end. Empty: it
-  // is one. Optimizers that look at a matrix as a whole (Adafactor) take each for itself. Rows are those of the whole
-  // tensor: a rank's part begins wherever its box does (box_of).
-  SharedVector<int64_t> fused{};
   // What the model calls the dimensions, one each, or none: of parameters and data, and of the activations that it
   // declares. Sizes of the whole tensor are multiples of the units.
   SharedVector<Dimension> dimensions{};
   Shape full_shape() const;  // of the whole tensor that `layout` divides
   int64_t bytes() const { return elements(shape) * size_of(dtype); }
 };
+static_assert(sizeof(Tensor) == 72);  // what is rare goes to Lasting, what copies have in common is shared
 
 // Throws Error unless the tensor's dimensions have no names, or one each, and hold a whole number of their units.
 void require_names_fit(const Tensor& tensor);

@@ -115,7 +115,7 @@ class Adafactor final : public strata::Plugin {
       const strata::Gradient gradient = stage.in_f32(stored);
       const strata::Tensor parameter = build[gradient.parameter];  // a copy: adding states moves the list
       const Shape& shape = parameter.shape;
-      const std::vector<int64_t>& fused = parameter.fused;
+      const std::vector<int64_t>& fused = parameter.lasting->fused;
       const bool split = !parameter.layout.empty(), matrix = shape.size() >= 2;
       // In reproducible runs one rank takes the sums that several would, which do not depend on who has which rows.
       const bool exact = stage.reproducible() && shape.size() <= 2;

@@ -182,7 +182,7 @@ Matrices matrices_of(const Shape& shape, const std::vector<int64_t>& fused) {
   for (int64_t run : fused) period += run;
   if (shape.size() > 2 || all % period != 0)
     throw Error("a parameter " + text(shape) + " cannot hold matrices of their own in turns of " +
-                std::to_string(period) + " rows; Tensor::fused must divide the rows of a matrix or a vector.");
+                std::to_string(period) + " rows; Lasting::fused must divide the rows of a matrix or a vector.");
   int64_t first = 0;
   for (int64_t run : fused) {
     result.members.push_back({.first = first, .run = run, .period = period, .rows = all / period * run});

@@ -35,7 +35,7 @@ struct Member {
 };
 
 // Which matrices those are: a tensor of more than two dimensions is several, one after the other, and one step size is
-// decided for all; what is `fused` (Tensor::fused) lies row by row in between, and each decides for itself.
+// decided for all; what is `fused` (Lasting::fused) lies row by row in between, and each decides for itself.
 struct Matrices {
   std::vector<Member> members;
   int64_t rows = 1, columns = 1;  // of all

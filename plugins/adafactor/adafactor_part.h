@@ -10,7 +10,7 @@ namespace strata::adafactor {
 
 void register_part_kinds();
 
-// Tensor::fused as an attribute: "128 64 64"; none: the attribute is left out.
+// Lasting::fused as an attribute: "128 64 64"; none: the attribute is left out.
 std::string text_of(const std::vector<int64_t>& fused);
 std::vector<int64_t> fused_of(const Attributes& attributes);
 

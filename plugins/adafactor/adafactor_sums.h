@@ -2,7 +2,6 @@
 // belong to, and sums that are taken plainly or exactly. Not what is summed: adafactor_part.cpp, adafactor_vector.cpp.
 #pragma once
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <functional>
 #include <string>
@@ -60,18 +59,6 @@ struct Part {
   }
   int64_t period_ = 1;
 };
-
-// add_exactly for the usual case, a positive number far from the ends of the digits' range, by its bits.
-inline void add_number(double* sum, double value) {
-  if (!(value > 0x1p-200 && value < 0x1p200)) return add_exactly(sum, value);
-  const auto power = [](int exponent) { return std::bit_cast<double>(uint64_t(1023 + exponent) << 52); };
-  const int exponent = int(std::bit_cast<uint64_t>(value) >> 52) - 1023;
-  for (int k = (exponent + 320) / 32; value != 0; --k) {
-    const double part = double(int64_t(value * power(320 - 32 * k))) * power(32 * k - 320);
-    sum[k] += part;
-    value -= part;
-  }
-}
 
 // Sums that are taken number by number, plainly or exactly.
 struct Sums {

@@ -142,14 +142,14 @@ class Gpt final : public strata::Plugin {
     Dimension out, in;
     bool bias;
     double deviation = kStandardDeviation;
-    std::vector<int64_t> fused{};  // Tensor::fused
+    std::vector<int64_t> fused{};  // strata::Lasting
   };
   TensorId linear(Builder& b, TensorId x, const Projection& p) {
     const auto scope = b.scope(p.name);
     const TensorId weight = b.parameter("weight", {p.size, b[x].shape.back()}, normal(p.deviation), {p.out, p.in}),
                    offset = p.bias ? b.parameter("bias", {p.size}, {}, {p.out}) : TensorId{};
     for (TensorId id : {weight, offset})
-      if (id) b.program()[id].fused = p.fused;
+      if (id) b.program()[id].lasting.change([&](strata::Lasting& lasting) { lasting.fused = p.fused; });
     return b.emit("linear", {x, weight, offset}, {}, "out");
   }
 

@@ -60,7 +60,7 @@ class MixedPrecision final : public strata::Plugin {
       if (program[id].dtype != DType::f32)
         throw Error("parameter " + name + " is " + std::string(name_of(program[id].dtype)) + ", expected f32.");
       program.rename(id, name + "." + dtype_);
-      program[id].rounded_from = name;
+      program[id].lasting.change([&](strata::Lasting& lasting) { lasting.rounded_from = name; });
       program[id].dtype = half_;
     }
     narrow(program);
@@ -77,9 +77,10 @@ class MixedPrecision final : public strata::Plugin {
     working_.clear();
     for (strata::Gradient& gradient : stage.gradients()) {
       const Tensor working = program[gradient.parameter], whole = program[program.whole(gradient.parameter)];
-      const TensorId master = build.state(whole.rounded_from.text(), working.shape, DType::f32, whole.initializer);
+      const strata::Lasting& of = *whole.lasting;
+      const TensorId master = build.state(of.rounded_from.text(), working.shape, DType::f32, of.initializer);
       program[master].layout = working.layout;
-      program[master].fused = whole.fused;
+      program[master].lasting = strata::Lasting{.initializer = of.initializer, .fused = of.fused};
       program[master].dimensions = whole.dimensions;
       working_[master.value] = gradient.parameter;
       gradient.parameter = master;

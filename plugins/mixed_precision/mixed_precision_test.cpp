@@ -234,7 +234,7 @@ TEST(MixedPrecision, CheckpointsFitAnyPrecision) {
       Saver(*target.storage, mesh, *world, threads, directory, 1, false).load(*saver.latest(), true);
       for (const Tensor& tensor : target.storage->persistent_tensors()) {
         if (tensor.role == Role::scalar) continue;
-        const std::string& name = tensor.rounded_from.empty() ? tensor.name : tensor.rounded_from;
+        const std::string& name = tensor.lasting->rounded_from.empty() ? tensor.name : tensor.lasting->rounded_from;
         if (tensor.dtype == DType::f64) continue;  // the loss scale, its own
         const Tensor& origin = source.built.program[source.built.program.find(name)];
         std::vector<std::byte> want(size_t(tensor.bytes()));

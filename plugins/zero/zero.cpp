@@ -110,7 +110,7 @@ class Zero final : public strata::Plugin {
       Tensor full = program[id];
       full.name = full.name + ".gathered";
       full.persistent = false;
-      full.initializer = {};
+      full.lasting = {};
       full.nearest = full.farthest = strata::Tier::device;
       gathered[id.value] = program.add(std::move(full));
       Tensor& parameter = program[id];

@@ -112,7 +112,7 @@ TEST(Zero, StatesAreSplitToTheRow) {
     std::function<int64_t(const Tensor& parameter, int64_t share)> bytes;
   };
   const auto is_matrix = [](const Tensor& t) { return t.shape.size() > 1; };
-  const auto matrices = [](const Tensor& t) { return std::max<int64_t>(1, int64_t(t.fused.size())); };
+  const auto matrices = [](const Tensor& t) { return std::max<int64_t>(1, int64_t(t.lasting->fused.size())); };
   const Optimizer optimizers[] = {{"[plugins.adamw]\n", [](const Tensor&, int64_t share) { return 8 * share; }},
                                   {"[plugins.adafactor]\n",
                                    [&](const Tensor& t, int64_t share) {
