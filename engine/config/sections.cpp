@@ -90,6 +90,7 @@ void declare(Options& options, HostSection& host) {
 }
 
 void declare(Options& options, MeshSection& mesh) {
+  options.add("pipeline", mesh.pipeline, "stages that the model's blocks are divided into; each has data × sequence × tensor ranks").range(1, 65536);
   options.add("data", mesh.data, "ranks that see different sequences of a batch").range(1, 65536);
   options
       .add("replicate", mesh.replicate, "groups of ranks among the data ranks that each hold everything; divides data")
@@ -176,10 +177,10 @@ Sections read_sections(const Config& config, DataTable needed) {
     throw Error(config.root().table("mesh")->place,
                 "mesh.data = " + std::to_string(mesh.data) +
                     " is not a multiple of mesh.replicate = " + std::to_string(mesh.replicate) + ".");
-  if (mesh.data * mesh.tensor * mesh.sequence > 65536)
+  const double ranks = double(mesh.pipeline) * double(mesh.data) * double(mesh.tensor) * double(mesh.sequence);
+  if (ranks > 65536)
     throw Error(config.root().table("mesh")->place,
-                "mesh.data times mesh.tensor times mesh.sequence is " +
-                    std::to_string(mesh.data * mesh.tensor * mesh.sequence) + " ranks, more than 65536.");
+                "mesh.pipeline times mesh.data times mesh.tensor times mesh.sequence is more than 65536 ranks.");
   if (data.global_batch % (data.micro_batch * mesh.data) != 0)
     throw Error(config.root().table("data")->place,
                 "data.global_batch = " + std::to_string(data.global_batch) +

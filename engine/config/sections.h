@@ -50,13 +50,15 @@ struct HostSection {
 
 // Ranks by axis (strata/mesh.h).
 struct MeshSection {
+  int64_t pipeline = 1;
   int64_t data = 1;
   int64_t replicate = 1;
   int64_t tensor = 1;
   int64_t sequence = 1;
   // The mesh's axes, outermost first (strata/mesh.h).
   std::vector<std::pair<std::string, int>> axes() const {
-    return {{"replicate", int(replicate)},
+    return {{"pipeline", int(pipeline)},
+            {"replicate", int(replicate)},
             {"shard", int(data / replicate)},
             {"sequence", int(sequence)},
             {"tensor", int(tensor)}};

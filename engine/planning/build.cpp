@@ -121,14 +121,19 @@ void require_summed(const Mesh& mesh, const std::vector<Gradient>& list, const s
     }
 }
 
-// Ranks that see the same sequences share the work, or they are there for nothing.
-void require_used(const Mesh& mesh, const std::vector<NamedSplit>& splits,
+// Ranks that see the same sequences share the work, by splits or by exchanges of their own, or they are there for
+// nothing.
+void require_used(const Mesh& mesh, const Program& program, const std::vector<NamedSplit>& splits,
                   const std::vector<std::string>& plugin_path) {
   const std::vector<std::string_view> of_data = mesh.parts_of(kDataAxis);
   for (const Axis& axis : mesh.axes()) {
     const bool known = std::find(of_data.begin(), of_data.end(), axis.name) != of_data.end();
     if (axis.size == 1 || known) continue;
     if (std::any_of(splits.begin(), splits.end(), [&](const NamedSplit& split) { return split.axis == axis.name; }))
+      continue;
+    if (std::any_of(program.ops.begin(), program.ops.end(), [&](const Op& op) {
+          return op.kind->exchange && op.attributes.has("axis") && op.attributes.string("axis") == axis.name;
+        }))
       continue;
     throw Error("mesh." + axis.name + " asks for " + std::to_string(axis.size) +
                 " ranks, but no enabled plugin splits anything over them; enable one that does" +
@@ -181,7 +186,7 @@ BuiltProgram build(std::span<const NamedPlugin> plugins, const BatchShape& batch
   for (const Root& root : forward.roots) started.insert(started.end(), {root.tensor, root.gradient});
   drop_unused(single, started, declared);
   verify(single, "dropping what is unused", &mesh);
-  require_used(mesh, forward.splits, plugin_path);
+  require_used(mesh, single, forward.splits, plugin_path);
   split_program(single, forward.splits, started, mesh);
   verify(single, "splitting over the mesh", &mesh);
 

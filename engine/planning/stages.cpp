@@ -5,6 +5,7 @@
 #include <map>
 #include <numeric>
 
+#include "engine/program/pipeline_axis.h"
 #include "strata/convert.h"
 #include "strata/random.h"
 
@@ -126,6 +127,11 @@ std::vector<TensorId> GradientStage::over_all(std::string_view each, std::string
     for (const std::string& axis : axes)
       value = build_.emit("all_reduce", {value}, {{"axis", axis}, {"reduction", "sum"}});
     values.push_back(value);
+  }
+  // Stages of a pipeline have gradients split over axes of their own choice; what all have is one sum.
+  if (mesh_.size(kPipelineAxis) > 1) {
+    const TensorId own = build_.emit(together, values);
+    values = {build_.emit("all_reduce", {own}, {{"axis", std::string(kPipelineAxis)}, {"reduction", "sum"}})};
   }
   return values;
 }

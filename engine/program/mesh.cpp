@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "engine/program/pipeline_axis.h"
+
 namespace strata {
 namespace {
 
@@ -68,7 +70,8 @@ std::vector<std::string_view> Mesh::parts_of(std::string_view axis) const {
 
 bool Mesh::counts() const {
   return std::all_of(axes_.begin(), axes_.end(), [](const Axis& axis) {
-    return axis.coordinate == 0 || axis.name == kReplicateAxis || axis.name == kShardAxis || axis.name == kSequenceAxis;
+    return axis.coordinate == 0 || axis.name == kReplicateAxis || axis.name == kShardAxis ||
+           axis.name == kSequenceAxis || axis.name == kPipelineAxis;  // stages without a loss add nothing
   });
 }
 

@@ -8,14 +8,6 @@
 namespace strata {
 namespace {
 
-TensorId find(const Program& program, const std::string& name) {
-  const TensorId id = program.find(name);
-  if (!id)
-    throw Error("the model declares no data tensor \"" + name.substr(0, name.find('@')) +
-                "\", which the loader fills.");
-  return id;
-}
-
 }  // namespace
 
 double read_scalar(const Program& program, TensorId id, const void* data) {
@@ -23,12 +15,15 @@ double read_scalar(const Program& program, TensorId id, const void* data) {
 }
 
 Feed::Feed(const Executor& executor, const BatchShape& batch) : batch_(batch), program_(&executor.program()) {
+  const auto memory = [&](const char* name, int64_t m) -> int32_t* {
+    const TensorId id = program_->find(name + std::to_string(m));
+    if (!id) return nullptr;
+    if (count_ == 0) own_ = GlobalIndex((*program_)[id]), count_ = elements((*program_)[id].shape);
+    return static_cast<int32_t*>(executor.pointer(id));
+  };
   for (int64_t m = 0; m < batch.microbatches; ++m) {
-    const TensorId tokens = find(*program_, "tokens@" + std::to_string(m)),
-                   targets = find(*program_, "targets@" + std::to_string(m));
-    tokens_.push_back(static_cast<int32_t*>(executor.pointer(tokens)));
-    targets_.push_back(static_cast<int32_t*>(executor.pointer(targets)));
-    if (m == 0) own_ = GlobalIndex((*program_)[tokens]), count_ = elements((*program_)[tokens].shape);
+    tokens_.push_back(memory("tokens@", m));
+    targets_.push_back(memory("targets@", m));
   }
   sequences_.resize(2 * size_t(batch.micro_batch * batch.sequence_length));
   for (TensorId loss : program_->losses) losses_.push_back({loss, executor.pointer(loss)});
@@ -36,8 +31,8 @@ Feed::Feed(const Executor& executor, const BatchShape& batch) : batch_(batch), p
 
 void Feed::put(size_t microbatch, const int32_t* tokens, const int32_t* targets) const {
   own_.runs(0, count_, [&](int64_t local, int64_t global, int64_t count) {
-    std::copy_n(tokens + global, count, tokens_[microbatch] + local);
-    std::copy_n(targets + global, count, targets_[microbatch] + local);
+    if (int32_t* to = tokens_[microbatch]) std::copy_n(tokens + global, count, to + local);
+    if (int32_t* to = targets_[microbatch]) std::copy_n(targets + global, count, to + local);
   });
 }
 

@@ -13,6 +13,7 @@
 
 #include "comm/staged.h"
 #include "engine/planning/localize.h"
+#include "engine/program/pipeline_axis.h"
 #include "strata/error.h"
 #include "strata/op_kind.h"
 
@@ -186,12 +187,21 @@ void require_same_start(World& world, int64_t step) {
                                         "to all or none.");
 }
 
-void require_same_plan(World& world, const std::string& plan, const std::string& data) {
+void require_same_plan(World& world, const std::string& plan, const std::string& data, const Mesh& mesh) {
   if (world.size() == 1) return;
   const std::string rank = std::to_string(world.rank()), data_of_zero = world.broadcast(data);
   throw_first(world, data == data_of_zero ? ""
                                           : "ranks read different data: rank 0 has " + data_of_zero + ", rank " + rank +
                                                 " has " + data + "; give every rank the same files.");
+  if (mesh.size(kPipelineAxis) > 1) {
+    const std::vector<std::string> hashes = world.gather(hash_of(plan));
+    const int first = planner_of(mesh).rank();
+    throw_first(world, hashes[size_t(first)] == hash_of(plan)
+                           ? ""
+                           : "rank " + rank + " has another plan than rank " + std::to_string(first) +
+                                 " of the same stage; start all with one configuration.");
+    return;
+  }
   if (same_everywhere(world, hash_of(plan))) return;
   const std::string of_zero = world.broadcast(plan);  // travels only where one is different
   std::istringstream a(of_zero), b(plan);

@@ -36,7 +36,7 @@ void require_same_start(World& world, int64_t step);
 
 // Throws Error (usage) on all ranks when their programs or data differ, with the first difference.
 // `plan` is their text (print).
-void require_same_plan(World& world, const std::string& plan, const std::string& data);
+void require_same_plan(World& world, const std::string& plan, const std::string& data, const Mesh& mesh = {});
 
 // Throws Error (failed) on all ranks when what they exchange in a step does not fit together (planning/agreement.h).
 // `steps` are those of this rank. Where all ranks have the same ones they do.

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <set>
 
+#include "engine/program/pipeline_axis.h"
 #include "strata/error.h"
 #include "strata/layout.h"
 
@@ -33,9 +34,11 @@ bool writes(const Tensor& tensor, const Mesh& mesh) {
       return std::find(parts.begin(), parts.end(), axis) != parts.end();
     });
   };
-  // Along an axis that does not split it all ranks hold the same.
+  // Along an axis that does not split it all ranks hold the same; but each stage of a pipeline has tensors of its own.
   return std::all_of(mesh.axes().begin(), mesh.axes().end(),
-                     [&](const Axis& axis) { return axis.coordinate == 0 || splits(axis.name); });
+                     [&](const Axis& axis) {
+                       return axis.coordinate == 0 || axis.name == kPipelineAxis || splits(axis.name);
+                     });
 }
 
 int64_t snapshot_bytes(const std::vector<Tensor>& tensors, const Mesh& mesh) {

@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "engine/plugin/order.h"
+#include "engine/program/pipeline_axis.h"
 #include "engine/runtime/link_rates.h"
 #include "engine/runtime/ranks.h"
 #include "engine/runtime/saver.h"
@@ -149,7 +150,7 @@ RatesWanted Session::rates_wanted(const Program& program) const {
           .device = int(device.index),
           .storage_directory = program.storage_directory,
           .program = &program,
-          .mesh = mesh.first(),
+          .mesh = planner_of(mesh),
           .ranks_here = here,
           .provider = network.provider,
           .has_ranks = world && world->size() > 1,
@@ -184,7 +185,7 @@ void Session::measure_links(Rates& rates, const RatesWanted& wanted) const {
 RunPlans Session::plan_run(Goal goal) const {
   RunPlans plans = plan_run(goal, 0);
   if (goal != Goal::train || !run.save_behind) return plans;
-  const int64_t snapshot = snapshot_bytes(plans.main().program().tensors, mesh.first());
+  const int64_t snapshot = snapshot_bytes(plans.main().program().tensors, planner_of(mesh));
   // Under a budget the copy takes its share, and more state goes to NVMe, of which there is no copy.
   const bool one_memory = !is_asynchronous(device.backend);
   if (const int64_t budget = host.memory.count + (one_memory ? device.memory.count : 0); budget > 0) {
@@ -197,7 +198,7 @@ RunPlans Session::plan_run(Goal goal) const {
     plans = plan_run(goal, snapshot);
   }
   for (PlannedProgram& planned : plans.programs)
-    planned.snapshot_bytes = planned.process.snapshot = snapshot_bytes(planned.program().tensors, mesh.first());
+    planned.snapshot_bytes = planned.process.snapshot = snapshot_bytes(planned.program().tensors, planner_of(mesh));
   return plans;
 }
 
@@ -233,7 +234,7 @@ RunPlans Session::build_run(Goal goal) const {
   const auto build = [&](Goal goal, const Phases& phases) {
     PlannedProgram& planned = plans.programs.emplace_back(PlannedProgram{.goal = goal, .phases = phases});
     planned.ranks = mesh.size();
-    planned.built = build_program(plugins, batch(goal), goal, goal == Goal::logits ? Mesh() : mesh.first(),
+    planned.built = build_program(plugins, batch(goal), goal, goal == Goal::logits ? Mesh() : planner_of(mesh),
                                   run.plugin_path, phases);
   };
   if (goal != Goal::train) {

@@ -15,6 +15,7 @@
 #include "engine/data/tokenizer.h"
 #include "engine/planning/page.h"
 #include "engine/planning/trace.h"
+#include "engine/program/pipeline_axis.h"
 #include "engine/runtime/run_directory.h"
 #include "engine/runtime/stop.h"
 #include "engine/runtime/trainer.h"
@@ -139,6 +140,10 @@ int train_command_main(const TrainArguments& arguments) {
 
 int plan_command_main(const PlanArguments& arguments) {
   const Session session(arguments.config, arguments.sets);
+  if (session.mesh.size(kPipelineAxis) > 1)
+    throw Error(
+        "mesh.pipeline asks for several stages, and strata plan would show the first alone, which says nothing of the "
+        "others; strata train plans and checks all of them.");
   const RunPlans plans = session.plan_run();
   const PlannedProgram& planned = plans.main();
   if (!arguments.trace.empty() || !arguments.html.empty()) {

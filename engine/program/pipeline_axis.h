@@ -1,0 +1,20 @@
+// The stages of a pipeline as an axis of the mesh, the outermost. Along it alone ranks have different programs: each has
+// tensors, data and losses of its own stage.
+#pragma once
+#include <string_view>
+
+#include "strata/mesh.h"
+
+namespace strata {
+
+inline constexpr std::string_view kPipelineAxis = "pipeline";
+
+// The mesh as the first rank of this rank's stage sees it: all of a stage plan as that one.
+inline Mesh planner_of(const Mesh& mesh) {
+  Mesh::Sizes sizes;
+  for (const Axis& axis : mesh.axes()) sizes.push_back({axis.name, axis.size});
+  const Axis& stages = mesh[kPipelineAxis];
+  return Mesh(stages.coordinate * (mesh.size() / stages.size), std::move(sizes));
+}
+
+}  // namespace strata
