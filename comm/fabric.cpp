@@ -361,9 +361,7 @@ class Fabric final : public Communicator {
   }
 
   // Whether steps of pairs are worth it, and give the tree's bits: 16 bits are to be rounded once.
-  bool many(DType dtype) const {
-    return size() > options_.direct && (size() & (size() - 1)) == 0 && !is_half(dtype);
-  }
+  bool many(DType dtype) const { return size() > options_.direct && (size() & (size() - 1)) == 0 && !is_half(dtype); }
 
   // Sends to and receives from one rank each, and a step is over.
   void step(int to, const Pieces& data, int from, const Pieces& into) {

@@ -1,7 +1,7 @@
-// Strategies, meshes, threads of the host, budgets and backends drawn by chance, against the plain run: losses and every
-// persistent tensor bit for bit. The plain run has the same model, optimizer, precision and backend, and the same ranks
-// with the same sums over them; with `run.reproducible` it is one rank. Nothing that only says where things rest, when
-// they are made again, what runs on which thread or in which order may change a bit.
+// Strategies, meshes, threads of the host, budgets and backends drawn by chance, against the plain run: losses and
+// every persistent tensor bit for bit. The plain run has the same model, optimizer, precision and backend, and the same
+// ranks with the same sums over them; with `run.reproducible` it is one rank. Nothing that only says where things rest,
+// when they are made again, what runs on which thread or in which order may change a bit.
 //
 // STRATA_SEED and STRATA_CASES choose what is drawn, to repeat a case or to look for longer.
 #include <cstdlib>
@@ -31,10 +31,11 @@ struct Case {
 
 std::string text_of(const Case& c, bool plain, int64_t device_bytes = 0, int64_t host_bytes = 0) {
   const bool one = plain && c.reproducible;  // rank
-  std::string text = "[run]\n" + c.run + "[model]\nplugin = \"gpt\"\nlayers = 2\nhidden = 32\nheads = 2\nffn = 71\n" +
-                     "vocabulary = " + std::to_string(kVocabulary) + "\ncontext = 16\n" + c.model +
-                     "[data]\ntrain = [\"none\"]\nsequence_length = 16\nglobal_batch = " + std::to_string(c.batch_size) +
-                     "\n" + c.batch + "[device]\nthreads = 1\n";
+  std::string text =
+      "[run]\n" + c.run + "[model]\nplugin = \"gpt\"\nlayers = 2\nhidden = 32\nheads = 2\nffn = 71\n" +
+      "vocabulary = " + std::to_string(kVocabulary) + "\ncontext = 16\n" + c.model +
+      "[data]\ntrain = [\"none\"]\nsequence_length = 16\nglobal_batch = " + std::to_string(c.batch_size) + "\n" +
+      c.batch + "[device]\nthreads = 1\n";
   if (device_bytes > 0) text += "memory = " + std::to_string(device_bytes) + "\n";
   if (!plain) text += "[host]\n" + c.host;
   if (!plain && host_bytes > 0) text += "memory = " + std::to_string(host_bytes) + "\n";
@@ -68,7 +69,8 @@ Case draw(std::mt19937& random, const std::string& backend, const std::string& f
                        "[plugins.zero]\nstage = 3\n", "[plugins.zero]\nstage = 3\nreshard = \"always\"\n"}) +
                  pick({"bucket = 20000\n", ""});
   const std::vector<std::string> tiers = {"device", "host", "nvme"};
-  // Beside offloaded states an update runs on the host; there AdamW's has the device's bits, other optimizers' have not.
+  // Beside offloaded states an update runs on the host; there AdamW's has the device's bits, other optimizers' have
+  // not.
   const std::vector<std::string> of_update = cuda && !adamw ? std::vector<std::string>{"device"} : tiers;
   c.strategies = pick({"", "[plugins.recompute]\n", "[plugins.recompute]\nevery = 2\n",
                        "[plugins.recompute]\nmode = \"selective\"\n", "[plugins.recompute]\nmode = \"budget\"\n"}) +
@@ -122,8 +124,7 @@ Outcome outcome(const std::string& text, int ranks, int batch, const std::string
 
 // Under budgets that may be too small; then the one that the refusal asks for must do.
 void check(const Case& c, const std::string& backend) {
-  const Outcome expected =
-      outcome(text_of(c, true), c.reproducible ? 1 : c.ranks, c.batch_size, backend, false);
+  const Outcome expected = outcome(text_of(c, true), c.reproducible ? 1 : c.ranks, c.batch_size, backend, false);
   int64_t device_bytes = expected.device_bytes * c.device_percent / 100;
   int64_t host_bytes = expected.device_bytes * c.host_percent / 100;
   for (int attempt = 0;; ++attempt) {

@@ -87,7 +87,7 @@ fi
 for broken in '--set run.directory=file' '--trace nodir/trace.json' '--resume' '--set run.directory=log'; do
   mkdir -p log/log.jsonl
   expect 2 '' "$strata" train config.toml --set mesh.data=2 $broken
-  [[ $(wc -l <error) == 1 ]] || fail "rank 0 refuses ($broken): $(cat error)"
+  [[ $(grep -vc "^measuring this machine's rates" error) == 1 ]] || fail "rank 0 refuses ($broken): $(cat error)"
 done
 rm -rf log
 

@@ -15,7 +15,6 @@
 namespace strata {
 namespace {
 
-
 // The parameters that the tensor being written is made of.
 class Parameters {
  public:

@@ -11,7 +11,6 @@
 namespace strata {
 namespace {
 
-
 bool is_floating(const StoredTensor& tensor) {
   const std::string& name = tensor.dtype_name;
   return name[0] != 'I' && name[0] != 'U' && name != "BOOL";

@@ -90,7 +90,10 @@ void declare(Options& options, HostSection& host) {
 }
 
 void declare(Options& options, MeshSection& mesh) {
-  options.add("pipeline", mesh.pipeline, "stages that the model's blocks are divided into; each has data × sequence × tensor ranks").range(1, 65536);
+  options
+      .add("pipeline", mesh.pipeline,
+           "stages that the model's blocks are divided into; each has data × sequence × tensor ranks")
+      .range(1, 65536);
   options.add("data", mesh.data, "ranks that see different sequences of a batch").range(1, 65536);
   options
       .add("replicate", mesh.replicate, "groups of ranks among the data ranks that each hold everything; divides data")
@@ -120,7 +123,9 @@ void declare(Options& options, NetworkSection& network) {
            "most ranks of a group over libfabric that all exchange with all at once; larger groups go step by step, by "
            "recursive doubling and halving and in rings")
       .range(1, 65536);
-  options.add("timeout", network.timeout, "longest wait for another rank in an operation; at least ten minutes for one that measures, plans or saves")
+  options
+      .add("timeout", network.timeout,
+           "longest wait for another rank in an operation; at least ten minutes for one that measures, plans or saves")
       .range(kShortest, kLongest)
       .unit("seconds");
   options.add("join_timeout", network.join_timeout, "until all ranks must have come")

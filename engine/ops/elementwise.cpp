@@ -126,11 +126,10 @@ void register_multiply_scalars() {
 }
 
 void register_overflow_mark() {
-  const Kernel mark{
-      [](const Binding& b) -> Launch {
-        return [b] { *b.out<double>(0) = std::isnan(*b.in<double>(0)) ? *b.in<double>(0) : 1; };
-      },
-      {}};
+  const Kernel mark{[](const Binding& b) -> Launch {
+                      return [b] { *b.out<double>(0) = std::isnan(*b.in<double>(0)) ? *b.in<double>(0) : 1; };
+                    },
+                    {}};
   register_kind({.name = "overflow_mark",
                  .summary = "f64 scalar -> NaN where it is NaN, otherwise 1",
                  .shape = [](const OpView& v) -> std::vector<TensorSpec> {

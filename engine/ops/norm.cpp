@@ -222,33 +222,32 @@ void register_norm(const std::string& name, bool layer) {
                    {"reference", reference_kernel([layer](const Binding& b, auto zero) {
                       reference_norm<decltype(zero)>(b, layer);
                     })}}});
-  register_kind({.name = name + "_gradient",
-                 .summary = layer ? "dy, x, w, statistics -> dx, dw, db" : "dy, x, w, statistics -> dx, dw",
-                 .shape = [=](const OpView& v) -> std::vector<TensorSpec> {
-                   const bool right = v.inputs() == 4 && v.has_input(0) && v.has_input(1) && v.has_input(2) &&
-                                      v.has_input(3) && is_float(v.input(0)) && v.input(0).shape == v.input(1).shape &&
-                                      v.input(2).shape == Shape{v.columns(0)} &&
-                                      v.input(3).shape == Shape{v.rows(0), per_row};
-                   require(right, v, "dy and x (…, C), w (C) and the statistics of the forward op");
-                   const TensorSpec sums{v.input(2).shape, wide(v.input(2).dtype)};
-                   std::vector<TensorSpec> specs{like(v.input(0)), sums};
-                   if (layer) specs.push_back(sums);
-                   return specs;
-                 },
-                 .accumulates = layer ? 7u : 3u,
-                 .in_place = {{0, 0}},
-                 .half = true,
-                 .sharding = {.dimensions =
-                                  layer ? "...c, ...c, c, (...)s -> ...c, c, c" : "...c, ...c, c, (...)s -> ...c, c",
-                              .whole = "c"},
-                 .kernels = {{"cpu", cpu_kernel([layer](const Binding& b) { backward(b, layer); },
-                                                [](const OpView& v, int threads) {
-                                                  return parts_of(v.rows(0)) * 2 * padded(v.columns(0)) * 4 +
-                                                         half_rows(v, threads, 1, 3);
-                                                })},
-                             {"reference", reference_kernel([layer](const Binding& b, auto zero) {
-                                reference_gradient<decltype(zero)>(b, layer);
-                              })}}});
+  register_kind(
+      {.name = name + "_gradient",
+       .summary = layer ? "dy, x, w, statistics -> dx, dw, db" : "dy, x, w, statistics -> dx, dw",
+       .shape = [=](const OpView& v) -> std::vector<TensorSpec> {
+         const bool right = v.inputs() == 4 && v.has_input(0) && v.has_input(1) && v.has_input(2) && v.has_input(3) &&
+                            is_float(v.input(0)) && v.input(0).shape == v.input(1).shape &&
+                            v.input(2).shape == Shape{v.columns(0)} && v.input(3).shape == Shape{v.rows(0), per_row};
+         require(right, v, "dy and x (…, C), w (C) and the statistics of the forward op");
+         const TensorSpec sums{v.input(2).shape, wide(v.input(2).dtype)};
+         std::vector<TensorSpec> specs{like(v.input(0)), sums};
+         if (layer) specs.push_back(sums);
+         return specs;
+       },
+       .accumulates = uint16_t(layer ? 7 : 3),
+       .in_place = {{0, 0}},
+       .half = true,
+       .sharding = {.dimensions = layer ? "...c, ...c, c, (...)s -> ...c, c, c" : "...c, ...c, c, (...)s -> ...c, c",
+                    .whole = "c"},
+       .kernels = {{"cpu", cpu_kernel([layer](const Binding& b) { backward(b, layer); },
+                                      [](const OpView& v, int threads) {
+                                        return parts_of(v.rows(0)) * 2 * padded(v.columns(0)) * 4 +
+                                               half_rows(v, threads, 1, 3);
+                                      })},
+                   {"reference", reference_kernel([layer](const Binding& b, auto zero) {
+                      reference_gradient<decltype(zero)>(b, layer);
+                    })}}});
 }
 
 const AtLoad norm_registered([] {

@@ -125,8 +125,8 @@ std::string memory_picture(const std::string& title, std::span<const PageRun> ru
       byte_axis(text, frame, 5, first);
       const TierPlan& plan = (*run.memory)[tiers[t]];
       stacked(text, run, tiers[t], frame);
-      text.put("<text x=\"{:.1f}\" y=\"{:.1f}\">{}: {} at the peak</text>\n", left, frame.top - 4, title_of(run, tiers[t]),
-               bytes_text(plan.persistent_bytes + plan.live_peak_bytes));
+      text.put("<text x=\"{:.1f}\" y=\"{:.1f}\">{}: {} at the peak</text>\n", left, frame.top - 4,
+               title_of(run, tiers[t]), bytes_text(plan.persistent_bytes + plan.live_peak_bytes));
       if (const int64_t budget = budget_of(run, tiers[t]); budget > 0)
         text.put("<line class=\"budget\" x1=\"{:.1f}\" x2=\"{:.1f}\" y1=\"{:.1f}\" y2=\"{:.1f}\"/>\n", left,
                  left + width, frame.y(double(budget)), frame.y(double(budget)));

@@ -35,7 +35,8 @@ std::vector<std::string> conclusions(std::span<const PageRun> runs) {
   if (device_bytes(least) < device_bytes(plain))
     sentences.push_back("Least memory: " + least.name + ", " + compared(least, plain) + ".");
   else
-    sentences.push_back("Nothing takes less " + memory_name(*plain.program, Tier::device) + " than " + plain.name + ".");
+    sentences.push_back("Nothing takes less " + memory_name(*plain.program, Tier::device) + " than " + plain.name +
+                        ".");
   const PageRun* cheap = nullptr;
   for (const PageRun& run : runs.subspan(1))
     if (run.seconds <= 1.1 * plain.seconds && device_bytes(run) < device_bytes(plain) && (!cheap || fewer(run, *cheap)))
@@ -72,8 +73,7 @@ void table(Text& text, std::span<const PageRun> runs) {
       "<h2>At a glance</h2>\n<div class=\"wide\"><table><tr><th></th><th>{} plan</th>{}<th>host plan</th>{}<th>"
       "NVMe</th><th>a step</th>{}<th>NVMe waits</th><th>copy waits</th><th>runs again</th>{}</tr>\n",
       runs[0].program->one_memory ? "memory" : "device", only_measured("measured"), only_measured("measured"),
-      only_measured("fastest – slowest</th><th>ratio"),
-      only_measured("loss"));
+      only_measured("fastest – slowest</th><th>ratio"), only_measured("loss"));
   const auto cell = [&](const auto& value, auto&& show) {
     if (measured) text.put("<td>{}</td>", value ? show(*value) : "");
   };
@@ -128,9 +128,8 @@ void against_time(Text& text, std::span<const PageRun> runs) {
         "<line class=\"axis\" x1=\"{0:.1f}\" x2=\"{0:.1f}\" y1=\"{1}\" y2=\"{2}\"/><text class=\"soft\" x=\"{0:.1f}\" "
         "y=\"{3}\" text-anchor=\"middle\">{4}</text>\n",
         x(at), bottom, bottom + 4, bottom + 17, tick_bytes(at));
-  text.put(
-      "<text class=\"soft\" x=\"{:.1f}\" y=\"{}\" text-anchor=\"middle\">{}; a step takes upwards</text>\n",
-      (kLeft + x(right)) / 2, bottom + 34, memory_name(*runs[0].program, Tier::device));
+  text.put("<text class=\"soft\" x=\"{:.1f}\" y=\"{}\" text-anchor=\"middle\">{}; a step takes upwards</text>\n",
+           (kLeft + x(right)) / 2, bottom + 34, memory_name(*runs[0].program, Tier::device));
   if (const int64_t budget = budget_of(runs[0], Tier::device); budget > 0 && double(budget) <= right)
     text.put(
         "<line class=\"budget\" x1=\"{0:.1f}\" x2=\"{0:.1f}\" y1=\"{1}\" y2=\"{2}\"/><text x=\"{3:.1f}\" y=\"{4}\">"

@@ -277,8 +277,7 @@ namespace {
 std::string programs_text(const RunPlans& plans) {
   if (plans.phases.programs() == 1) return "";
   std::string text = fmt::format("\n{}{:<40}{:>10}{:>14}{:>16}{:>18}\n", plans.phases.text(), "programs", "ops",
-                                 "model FLOPs", memory_name(plans.main().program(), Tier::device),
-                                 "predicted step");
+                                 "model FLOPs", memory_name(plans.main().program(), Tier::device), "predicted step");
   for (const PlannedProgram& planned : plans.programs)
     text += fmt::format("  {:<38}{:>10}{:>14.4e}{:>16}{:>18}\n", planned.title(), planned.program().ops.size(),
                         planned.built.model_flops, bytes_text(planned.memory.device().total_bytes()),

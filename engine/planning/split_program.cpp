@@ -205,8 +205,8 @@ class Splitter {
   // Emits the op on what it can take; true where others took its place.
   bool emit(Op op) {
     std::vector<std::pair<std::string, int>> replaced;  // axis, size
-    if (op.kind->exchange) {
-      // It says itself what it makes.
+    if (op.kind->exchange && op.stream != Stream::send) {
+      // It says itself what it makes. What is sent is whole, since what is received is.
     } else if (!has_rule(*op.kind)) {
       for (TensorId& id : op.inputs)
         if (id) id = whole(id, op);

@@ -167,11 +167,10 @@ class Unroller {
 
   Tensor kept(Tensor tensor, int m) const {
     if (!tensor.persistent && mesh_.size(kDataAxis) > 1) {  // each rank's own: together one tensor, split by rows
-      Layout layout{
-          {.dimension = 0,
-           .axis = std::string(kDataAxis),
-           .full = tensor.full_shape()[0] * mesh_.size(kDataAxis),
-           .unseen = true}};
+      Layout layout{{.dimension = 0,
+                     .axis = std::string(kDataAxis),
+                     .full = tensor.full_shape()[0] * mesh_.size(kDataAxis),
+                     .unseen = true}};
       layout.insert(layout.end(), tensor.layout.begin(), tensor.layout.end());
       tensor.layout = std::move(layout);
       tensor.dimensions = {};
@@ -214,7 +213,7 @@ class Unroller {
     build.microbatch = pass.microbatch < 0 ? pass.microbatch + microbatches_ : pass.microbatch;
     build.role = Role::gradient;
     additions_.push_back(result_.ops.size());
-    const TensorId sum = build.emit("add", {a, b}, {}, result_[parameters_[g]].name + ".gradient");
+    const TensorId sum = build.emit("add", {a, b}, {}, single_[parameters_[g]].name + ".gradient");
     result_.ops.back().chunk = int16_t(pass.chunk);
     result_[sum].layout = result_[a].layout;
     return sum;

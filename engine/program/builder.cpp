@@ -16,8 +16,11 @@ TensorId Builder::parameter(std::string_view name, const Shape& shape, Initializ
                   text(shape, dimensions) + ".");
     return dimensions.empty() ? known : name_dimensions(known, std::move(dimensions));
   }
-  const TensorId id = program_->add(
-      {.name = full, .shape = shape, .role = Role::parameter, .persistent = true, .lasting = Lasting{.initializer = initializer}});
+  const TensorId id = program_->add({.name = full,
+                                     .shape = shape,
+                                     .role = Role::parameter,
+                                     .persistent = true,
+                                     .lasting = Lasting{.initializer = initializer}});
   return name_dimensions(id, std::move(dimensions));
 }
 

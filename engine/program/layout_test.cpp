@@ -148,7 +148,9 @@ TEST(Layouts, PairsOfChunksAreFromTheFrontAndFromTheBack) {
         const int64_t at = global(i) / inner % shape[size_t(d)];
         ASSERT_TRUE(at / chunk == c || at / chunk == 2 * ranks - 1 - c) << at;
         ASSERT_EQ(at, indices(i / inside % tensor.shape[size_t(d)]));
-        if (i > 0) ASSERT_GT(global(i), global(i - 1)) << "in the order of the whole tensor";
+        if (i > 0) {
+          ASSERT_GT(global(i), global(i - 1)) << "in the order of the whole tensor";
+        }
         ++holders[size_t(global(i))];
       }
       int64_t next = draw(random, 0, count);

@@ -96,9 +96,8 @@ TensorId OpView::addend(int output) const {
 Communicator& Binding::group() const {
   if (group_) return *group_;
   const std::string axis = attributes().has("axis") ? "axis \"" + attributes().string("axis") + "\"" : "no axis";
-  throw Error("op \"" + op().kind->name + "\"" +
-                  (op().outputs.empty() ? "" : ", which makes " + output(0).name + ",") + " asks for a group of ranks (" +
-                  axis + ", stream " + std::string(name_of(op().stream)) +
+  throw Error("op \"" + op().kind->name + "\"" + (op().outputs.empty() ? "" : ", which makes " + output(0).name + ",") +
+                  " asks for a group of ranks (" + axis + ", stream " + std::string(name_of(op().stream)) +
                   ") and has none: only exchanges (OpKind::exchange) over an axis of several ranks get one.",
               ExitCode::failed);
 }

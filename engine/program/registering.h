@@ -1,5 +1,5 @@
-// Whose kinds and schedules are registered: while one of these lives, register_kind and register_schedule on this thread
-// are called by that plugin, which may be made any number of times. For the loader.
+// Whose kinds and schedules are registered: while one of these lives, register_kind and register_schedule on this
+// thread are called by that plugin, which may be made any number of times. For the loader.
 #pragma once
 #include <string>
 #include <string_view>

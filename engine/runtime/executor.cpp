@@ -289,9 +289,7 @@ bool Executor::is_one_graph() const {
   return device_ && graphs_ && streams_->has_graph && streams_->steps > 0 && spans_.empty();
 }
 
-double Executor::now() const {
-  return seconds_now() - step_began_;
-}
+double Executor::now() const { return seconds_now() - step_began_; }
 
 void Executor::run_op(int32_t index) {
   Step& step = steps_[index];

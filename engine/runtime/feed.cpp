@@ -8,6 +8,12 @@
 namespace strata {
 namespace {
 
+// A stage of a pipeline, which need not read data: the others do.
+bool is_stage(const Program& program) {
+  return std::any_of(program.ops.begin(), program.ops.end(),
+                     [](const Op& op) { return op.stream == Stream::send || op.stream == Stream::receive; });
+}
+
 }  // namespace
 
 double read_scalar(const Program& program, TensorId id, const void* data) {
@@ -15,15 +21,17 @@ double read_scalar(const Program& program, TensorId id, const void* data) {
 }
 
 Feed::Feed(const Executor& executor, const BatchShape& batch) : batch_(batch), program_(&executor.program()) {
-  const auto memory = [&](const char* name, int64_t m) -> int32_t* {
-    const TensorId id = program_->find(name + std::to_string(m));
+  const bool may_lack = is_stage(*program_);
+  const auto memory = [&](const std::string& name, int64_t m) -> int32_t* {
+    const TensorId id = program_->find(name + "@" + std::to_string(m));
+    if (!id && !may_lack) throw Error("the model declares no data tensor \"" + name + "\", which the loader fills.");
     if (!id) return nullptr;
     if (count_ == 0) own_ = GlobalIndex((*program_)[id]), count_ = elements((*program_)[id].shape);
     return static_cast<int32_t*>(executor.pointer(id));
   };
   for (int64_t m = 0; m < batch.microbatches; ++m) {
-    tokens_.push_back(memory("tokens@", m));
-    targets_.push_back(memory("targets@", m));
+    tokens_.push_back(memory("tokens", m));
+    targets_.push_back(memory("targets", m));
   }
   sequences_.resize(2 * size_t(batch.micro_batch * batch.sequence_length));
   for (TensorId loss : program_->losses) losses_.push_back({loss, executor.pointer(loss)});

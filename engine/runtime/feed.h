@@ -16,7 +16,7 @@ double read_scalar(const Program& program, TensorId id, const void* data);
 
 class Feed {
  public:
-  // Throws Error when the model declares no data tensors "tokens" and "targets".
+  // Throws Error when the model declares no data tensors "tokens" and "targets"; a stage of a pipeline may lack them.
   Feed(const Executor& executor, const BatchShape& batch);
   // Tokens and targets of a microbatch, whole: (micro_batch, sequence_length) of the batch shape.
   void put(size_t microbatch, const int32_t* tokens, const int32_t* targets) const;

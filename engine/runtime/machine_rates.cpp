@@ -101,8 +101,8 @@ std::vector<Axis> exchanged_over(const RatesWanted& wanted) {
   return axes;
 }
 
-// How many other ranks compute beside this one on processors of their own. None where their threads are in this process,
-// which is not to be forked then.
+// How many other ranks compute beside this one on processors of their own. None where their threads are in this
+// process, which is not to be forked then.
 int companions_of(const RatesWanted& wanted) {
   return wanted.is_one_process ? 0 : std::min(wanted.ranks_here, processors()) - 1;
 }
@@ -253,8 +253,8 @@ class Inquiry {
 
  private:
   // In a process of its own, so that what measuring takes is not in this one's peak of memory; what is known then comes
-  // back through a file in memory. False where that cannot be. The threads that a rank has by now serve its connections;
-  // the child needs nothing that they may hold.
+  // back through a file in memory. False where that cannot be. The threads that a rank has by now serve its
+  // connections; the child needs nothing that they may hold.
   bool measure_apart() {
     constexpr double kHung = 120;  // seconds; on a very busy machine it may well take ten
     if (wanted_.is_one_process || (wanted_.has_ranks && kThreadsForbidFork)) return false;

@@ -32,8 +32,8 @@ Rates machine_rates(const RatesWanted& wanted);
 // Measured by the ranks themselves: of an axis with that many.
 void keep_link(const RatesWanted& wanted, int ranks, const Samples& samples);
 
-// Corrects what is kept by a step that ran: what its ops took is one more try of each, which counts for what could not be
-// measured before (a device's kernels), too; of figures what was faster than `rates`, which it was planned with.
+// Corrects what is kept by a step that ran: what its ops took is one more try of each, which counts for what could not
+// be measured before (a device's kernels), too; of figures what was faster than `rates`, which it was planned with.
 void learn_rates(const RatesWanted& wanted, const Program& program, const std::vector<Span>& spans, const Rates& rates);
 
 }  // namespace strata

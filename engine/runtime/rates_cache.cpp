@@ -61,12 +61,9 @@ struct FileLock {
 Json to_json(const std::vector<Kept>& list) {
   Json::Array array;
   for (const Kept& kept : list) {
-    Json::Object entry{{"name", kept.name},
-                       {"flops", kept.flops},
-                       {"bytes", kept.bytes},
-                       {is_time(kept) ? "seconds" : "rate", kept.value},
-                       {"tries", kept.tries},
-                       {"measured", kept.measured},
+    Json::Object entry{{"name", kept.name},   {"flops", kept.flops},
+                       {"bytes", kept.bytes}, {is_time(kept) ? "seconds" : "rate", kept.value},
+                       {"tries", kept.tries}, {"measured", kept.measured},
                        {"tried", kept.tried}};
     if (!kept.recent.empty()) entry.emplace_back("recent", Json::Array(kept.recent.begin(), kept.recent.end()));
     array.push_back(std::move(entry));

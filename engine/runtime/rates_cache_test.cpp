@@ -118,11 +118,12 @@ TEST(RatesCache, SurvivesDamageAndOtherVersions) {
   RatesCache(folder.file()).add("machine", {kFlops});
   std::stringstream whole;
   whole << std::ifstream(folder.file()).rdbuf();
-  for (std::string text : {std::string("{"), std::string("[]"), std::string("{\"version\": 1, \"entries\": {}}"),
-                           std::string("{\"version\": 4, \"entries\": {\"machine\": [{\"name\": \"flops\"}]}}"),
-                           std::string("{\"version\": 4, \"entries\": {\"machine\": [{\"name\": \"add f32\", \"bytes\": 5, "
-                                       "\"seconds\": 1}]}}"),
-                           whole.str().substr(0, whole.str().size() / 2)}) {
+  for (std::string text :
+       {std::string("{"), std::string("[]"), std::string("{\"version\": 1, \"entries\": {}}"),
+        std::string("{\"version\": 4, \"entries\": {\"machine\": [{\"name\": \"flops\"}]}}"),
+        std::string("{\"version\": 4, \"entries\": {\"machine\": [{\"name\": \"add f32\", \"bytes\": 5, "
+                    "\"seconds\": 1}]}}"),
+        whole.str().substr(0, whole.str().size() / 2)}) {
     std::ofstream(folder.file()) << text;
     RatesCache cache(folder.file());
     EXPECT_TRUE(cache.due("machine", kFlops)) << text;

@@ -35,10 +35,9 @@ bool writes(const Tensor& tensor, const Mesh& mesh) {
     });
   };
   // Along an axis that does not split it all ranks hold the same; but each stage of a pipeline has tensors of its own.
-  return std::all_of(mesh.axes().begin(), mesh.axes().end(),
-                     [&](const Axis& axis) {
-                       return axis.coordinate == 0 || axis.name == kPipelineAxis || splits(axis.name);
-                     });
+  return std::all_of(mesh.axes().begin(), mesh.axes().end(), [&](const Axis& axis) {
+    return axis.coordinate == 0 || axis.name == kPipelineAxis || splits(axis.name);
+  });
 }
 
 int64_t snapshot_bytes(const std::vector<Tensor>& tensors, const Mesh& mesh) {

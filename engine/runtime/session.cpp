@@ -274,8 +274,13 @@ void Session::plan_memory_of(PlannedProgram& planned, const PlannedProgram* lead
                                .homes = lead ? &homes : nullptr,
                                .advice = [this](const MemoryPlan& plan) { return advice(plan); }});
   if (!trains) return;
-  const auto on_host = [](const Op& op) { return op.stream == Stream::host; };
-  if (std::any_of(program.ops.begin(), program.ops.end(), on_host)) planned.rates = shared_rates(program);
+  const auto is_on_host = [](const Op& op) { return op.stream == Stream::host; };
+  bool on_host = std::any_of(program.ops.begin(), program.ops.end(), is_on_host);
+  if (world && mesh.size(kPipelineAxis) > 1) {  // stages differ in that, and rates are shared by all or none
+    const std::vector<std::string> anybody = world->gather(on_host ? "yes" : "no");
+    on_host = std::find(anybody.begin(), anybody.end(), "yes") != anybody.end();
+  }
+  if (on_host) planned.rates = shared_rates(program);
   planned.prediction = predict(program, planned.memory, planned.rates);
 }
 

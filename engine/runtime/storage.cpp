@@ -194,7 +194,8 @@ void Storage::initialize(uint64_t seed, Threads& threads) {
           threads.split(count, 4096, [&](int64_t begin, int64_t end) {
             constexpr int64_t kChunk = 1024;
             float values[kChunk];
-            const uint64_t stream = stream_of((tensor.lasting->rounded_from.empty() ? tensor.name : tensor.lasting->rounded_from).text());
+            const uint64_t stream =
+                stream_of((tensor.lasting->rounded_from.empty() ? tensor.name : tensor.lasting->rounded_from).text());
             const GlobalIndex global(tensor);
             for (int64_t i = begin; i < end; i += kChunk) {
               const int64_t some = std::min(kChunk, end - i);
@@ -202,7 +203,8 @@ void Storage::initialize(uint64_t seed, Threads& threads) {
                 std::fill_n(values, some, 1.0f);
               else
                 global.runs(first + i, first + i + some, [&](int64_t local, int64_t index, int64_t run) {
-                  fill_normal(values + (local - first - i), index, run, tensor.lasting->initializer.value, seed, stream);
+                  fill_normal(values + (local - first - i), index, run, tensor.lasting->initializer.value, seed,
+                              stream);
                 });
               from_f32(tensor.dtype, values, at(data, tensor.dtype, i), some);
             }

@@ -12,7 +12,10 @@ using Clock = std::chrono::steady_clock;
 using Seconds = std::chrono::duration<double>;
 
 Watchdog::Watchdog(Watched watched, double seconds, double grace)
-    : watched_(std::move(watched)), seconds_(seconds), grace_(grace), thread_(start_thread("the watchdog", [this] { run(); })) {}
+    : watched_(std::move(watched)),
+      seconds_(seconds),
+      grace_(grace),
+      thread_(start_thread("the watchdog", [this] { run(); })) {}
 
 Watchdog::~Watchdog() {
   {

@@ -43,7 +43,8 @@ class OpView {
 };
 
 // Work of one op: floating-point operations (a multiply-add counts 2) and bytes moved to and from memory. Of an
-// exchange, `wire` are bytes handed to other ranks were they countless: in a group of n each hands on (n - 1) / n of it.
+// exchange, `wire` are bytes handed to other ranks were they countless: in a group of n each hands on (n - 1) / n of
+// it.
 struct Cost {
   double flops = 0;
   double bytes = 0;

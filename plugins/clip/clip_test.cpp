@@ -73,7 +73,7 @@ TEST(Clip, TakesWhatIsPendingIntoTheNorm) {
   EXPECT_EQ(factor_of(16, 0.25).factor, 1);
   EXPECT_EQ(factor_of(0, 1).factor, 1);
   const double none = std::numeric_limits<double>::quiet_NaN();
-  EXPECT_EQ(factor_of(16, none).norm, 0);  // a step that overflowed
+  EXPECT_EQ(factor_of(16, none).norm, 0);                                               // a step that overflowed
   EXPECT_TRUE(std::isnan(factor_of(std::numeric_limits<double>::infinity(), 1).norm));  // told, and stops the run
 }
 

@@ -80,7 +80,7 @@ const std::string kPrecisions[] = {mixed(), mixed("dtype = \"fp16\"\nloss_scale 
 // Sixteen bits leave eight (bf16) or eleven significant ones: losses within 2e-2 after twenty steps of learning.
 TEST(MixedPrecision, LearnsAsF32Does) {
   for (const std::string& optimizer : {kAdamW, std::string("[plugins.adafactor]\n"), std::string("[plugins.sm3]\n"),
-                                      std::string("[plugins.adamw8bit]\nlearning_rate = 1e-3\n")})
+                                       std::string("[plugins.adamw8bit]\nlearning_rate = 1e-3\n")})
     for (const std::string clip : {"", "[plugins.clip]\nmax_norm = 0.5\n"}) {
       const Outcome expected = outcome(toml(optimizer + clip), 1, 20);
       for (std::string precision : kPrecisions) {
@@ -102,10 +102,10 @@ TEST(MixedPrecision, StrategiesThatReorderNothingAreExact) {
   for (const std::string& precision : kPrecisions) {
     const Outcome expected = outcome(toml(kAdamW + precision, 1, "", relu));
     for (const std::string& extra : {std::string("[plugins.recompute]\n"), std::string("[plugins.gist]\nminimum = 0\n"),
-                                    offload(folder.path(), "host"), offload(folder.path(), "nvme"),
-                                    std::string("[plugins.offload]\nminimum = 0\noptimizer = \"host\"\n"),
-                                    "[plugins.recompute]\nmode = \"selective\"\n[plugins.gist]\nminimum = 0\n" +
-                                        offload(folder.path(), "nvme")}) {
+                                     offload(folder.path(), "host"), offload(folder.path(), "nvme"),
+                                     std::string("[plugins.offload]\nminimum = 0\noptimizer = \"host\"\n"),
+                                     "[plugins.recompute]\nmode = \"selective\"\n[plugins.gist]\nminimum = 0\n" +
+                                         offload(folder.path(), "nvme")}) {
       SCOPED_TRACE(precision + extra);
       expect_same(outcome(toml(kAdamW + precision + extra, 1, "", relu), 1, 6, true), expected);
     }

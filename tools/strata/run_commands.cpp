@@ -90,7 +90,7 @@ int train_launched(const TrainArguments& arguments, const LaunchedRank& rank) {
   StopSignals stop(!ours && rank.rank == 0);
   NetworkSection network;
   const int code = quietly(rank, [&] {
-    const Session alone(arguments.config, arguments.sets);
+    Session alone(arguments.config, arguments.sets);
     if (rank.size != alone.mesh.size())
       throw Error(
           fmt::format("{} started {} ranks, but [mesh] asks for {}; start as many, or change the sizes of its axes.",
@@ -116,16 +116,31 @@ int train_launched(const TrainArguments& arguments, const LaunchedRank& rank) {
   return quietly(rank, [&] { return train_rank(arguments, stop, world.get()); });
 }
 
+// A plan of each stage of a pipeline, one after the other; of one without stages.
+std::vector<RunPlans> plans_of_stages(Session& session) {
+  std::vector<RunPlans> plans;
+  for (int stage = 0; stage < session.mesh.size(kPipelineAxis); ++stage) {
+    session.mesh = of_stage(session.mesh, stage);
+    try {
+      plans.push_back(session.plan_run());
+    } catch (const Error& error) {
+      if (session.mesh.size(kPipelineAxis) == 1) throw;
+      throw Error(fmt::format("stage {} of the pipeline: {}", stage, error.what()), error.code());
+    }
+  }
+  return plans;
+}
+
 }  // namespace
 
 int train_command_main(const TrainArguments& arguments) {
   if (const std::optional<LaunchedRank> rank = launched_rank()) return train_launched(arguments, *rank);
   {
-    const Session alone(arguments.config, arguments.sets);
+    Session alone(arguments.config, arguments.sets);
     if (alone.mesh.size() > 1 || arguments.restarts > 0) {
       // What is wrong with it is said once. Signals wait: planning forks to measure, which a thread that takes them
       // forbids.
-      alone.plan_run();
+      plans_of_stages(alone);
       if (stop_signal_waits()) {
         say("stopped before the first step");
         return int(ExitCode::done);
@@ -138,41 +153,64 @@ int train_command_main(const TrainArguments& arguments) {
   return train_rank(arguments, stop, nullptr);
 }
 
-int plan_command_main(const PlanArguments& arguments) {
-  const Session session(arguments.config, arguments.sets);
-  if (session.mesh.size(kPipelineAxis) > 1)
-    throw Error(
-        "mesh.pipeline asks for several stages, and strata plan would show the first alone, which says nothing of the "
-        "others; strata train plans and checks all of them.");
-  const RunPlans plans = session.plan_run();
-  const PlannedProgram& planned = plans.main();
-  if (!arguments.trace.empty() || !arguments.html.empty()) {
-    if (!arguments.trace.empty())
-      write_atomically(arguments.trace, chrome_trace(planned.program(), planned.memory, planned.prediction->spans));
-    std::vector<PageRun> runs;
-    for (size_t p = 0; p < plans.phases.programs(); ++p) {
-      const PlannedProgram& one = plans.programs[p];
-      runs.push_back({.name = plans.phases.programs() == 1 ? "The step as planned" : "A step of " + one.title(),
-                      .program = &one.program(),
-                      .memory = &one.memory,
-                      .spans = one.prediction->spans,
-                      .stalls = one.prediction->stalls,
-                      .seconds = one.prediction->seconds});
-    }
-    if (!arguments.html.empty())
-      write_atomically(
-          arguments.html,
-          memory_page(
-              arguments.config,
-              fmt::format("As planned for {} threads; nothing ran. Times are predicted. Rates {}.", session.threads(),
-                          planned.rates.assumed.empty() ? "measured on this machine" : assumed_text(planned.rates)),
-              runs));
+namespace {
+
+// The steps of one stage on the page.
+void add_to_page(std::vector<PageRun>& runs, const RunPlans& plans, const std::string& stage) {
+  for (size_t p = 0; p < plans.phases.programs(); ++p) {
+    const PlannedProgram& one = plans.programs[p];
+    std::string name = plans.phases.programs() == 1 ? "The step as planned" : "A step of " + one.title();
+    if (!stage.empty()) name += ", " + stage;
+    runs.push_back({.name = std::move(name),
+                    .program = &one.program(),
+                    .memory = &one.memory,
+                    .spans = one.prediction->spans,
+                    .stalls = one.prediction->stalls,
+                    .seconds = one.prediction->seconds});
   }
-  if (arguments.json)
-    fmt::print("{}", plan_json(plans));
-  else
-    fmt::print("{}", plan_text(plans));
-  if (arguments.program) fmt::print("\n{}", plans.phases.programs() == 1 ? print(planned.program()) : print(plans));
+}
+
+}  // namespace
+
+int plan_command_main(const PlanArguments& arguments) {
+  Session session(arguments.config, arguments.sets);
+  const std::vector<RunPlans> stages = plans_of_stages(session);
+  const PlannedProgram& planned = stages[0].main();
+  if (!arguments.trace.empty() && stages.size() > 1)
+    throw Error("--trace shows one program, and a pipeline of " + std::to_string(stages.size()) +
+                " stages has as many; --html shows them all.");
+  if (!arguments.trace.empty())
+    write_atomically(arguments.trace, chrome_trace(planned.program(), planned.memory, planned.prediction->spans));
+  const auto name = [&](size_t stage) {
+    return stages.size() == 1 ? std::string() : fmt::format("stage {} of the pipeline", stage);
+  };
+  if (!arguments.html.empty()) {
+    std::vector<PageRun> runs;
+    for (size_t s = 0; s < stages.size(); ++s) add_to_page(runs, stages[s], name(s));
+    write_atomically(
+        arguments.html,
+        memory_page(
+            arguments.config,
+            fmt::format("As planned for {} threads; nothing ran. Times are predicted{}. Rates {}.", session.threads(),
+                        stages.size() == 1 ? "" : ", without what a stage waits for the others",
+                        planned.rates.assumed.empty() ? "measured on this machine" : assumed_text(planned.rates)),
+            runs));
+  }
+  for (size_t s = 0; s < stages.size(); ++s) {
+    if (arguments.json) {
+      fmt::print("{}{}{}",
+                 stages.size() == 1 ? ""
+                 : s == 0           ? "{\"stages\": [\n"
+                                    : ",\n",
+                 plan_json(stages[s]), s > 0 && s + 1 == stages.size() ? "]}\n" : "");
+    } else {
+      if (stages.size() > 1)
+        fmt::print("{}{}; times are without what it waits for the others\n", s == 0 ? "" : "\n", name(s));
+      fmt::print("{}", plan_text(stages[s]));
+    }
+    if (arguments.program)
+      fmt::print("\n{}", stages[s].phases.programs() == 1 ? print(stages[s].main().program()) : print(stages[s]));
+  }
   return int(ExitCode::done);
 }
 
@@ -192,8 +230,9 @@ void check_resumable(const Session& session, const std::string& newest) {
 }  // namespace
 
 int check_command_main(const CheckArguments& arguments) {
-  const Session session(arguments.config, arguments.sets);
-  const PlannedProgram planned = session.plan(Goal::train);
+  Session session(arguments.config, arguments.sets);
+  const std::vector<RunPlans> stages = plans_of_stages(session);
+  const PlannedProgram& planned = stages[0].main();
   const TokenDataset train(session.data.train, planned.built.vocabulary);
   const Sampler sampler(train, session.data.sequence_length, session.data.shuffle, uint64_t(session.run.seed));
   if (!session.data.validation.empty()) {
@@ -202,8 +241,11 @@ int check_command_main(const CheckArguments& arguments) {
   }
   const std::string newest = RunDirectory::look(session.run.directory, arguments.resume);
   if (arguments.resume) check_resumable(session, newest);
-  fmt::print("{}: no errors. {} training tokens, {} of {}.\n", arguments.config, train.tokens(),
-             bytes_text(planned.memory.device().total_bytes()), memory_name(planned.program(), Tier::device));
+  int64_t most = 0;  // of the stage that takes most
+  for (const RunPlans& plans : stages) most = std::max(most, plans.main().memory.device().total_bytes());
+  fmt::print("{}: no errors. {} training tokens, {} of {}{}.\n", arguments.config, train.tokens(), bytes_text(most),
+             memory_name(planned.program(), Tier::device),
+             stages.size() == 1 ? "" : fmt::format(" at most in {} stages", stages.size()));
   return int(ExitCode::done);
 }
 
