@@ -139,7 +139,7 @@ expect 0 '' "$strata" plan pipeline.toml --set mesh.pipeline=3 --html plan.html
 for signal in KILL STOP; do
   "$strata" train pipeline.toml --set run.directory=lost$signal --set mesh.pipeline=3 --set run.steps=1000000 >out 2>error &
   launcher=$!
-  for _ in $(seq 500); do [[ ! -s lost$signal/log.jsonl ]] || break; sleep 0.02; done
+  for _ in $(seq 3000); do [[ ! -s lost$signal/log.jsonl ]] || break; sleep 0.02; done
   victim=$(pgrep -P $launcher -f 'strata train' | sed -n 2p)
   kill -$signal "$victim"
   for _ in $(seq 600); do kill -0 $launcher 2>/dev/null || break; sleep 0.05; done
