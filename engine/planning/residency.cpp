@@ -30,6 +30,10 @@ class Planner {
     const int64_t alignment = program_.storage_directory.empty() ? kAlignment : kStorageAlignment;
     without_.memory = plan_memory(program_, settings_.backend, settings_.threads, alignment);
     bytes_without_ = without_.memory.device().total_bytes();
+    // Of small tensors the blocks of a disk take more than they hold: nobody who goes without the disk has those.
+    plain_bytes_ = alignment == kAlignment
+                       ? bytes_without_
+                       : plan_memory(program_, settings_.backend, settings_.threads, kAlignment).device().total_bytes();
     moves_ = moves_any(program_);
     if (!moves_) without_.program = program_;
     homes_.choose_homes(program_);
@@ -125,7 +129,7 @@ class Planner {
     // Half of what it would take without is enough for what is on its way; beyond that time buys memory.
     constexpr int kSteps = 4;
     constexpr double kLittle = 1.05;
-    const int64_t least = tight.memory.device().total_bytes(), most = std::max(least, bytes_without_ / 2);
+    const int64_t least = tight.memory.device().total_bytes(), most = std::max(least, plain_bytes_ / 2);
     std::vector<Planned> plans;
     predict_time(plans.emplace_back(std::move(tight)));
     for (int step = 1; step <= kSteps && most > least && plans.back().waits > 0; ++step)
@@ -235,6 +239,7 @@ class Planner {
   Planned without_;                   // were nothing to rest; its program only where nothing moves
   bool homes_may_go_ = false;
   int64_t bytes_without_ = 0;  // of the device, were nothing to rest
+  int64_t plain_bytes_ = 0;    // the same without a disk, whose blocks tensors fill
 };
 
 }  // namespace
