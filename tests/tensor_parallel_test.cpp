@@ -124,19 +124,21 @@ TEST(TensorParallel, MixedPrecisionLearnsAlike) {
 #if defined(STRATA_EMULATED_CUDA)
 TEST(TensorParallel, OnCudaAgreesWithTheCpu) {
   const std::string adamw = "[plugins.adamw]\nlearning_rate = 1e-3\nepsilon = 1e-5\n[plugins.clip]\nmax_norm = 0.1\n";
-  for (const auto& [more, optimizer] : std::vector<std::pair<std::string, std::string>>{
-           {"", adamw},
-           {"sequence = true\n", adamw},
-           {"", "[plugins.adafactor]\nlearning_rate = 1e-3\nbeta1 = 0.9\n"},
-           {"", "[plugins.adamw8bit]\nlearning_rate = 1e-3\nepsilon = 1e-5\n"}}) {
-    Case c;  // 67: shares are not of one size
-    c.model = "hidden = 32\nheads = 4\nffn = 67\ntied = " + std::string(more.empty() ? "true" : "false") + "\n";
-    c.optimizer = optimizer;
-    c.strategies = "[plugins.tensor_parallel]\n" + more;
+  struct Run {
+    std::string more, optimizer;
+    double most;  // a tenth of a step: Adafactor's are in proportion to the parameter; 8 bits round to a cell
+  };
+  for (const Run& run : std::vector<Run>{{"", adamw, 1e-4},
+                                         {"sequence = true\n", adamw, 1e-4},
+                                         {"", "[plugins.adafactor]\nlearning_rate = 1e-3\nbeta1 = 0.9\n", 5e-6},
+                                         {"", "[plugins.adamw8bit]\nlearning_rate = 1e-3\nepsilon = 1e-5\n", 1e-3}}) {
+    Case c;  // 7: shares are not of one size, and rows of few elements show what is missing of their sums
+    c.model = "hidden = 32\nheads = 4\nffn = 7\ntied = " + std::string(run.more.empty() ? "true" : "false") + "\n";
+    c.optimizer = run.optimizer;
+    c.strategies = "[plugins.tensor_parallel]\n" + run.more;
     c.tensor = 2, c.batch = 2;
     SCOPED_TRACE(text_of(c, false));
-    const Outcome expected = outcome(c, true), actual = outcome(c, false, "cuda");
-    expect_close(actual, expected, optimizer.find("8bit") == std::string::npos ? 1e-4 : 1e-3);
+    expect_close(outcome(c, false, "cuda"), outcome(c, true), run.most);
   }
 }
 #endif
