@@ -8,8 +8,8 @@ namespace strata {
 namespace {
 
 using test::expect_equal;
-using test::Outcome;
-using test::outcome;
+using test::SmallRun;
+using test::small_run;
 
 constexpr int kLayers = 3, kHidden = 32, kSequence = 16, kBatch = 4;
 
@@ -37,7 +37,7 @@ TEST(Residency, EverySubsetIsExact) {
   for (const std::string clip : {"", "[plugins.clip]\n"})
     for (int64_t micro_batch : {4, 2}) {
       test::Runner plain(toml(micro_batch, clip));
-      const Outcome expected = outcome(plain);
+      const SmallRun expected = small_run(plain);
       for (const std::string recompute : {"", "[plugins.recompute]\n", "[plugins.recompute]\nevery = 2\n",
                                           "[plugins.recompute]\nmode = \"selective\"\n"})
         for (int code = 0; code < 81; code += recompute.empty() && clip.empty() && micro_batch == 2 ? 1 : 20) {
@@ -47,7 +47,7 @@ TEST(Residency, EverySubsetIsExact) {
           const std::string what = clip + recompute + extra;
           test::Runner runner(toml(micro_batch, clip + recompute + extra));
           runner.poisoned = code % 2;
-          expect_equal(outcome(runner), expected, what);
+          expect_equal(small_run(runner), expected, what);
           if (testing::Test::HasFailure()) return;
         }
     }
@@ -69,7 +69,7 @@ TEST(Residency, RandomCombinationsAreExact) {
         pick({"", "[plugins.clip]\nmax_norm = 0.1\n"});
     const int64_t micro_batch = int64_t(1) << random() % 3;
     test::Runner plain(toml(micro_batch, "", model, optimizer));
-    const Outcome expected = outcome(plain);
+    const SmallRun expected = small_run(plain);
     const int64_t bytes = plain.plan.device().total_bytes();
     std::string extra = offload(folder.path(), pick(tiers), pick(tiers), pick(tiers), pick(tiers));
     extra += pick({"", "[plugins.recompute]\n", "[plugins.recompute]\nevery = 2\n",
@@ -91,7 +91,7 @@ TEST(Residency, RandomCombinationsAreExact) {
         break;
       }
       runner->poisoned = poisoned;
-      expect_equal(outcome(*runner), expected, poisoned ? "poisoned" : "");
+      expect_equal(small_run(*runner), expected, poisoned ? "poisoned" : "");
     }
     if (HasFailure()) return;
   }

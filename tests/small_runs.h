@@ -7,16 +7,16 @@
 
 namespace strata::test {
 
-struct Outcome {
+struct SmallRun {
   std::vector<double> losses;
   std::vector<std::vector<float>> parameters;
 };
 
 // `runner` takes 4 sequences of 16 tokens of a vocabulary of 64 a step.
-inline Outcome outcome(Runner& runner, int steps = 4) {
+inline SmallRun small_run(Runner& runner, int steps = 4) {
   std::mt19937 random(7);
   std::vector<int32_t> tokens(4 * 16), targets(tokens.size());
-  Outcome result;
+  SmallRun result;
   for (int step = 0; step < steps; ++step) {
     for (auto* list : {&tokens, &targets})
       for (int32_t& token : *list) token = int32_t(random() % 64);
@@ -27,7 +27,7 @@ inline Outcome outcome(Runner& runner, int steps = 4) {
   return result;
 }
 
-inline void expect_equal(const Outcome& a, const Outcome& b, const std::string& what) {
+inline void expect_equal(const SmallRun& a, const SmallRun& b, const std::string& what) {
   EXPECT_EQ(a.losses, b.losses) << what;
   ASSERT_EQ(a.parameters.size(), b.parameters.size());
   for (size_t i = 0; i < a.parameters.size(); ++i)

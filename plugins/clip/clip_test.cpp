@@ -21,7 +21,7 @@ TEST(Clip, ScalesByTheNormOfEverything) {
   for (const double limit : {0.01, 0.3}) {
     test::KeepGradients keep;
     test::Runner runner(toml("[plugins.clip]\nmax_norm = " + std::to_string(limit) + "\n"), {{"keep", &keep}});
-    test::outcome(runner, 1);
+    test::small_run(runner, 1);
     double squares = 0;
     for (const auto& [name, id] : keep.tensors)
       for (const float g : runner.values(id)) squares += double(g) * double(g);
@@ -44,7 +44,7 @@ TEST(Clip, ScalesByTheNormOfEverything) {
 // Below the limit not a bit changes.
 TEST(Clip, LeavesSmallNormsAlone) {
   test::Runner plain(toml("")), clipped(toml("[plugins.clip]\nmax_norm = 1e9\n"));
-  test::expect_equal(test::outcome(clipped), test::outcome(plain), "clipped");
+  test::expect_equal(test::small_run(clipped), test::small_run(plain), "clipped");
 }
 
 struct Factor {

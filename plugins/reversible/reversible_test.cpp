@@ -8,8 +8,8 @@ namespace strata {
 namespace {
 
 using test::expect_equal;
-using test::Outcome;
-using test::outcome;
+using test::SmallRun;
+using test::small_run;
 
 constexpr int kSequence = 16, kBatch = 4;
 
@@ -25,7 +25,7 @@ std::string toml(int64_t micro_batch, const std::string& plugins, int layers = 3
 TEST(Reversible, AgreesWithKeeping) {
   const std::string reversible = "[plugins.reversible]\n";
   test::Runner keeping(toml(2, reversible + "invert = false\n")), inverting(toml(2, reversible));
-  const Outcome expected = outcome(keeping, 8), actual = outcome(inverting, 8);
+  const SmallRun expected = small_run(keeping, 8), actual = small_run(inverting, 8);
   for (size_t i = 0; i < expected.losses.size(); ++i)
     EXPECT_NEAR(actual.losses[i], expected.losses[i], 1e-5 * expected.losses[i]) << i;
   const auto activations = [](const test::Runner& runner) {
@@ -34,7 +34,7 @@ TEST(Reversible, AgreesWithKeeping) {
   EXPECT_LT(activations(inverting), activations(keeping));
   test::Runner poisoned(toml(2, reversible));
   poisoned.poisoned = true;
-  expect_equal(outcome(poisoned, 8), actual, "released memory poisoned");
+  expect_equal(small_run(poisoned, 8), actual, "released memory poisoned");
 }
 
 // Inverted blocks hold the activations of one block however many there are.
