@@ -199,7 +199,7 @@ std::string refusal(const std::string& text, const std::vector<NamedPlugin>& mor
   std::vector<NamedPlugin> plugins = session.plugins;
   plugins.insert(plugins.end(), more.begin(), more.end());
   try {
-    build_program(plugins, session.batch(Goal::train), Goal::train, session.mesh.first());
+    build_program(plugins, session.batch(Goal::train), Goal::train, session.mesh.planner());
   } catch (const Error& error) {
     return error.what();
   }

@@ -1,6 +1,5 @@
 // The engine's own tables of a configuration: [run], [data], [device], [host], [mesh],
-// [network]. [model] and [plugins.*] belong
-// to plugins.
+// [network]. [model] and [plugins.*] belong to plugins.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -8,6 +7,7 @@
 
 #include "engine/config/config.h"
 #include "engine/config/settings.h"
+#include "strata/mesh.h"
 #include "strata/options.h"
 
 namespace strata {
@@ -56,8 +56,8 @@ struct MeshSection {
   int64_t tensor = 1;
   int64_t sequence = 1;
   // The mesh's axes, outermost first (strata/mesh.h).
-  std::vector<std::pair<std::string, int>> axes() const {
-    return {{"pipeline", int(pipeline)},
+  Mesh::Sizes axes() const {
+    return {{"pipeline", int(pipeline), true},
             {"replicate", int(replicate)},
             {"shard", int(data / replicate)},
             {"sequence", int(sequence)},

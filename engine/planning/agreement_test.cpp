@@ -127,7 +127,7 @@ std::vector<ExchangeStep> random_steps(std::mt19937& random, const Mesh::Sizes& 
   std::vector<ExchangeStep> steps;
   std::array<int32_t, kStreams> made{};
   for (size_t i = 4 + below(12); i-- > 0;) {
-    ExchangeStep step = step_of("exchange of " + std::to_string(below(5)) + " bytes", sizes[below(sizes.size())].first,
+    ExchangeStep step = step_of("exchange of " + std::to_string(below(5)) + " bytes", sizes[below(sizes.size())].axis,
                                 below(2) ? kFirst : kSecond);
     for (Stream stream : {kFirst, kSecond})
       step.after[size_t(stream)] = int32_t(below(size_t(made[size_t(stream)]) + 1));
@@ -150,7 +150,7 @@ TEST(Agreement, OneExchangeSwappedDroppedOrChangedIsRefused) {
   const std::vector<Mesh::Sizes> meshes{{{"shard", 2}},
                                         {{"replicate", 2}, {"shard", 2}},
                                         {{"replicate", 3}, {"shard", 2}},
-                                        {{"pipeline", 2}, {"shard", 2}, {"tensor", 2}}};
+                                        {{"pipeline", 2, true}, {"shard", 2}, {"tensor", 2}}};
   std::mt19937 random(11);
   const auto below = [&](size_t n) { return size_t(random() % n); };
   int changes = 0;

@@ -3,10 +3,11 @@
 
 #include <algorithm>
 #include <iterator>
+#include <map>
 #include <set>
+#include <string>
 #include <utility>
 
-#include "engine/program/pipeline_axis.h"
 #include "strata/op_kind.h"
 
 namespace strata {
@@ -62,10 +63,9 @@ void hoist(Program& program, size_t first) {
 
 namespace {
 
-// Whether all stages of a pipeline take part.
-bool together(const Op& op) {
-  return op.kind->exchange && op.stream != Stream::send && op.stream != Stream::receive && op.attributes.has("axis") &&
-         op.attributes.string("axis") == kPipelineAxis;
+// The axis over which an op exchanges; empty for others.
+std::string axis_of(const Op& op) {
+  return op.kind->exchange && op.attributes.has("axis") ? op.attributes.string("axis") : "";
 }
 
 // For each op the last op before it that touches its tensors in a conflicting way, which it may follow at once; itself
@@ -73,13 +73,16 @@ bool together(const Op& op) {
 std::vector<int32_t> places(const Program& program, const std::vector<char>& movable) {
   const auto count = program.tensors.size();
   std::vector<int32_t> last_write(count, -1), last_access(count, -1), ready(program.ops.size());
-  int32_t last_pass = -1;  // the last op that sends or receives
+  std::map<std::string, int32_t> last_pass;  // by axis: the last op that sends or receives over it
   for (size_t i = 0; i < program.ops.size(); ++i) {
     const Op& op = program.ops[i];
-    // What stages of a pipeline exchange together comes after all that they hand on: another may wait for that before
-    // it comes, and what is held up behind the exchange may be what is to be handed on.
-    if (op.stream == Stream::send || op.stream == Stream::receive) last_pass = int32_t(i);
-    int32_t after = together(op) ? last_pass : -1;
+    // What all ranks of an axis exchange together comes after all that they hand to each other along it: another may
+    // wait for that before it comes, and what is held up behind the exchange may be what is to be handed on.
+    int32_t after = -1;
+    if (const std::string axis = axis_of(op); op.stream == Stream::send || op.stream == Stream::receive)
+      last_pass[axis] = int32_t(i);
+    else if (const auto found = last_pass.find(axis); found != last_pass.end())
+      after = found->second;
     const auto whole = [&](TensorId id) { return size_t(program.whole(id).value); };
     for (TensorId id : op.inputs)
       if (id) after = std::max(after, last_write[whole(id)]);

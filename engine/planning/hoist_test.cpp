@@ -59,5 +59,28 @@ TEST(Hoist, MovesOpsToWhereTheirInputsAreFinal) {
   }
 }
 
+// A stage that exchanged with all before it has sent what another waits for would wait for ever.
+TEST(Hoist, WhatAllExchangeComesAfterWhatIsSentAlongTheSameAxis) {
+  Program program;
+  Builder build(program);
+  const TensorId x = build.data("x", {4}, DType::f32), y = build.data("y", {4}, DType::f32);
+  const auto send = [&](TensorId id) {
+    return build.emit("send", {id}, {{"axis", std::string("along")}, {"offset", int64_t(1)}});
+  };
+  send(x);
+  send(build.emit("add", {x, y}));
+  const size_t first = program.ops.size();
+  const auto sum = [&](const std::string& axis) {
+    build.emit("all_reduce", {y}, {{"axis", axis}, {"reduction", std::string("sum")}});
+  };
+  sum("along");
+  sum("other");
+  hoist(program, first);
+  std::string kinds;
+  for (const Op& op : program.ops)
+    kinds += std::string(op.kind->name) + (op.attributes.has("axis") ? " " + op.attributes.string("axis") : "") + ", ";
+  EXPECT_EQ(kinds, "all_reduce other, send along, add, send along, all_reduce along, ");
+}
+
 }  // namespace
 }  // namespace strata

@@ -5,7 +5,6 @@
 #include <map>
 #include <numeric>
 
-#include "engine/program/pipeline_axis.h"
 #include "strata/convert.h"
 #include "strata/random.h"
 
@@ -128,12 +127,13 @@ std::vector<TensorId> GradientStage::over_all(std::string_view each, std::string
       value = build_.emit("all_reduce", {value}, {{"axis", axis}, {"reduction", "sum"}});
     values.push_back(value);
   }
-  // Stages of a pipeline have gradients split over axes of their own choice; what all have is one sum.
-  if (mesh_.size(kPipelineAxis) > 1) {
-    const TensorId own = build_.emit(together, values);
-    values = {build_.emit("all_reduce", {own}, {{"axis", std::string(kPipelineAxis)}, {"reduction", "sum"}})};
-  }
-  return values;
+  // Ranks with programs of their own have other gradients, split over other axes; what all have is one sum.
+  if (mesh_.programs().size == 1) return values;
+  TensorId sum = build_.emit(together, values);
+  for (const Axis& axis : mesh_.axes())
+    if (axis.own_programs && axis.size > 1)
+      sum = build_.emit("all_reduce", {sum}, {{"axis", axis.name}, {"reduction", "sum"}});
+  return {sum};
 }
 
 // Axis by axis, as every tensor's splits are applied; an exchange takes no more tensors than it can change in place.

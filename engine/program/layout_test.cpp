@@ -36,7 +36,7 @@ Mesh::Sizes random_mesh(Random& random) {
 
 int ranks_of(const Mesh::Sizes& sizes) {
   int ranks = 1;
-  for (const auto& [name, size] : sizes) ranks *= size;
+  for (const Mesh::Size& size : sizes) ranks *= size.ranks;
   return ranks;
 }
 
@@ -267,8 +267,23 @@ TEST(Mesh, AxesAndTheirRanks) {
   EXPECT_EQ(mesh["data"].members, (std::vector<int>{9, 11, 13, 15}));
   EXPECT_EQ(mesh["data"].coordinate, 1);
   EXPECT_EQ(mesh["nobody"].size, 1);
-  EXPECT_EQ(mesh.first().rank(), 0);
-  EXPECT_EQ(mesh.first()["data"].members, (std::vector<int>{0, 2, 4, 6}));
+  EXPECT_EQ(mesh.planner().rank(), 0) << "all have one program";
+  EXPECT_EQ(mesh.planner()["data"].members, (std::vector<int>{0, 2, 4, 6}));
+  EXPECT_EQ(mesh.programs().size, 1);
+}
+
+TEST(Mesh, RanksPlanAsTheFirstThatHasTheirProgram) {
+  const Mesh::Sizes sizes{{"pipeline", 2, true}, {"shard", 2}, {"odd", 3, true}, {"tensor", 2}};
+  for (int rank = 0; rank < 24; ++rank) {
+    const Mesh mesh(rank, sizes);
+    EXPECT_EQ(mesh.programs().size, 6);
+    EXPECT_EQ(mesh.programs().coordinate, mesh["pipeline"].coordinate * 3 + mesh["odd"].coordinate);
+    EXPECT_EQ(mesh.programs().members[size_t(mesh.programs().coordinate)], rank);
+    EXPECT_EQ(mesh.planner().rank(), mesh["pipeline"].coordinate * 12 + mesh["odd"].coordinate * 2);
+    EXPECT_EQ(mesh.planner().programs().coordinate, mesh.programs().coordinate);
+    EXPECT_EQ(mesh.planner(4).rank(), 14) << "pipeline 1, odd 1";
+    EXPECT_EQ(mesh.counts(), mesh["tensor"].coordinate == 0) << "others have losses of their own, or none";
+  }
 }
 
 TEST(Mesh, WhoSumsTakesItsOwnAxes) {

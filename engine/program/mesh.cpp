@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "engine/program/pipeline_axis.h"
+#include "strata/error.h"
 
 namespace strata {
 namespace {
@@ -16,9 +16,9 @@ Grid grid_of(const Mesh::Sizes& sizes) {
   Grid grid;
   int stride = 1;
   for (size_t a = sizes.size(); a-- > 0;) {
-    grid.size.insert(grid.size.begin(), sizes[a].second);
+    grid.size.insert(grid.size.begin(), sizes[a].ranks);
     grid.stride.insert(grid.stride.begin(), stride);
-    stride *= sizes[a].second;
+    stride *= sizes[a].ranks;
   }
   return grid;
 }
@@ -46,13 +46,23 @@ Axis combined(std::string name, int rank, const Grid& grid, const std::vector<si
 
 Mesh::Mesh(int rank, Sizes axes) : rank_(rank), sizes_(std::move(axes)) {
   const Grid grid = grid_of(sizes_);
-  std::vector<size_t> data;
+  std::vector<size_t> data, programs;
   for (size_t a = 0; a < sizes_.size(); ++a) {
-    size_ *= sizes_[a].second;
-    axes_.push_back(combined(sizes_[a].first, rank, grid, {a}));
-    if (sizes_[a].first == kReplicateAxis || sizes_[a].first == kShardAxis) data.push_back(a);
+    const auto& [name, ranks, own_programs] = sizes_[a];
+    size_ *= ranks;
+    axes_.push_back(combined(name, rank, grid, {a}));
+    axes_.back().own_programs = own_programs;
+    if (name == kReplicateAxis || name == kShardAxis) data.push_back(a);
+    if (own_programs) programs.push_back(a);
   }
   data_ = combined(std::string(kDataAxis), rank, grid, data);
+  programs_ = combined("", rank, grid, programs);
+  programs_.own_programs = true;
+}
+
+Mesh Mesh::planner(int program) const {
+  STRATA_CHECK(program >= 0 && program < programs_.size);
+  return Mesh(Mesh(0, sizes_).programs_.members[size_t(program)], sizes_);
 }
 
 const Axis& Mesh::operator[](std::string_view axis) const {
@@ -71,7 +81,7 @@ std::vector<std::string_view> Mesh::parts_of(std::string_view axis) const {
 bool Mesh::counts() const {
   return std::all_of(axes_.begin(), axes_.end(), [](const Axis& axis) {
     return axis.coordinate == 0 || axis.name == kReplicateAxis || axis.name == kShardAxis ||
-           axis.name == kSequenceAxis || axis.name == kPipelineAxis;  // stages without a loss add nothing
+           axis.name == kSequenceAxis || axis.own_programs;  // those without a loss add nothing
   });
 }
 

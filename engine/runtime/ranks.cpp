@@ -13,7 +13,6 @@
 
 #include "comm/staged.h"
 #include "engine/planning/localize.h"
-#include "engine/program/pipeline_axis.h"
 #include "strata/error.h"
 #include "strata/op_kind.h"
 
@@ -193,13 +192,13 @@ void require_same_plan(World& world, const std::string& plan, const std::string&
   throw_first(world, data == data_of_zero ? ""
                                           : "ranks read different data: rank 0 has " + data_of_zero + ", rank " + rank +
                                                 " has " + data + "; give every rank the same files.");
-  if (mesh.size(kPipelineAxis) > 1) {
+  if (mesh.programs().size > 1) {
     const std::vector<std::string> hashes = world.gather(hash_of(plan));
-    const int first = planner_of(mesh).rank();
+    const int first = mesh.planner().rank();
     throw_first(world, hashes[size_t(first)] == hash_of(plan)
                            ? ""
                            : "rank " + rank + " has another plan than rank " + std::to_string(first) +
-                                 " of the same stage; start all with one configuration.");
+                                 ", whose program it has; start all with one configuration.");
     return;
   }
   if (same_everywhere(world, hash_of(plan))) return;
@@ -219,11 +218,9 @@ void require_same_exchanges(World& world, const Mesh& mesh, const std::vector<Ex
   if (world.size() == 1) return;
   const std::string mine = text_of(steps);
   if (same_everywhere(world, hash_of(mine))) return;
-  Mesh::Sizes sizes;
-  for (const Axis& axis : mesh.axes()) sizes.push_back({axis.name, axis.size});
   std::vector<RankExchanges> ranks;
   for (const std::string& text : world.gather_to_zero(mine))
-    ranks.push_back({Mesh(int(ranks.size()), sizes), exchanges_from(text)});
+    ranks.push_back({Mesh(int(ranks.size()), mesh.sizes()), exchanges_from(text)});
   std::string problem;
   try {
     require_agreement(ranks);

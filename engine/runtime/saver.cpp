@@ -5,7 +5,6 @@
 #include <cstring>
 #include <set>
 
-#include "engine/program/pipeline_axis.h"
 #include "strata/error.h"
 #include "strata/layout.h"
 
@@ -34,9 +33,9 @@ bool writes(const Tensor& tensor, const Mesh& mesh) {
       return std::find(parts.begin(), parts.end(), axis) != parts.end();
     });
   };
-  // Along an axis that does not split it all ranks hold the same; but each stage of a pipeline has tensors of its own.
+  // Along an axis that does not split it all ranks hold the same, unless they have programs of their own.
   return std::all_of(mesh.axes().begin(), mesh.axes().end(), [&](const Axis& axis) {
-    return axis.coordinate == 0 || axis.name == kPipelineAxis || splits(axis.name);
+    return axis.coordinate == 0 || axis.own_programs || splits(axis.name);
   });
 }
 

@@ -7,7 +7,6 @@
 #include <thread>
 
 #include "engine/plugin/order.h"
-#include "engine/program/pipeline_axis.h"
 #include "engine/runtime/link_rates.h"
 #include "engine/runtime/ranks.h"
 #include "engine/runtime/saver.h"
@@ -150,7 +149,7 @@ RatesWanted Session::rates_wanted(const Program& program) const {
           .device = int(device.index),
           .storage_directory = program.storage_directory,
           .program = &program,
-          .mesh = planner_of(mesh),
+          .mesh = mesh.planner(),
           .ranks_here = here,
           .provider = network.provider,
           .has_ranks = world && world->size() > 1,
@@ -185,7 +184,7 @@ void Session::measure_links(Rates& rates, const RatesWanted& wanted) const {
 RunPlans Session::plan_run(Goal goal) const {
   RunPlans plans = plan_run(goal, 0);
   if (goal != Goal::train || !run.save_behind) return plans;
-  const int64_t snapshot = snapshot_bytes(plans.main().program().tensors, planner_of(mesh));
+  const int64_t snapshot = snapshot_bytes(plans.main().program().tensors, mesh.planner());
   // Under a budget the copy takes its share, and more state goes to NVMe, of which there is no copy.
   const bool one_memory = !is_asynchronous(device.backend);
   if (const int64_t budget = host.memory.count + (one_memory ? device.memory.count : 0); budget > 0) {
@@ -198,7 +197,7 @@ RunPlans Session::plan_run(Goal goal) const {
     plans = plan_run(goal, snapshot);
   }
   for (PlannedProgram& planned : plans.programs)
-    planned.snapshot_bytes = planned.process.snapshot = snapshot_bytes(planned.program().tensors, planner_of(mesh));
+    planned.snapshot_bytes = planned.process.snapshot = snapshot_bytes(planned.program().tensors, mesh.planner());
   return plans;
 }
 
@@ -234,7 +233,7 @@ RunPlans Session::build_run(Goal goal) const {
   const auto build = [&](Goal goal, const Phases& phases) {
     PlannedProgram& planned = plans.programs.emplace_back(PlannedProgram{.goal = goal, .phases = phases});
     planned.ranks = mesh.size();
-    planned.built = build_program(plugins, batch(goal), goal, goal == Goal::logits ? Mesh() : planner_of(mesh),
+    planned.built = build_program(plugins, batch(goal), goal, goal == Goal::logits ? Mesh() : mesh.planner(),
                                   run.plugin_path, phases);
   };
   if (goal != Goal::train) {
@@ -276,7 +275,7 @@ void Session::plan_memory_of(PlannedProgram& planned, const PlannedProgram* lead
   if (!trains) return;
   const auto is_on_host = [](const Op& op) { return op.stream == Stream::host; };
   bool on_host = std::any_of(program.ops.begin(), program.ops.end(), is_on_host);
-  if (world && mesh.size(kPipelineAxis) > 1) {  // stages differ in that, and rates are shared by all or none
+  if (world && mesh.programs().size > 1) {  // programs differ in that, and rates are shared by all or none
     const std::vector<std::string> anybody = world->gather(on_host ? "yes" : "no");
     on_host = std::find(anybody.begin(), anybody.end(), "yes") != anybody.end();
   }

@@ -14,7 +14,6 @@
 #include "engine/data/sampler.h"
 #include "engine/data/token_file.h"
 #include "engine/planning/trace.h"
-#include "engine/program/pipeline_axis.h"
 #include "engine/runtime/assembly.h"
 #include "engine/runtime/feed.h"
 #include "engine/runtime/log.h"
@@ -262,8 +261,8 @@ class Loop {
   // The losses of all microbatches in order, and whether anybody was asked to stop.
   void share_loss() {
     std::vector<double> values = feed().losses();
-    // Only the last stage of a pipeline has losses; all know how many there are.
-    if (session_.mesh.size(kPipelineAxis) > 1) values.resize(size_t(session_.batch(Goal::train).microbatches), 0.0);
+    // Where programs differ (the stages of a pipeline) some have no losses; all know how many there are.
+    if (session_.mesh.programs().size > 1) values.resize(size_t(session_.batch(Goal::train).microbatches), 0.0);
     if (!session_.mesh.counts()) std::fill(values.begin(), values.end(), 0.0);
     values.push_back(double(asked_to_stop()));
     const size_t count = values.size();

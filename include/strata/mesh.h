@@ -2,7 +2,6 @@
 #pragma once
 #include <string>
 #include <string_view>
-#include <utility>
 #include <vector>
 
 namespace strata {
@@ -12,6 +11,7 @@ struct Axis {
   int size = 1;
   int coordinate = 0;          // of this rank
   std::vector<int> members{};  // ranks of the world along the axis through this one, by coordinate
+  bool own_programs = false;   // ranks along it have programs of their own: other tensors, data and losses
 };
 
 // Ranks that see different sequences. They are `replicate` × `shard`: groups of `shard` ranks that share what is split
@@ -25,7 +25,12 @@ inline constexpr std::string_view kSequenceAxis = "sequence";
 
 class Mesh {
  public:
-  using Sizes = std::vector<std::pair<std::string, int>>;
+  struct Size {
+    std::string axis;
+    int ranks = 1;
+    bool own_programs = false;
+  };
+  using Sizes = std::vector<Size>;
   Mesh() = default;  // one rank
   // The grid's axes, outermost first: neighbouring ranks differ in the last one. `replicate` and `shard` make up
   // `data`, which can be named like an axis of the grid.
@@ -42,14 +47,19 @@ class Mesh {
   // Whether this rank is the first of those that see the same tokens: what they all have alike, such as a loss, is
   // counted there.
   bool counts() const;
-  // The mesh as its rank 0 sees it.
-  Mesh first() const { return Mesh(0, sizes_); }
+  // The axes whose ranks have programs of their own as one: of one rank where there is none.
+  const Axis& programs() const { return programs_; }
+  // The mesh as the first rank sees it that has this rank's program, or the one of a coordinate of `programs`: all that
+  // have it plan as that one.
+  Mesh planner() const { return planner(programs_.coordinate); }
+  Mesh planner(int program) const;
+  const Sizes& sizes() const { return sizes_; }
 
  private:
   int rank_ = 0, size_ = 1;
   Sizes sizes_;
   std::vector<Axis> axes_;
-  Axis data_{.name = std::string(kDataAxis), .members = {}};
+  Axis data_{.name = std::string(kDataAxis), .members = {}}, programs_;
 };
 
 }  // namespace strata

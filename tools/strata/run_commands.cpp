@@ -15,7 +15,6 @@
 #include "engine/data/tokenizer.h"
 #include "engine/planning/page.h"
 #include "engine/planning/trace.h"
-#include "engine/program/pipeline_axis.h"
 #include "engine/runtime/run_directory.h"
 #include "engine/runtime/stop.h"
 #include "engine/runtime/trainer.h"
@@ -119,12 +118,12 @@ int train_launched(const TrainArguments& arguments, const LaunchedRank& rank) {
 // A plan of each stage of a pipeline, one after the other; of one without stages.
 std::vector<RunPlans> plans_of_stages(Session& session) {
   std::vector<RunPlans> plans;
-  for (int stage = 0; stage < session.mesh.size(kPipelineAxis); ++stage) {
-    session.mesh = of_stage(session.mesh, stage);
+  for (int stage = 0; stage < session.mesh.programs().size; ++stage) {
+    session.mesh = session.mesh.planner(stage);
     try {
       plans.push_back(session.plan_run());
     } catch (const Error& error) {
-      if (session.mesh.size(kPipelineAxis) == 1) throw;
+      if (session.mesh.programs().size == 1) throw;
       throw Error(fmt::format("stage {} of the pipeline: {}", stage, error.what()), error.code());
     }
   }
