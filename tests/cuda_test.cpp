@@ -210,8 +210,18 @@ TEST(Cuda, StreamsInAnyOrder) {
     }
 }
 
-// A step fails while the thread that fills the queues puts an op in, and later another thread comes to wait for one that
-// is put in no more: the step ends, not the watchdog it.
+// The watchdog looks when a step begins: at that step's events, not at those of the graph that the one before was.
+TEST(Cuda, AStepThatFollowsGraphsIsWatchedFromItsOwnBeginning) {
+  STRATA_NEEDS_GPU();
+  test::Runner runner(toml(kGpt2, ""), {}, Goal::train, {}, nullptr, "cuda", test::device_of("cuda"));
+  const std::vector<int32_t> tokens(kBatch * kSequence, 1);
+  for (int step = 0; step < 3; ++step) runner.run_step(tokens.data(), tokens.data());
+  runner.executor->trace();
+  EXPECT_NO_THROW(runner.run_step(tokens.data(), tokens.data()));
+}
+
+// A step fails while the thread that fills the queues puts an op in, and later another thread comes to wait for one
+// that is put in no more: the step ends, not the watchdog it.
 TEST(Cuda, AFailedStepWaitsForNobody) {
   STRATA_NEEDS_GPU();
   static std::atomic<bool> begun, failing, put;
@@ -219,7 +229,9 @@ TEST(Cuda, AFailedStepWaitsForNobody) {
   const auto kind = [](const std::string& name, const std::string& backend, const std::function<void()>& work) {
     register_kind({.name = name,
                    .summary = "",
-                   .shape = [](const OpView& v) -> std::vector<TensorSpec> { return {{v.input(0).shape, DType::f32}}; },
+                   .shape = [](const OpView& v) -> std::vector<TensorSpec> {
+                     return {{v.input(0).shape, DType::f32}};
+                   },
                    .kernels = {{backend, {[work](const Binding&) -> Launch { return work; }}}}});
   };
   const auto a_while = [] { std::this_thread::sleep_for(std::chrono::milliseconds(100)); };

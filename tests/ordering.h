@@ -31,7 +31,7 @@ inline std::vector<Touched> touched_by(const Program& program, const MemoryPlan&
     const Tensor& tensor = program[id];
     const Tensor& whole = program[program.whole(id)];
     const int32_t buffer = plan.buffer_of[size_t(program.whole(id).value)];
-    const int64_t base = whole.persistent ? plan.persistent_offset[size_t(program.whole(id).value)]
+    const int64_t base = whole.persistent ? plan.persistent_offset.at(program.whole(id).value)
                                           : plan[whole.home].persistent_bytes + plan.buffers[size_t(buffer)].offset;
     const int64_t begin = base + tensor.part_offset;
     int64_t bytes = tensor.bytes();

@@ -80,39 +80,47 @@ std::vector<TensorId> with_split_rows(Builder& build, const OpView& v, const std
   return {build.emit("embedding", v.op().inputs, attributes, "embedding.own")};
 }
 
-// Rows of a table's gradient on this rank.
-int64_t own_rows(const OpView& v) {
-  const int64_t rows = v.attributes().integer("rows");
-  if (!v.attributes().has("axis")) return rows;
-  return share_of_output(v, 0, 0, v.attributes().string("axis"), rows, int(v.attributes().integer("size")));
+template <class T>
+void embed(const Binding& b, int64_t first, int64_t last) {
+  const OwnRows own(b.input(1));
+  const Indices positions(b.input(0), 1);
+  for (int64_t r = first; r < last; ++r)
+    if (is_half(b.input(1).dtype))
+      embed_half_row(b, own, positions, r);
+    else
+      embed_row<T>(b, own, positions, r);
+}
+
+std::vector<TensorSpec> embedding_shape(const OpView& v) {
+  bool right = (v.inputs() == 2 || v.inputs() == 3) && v.has_input(0) && v.has_input(1) &&
+               v.input(0).dtype == DType::i32 && v.input(0).shape.size() == 2 && v.input(1).shape.size() == 2 &&
+               is_float(v.input(1));
+  if (right && v.has_input(2))
+    right = v.input(2).shape.size() == 2 && v.input(2).shape[1] == v.columns(1) &&
+            v.input(2).shape[0] >= v.input(0).full_shape()[1] && v.input(2).dtype == v.input(1).dtype;
+  require(right, v, "tokens i32 (B, T), w (V, C) and at most positions (P, C) with P >= T");
+  return {{{v.input(0).shape[0], v.input(0).shape[1], v.columns(1)}, v.input(1).dtype}};
+}
+
+// The gradients' `rows` are those of the whole table, which a split leaves as they are.
+void embedding_gradients(Differentiation& d) {
+  const OpView& v = d.forward();
+  if (d.needs(1)) {
+    Attributes rows = v.attributes();  // the axis that splits the rows, if one does
+    const Split* split = rows.has("axis") ? last_split(v.input(1), 0, rows.string("axis")) : nullptr;
+    rows.set("rows", split ? split->full : v.input(1).shape[0]);
+    d.set(1, d.build().emit("embedding_gradient", {d.output_gradient(0), d.input(0)}, rows));
+  }
+  if (d.needs(2))
+    d.set(2, d.build().emit("position_gradient", {d.output_gradient(0)}, {{"rows", v.input(2).shape[0]}}));
 }
 
 void register_embedding() {
   register_kind(
       {.name = "embedding",
        .summary = "tokens i32 (B, T), w (V, C), [positions (P, C)] -> x (B, T, C)",
-       .shape = [](const OpView& v) -> std::vector<TensorSpec> {
-         bool right = (v.inputs() == 2 || v.inputs() == 3) && v.has_input(0) && v.has_input(1) &&
-                      v.input(0).dtype == DType::i32 && v.input(0).shape.size() == 2 && v.input(1).shape.size() == 2 &&
-                      is_float(v.input(1));
-         if (right && v.has_input(2))
-           right = v.input(2).shape.size() == 2 && v.input(2).shape[1] == v.columns(1) &&
-                   v.input(2).shape[0] >= v.input(0).full_shape()[1] && v.input(2).dtype == v.input(1).dtype;
-         require(right, v, "tokens i32 (B, T), w (V, C) and at most positions (P, C) with P >= T");
-         return {{{v.input(0).shape[0], v.input(0).shape[1], v.columns(1)}, v.input(1).dtype}};
-       },
-       .gradient =
-           [](Differentiation& d) {
-             const OpView& v = d.forward();
-             if (d.needs(1)) {
-               Attributes rows = v.attributes();  // the axis that splits the rows, if one does
-               const Split* split = rows.has("axis") ? last_split(v.input(1), 0, rows.string("axis")) : nullptr;
-               rows.set("rows", split ? split->full : v.input(1).shape[0]);
-               d.set(1, d.build().emit("embedding_gradient", {d.output_gradient(0), d.input(0)}, rows));
-             }
-             if (d.needs(2))
-               d.set(2, d.build().emit("position_gradient", {d.output_gradient(0)}, {{"rows", v.input(2).shape[0]}}));
-           },
+       .shape = embedding_shape,
+       .gradient = embedding_gradients,
        .cost =
            [](const OpView& v) {
              return Cost{0,
@@ -122,25 +130,44 @@ void register_embedding() {
        // The rank that has a token's row adds its position too, so that the sum has it once.
        .sharding = {.dimensions = "bt, vc, pc -> btc", .whole = "p", .replaced = "v", .replace = with_split_rows},
        .kernels = {{"cpu", cpu_kernel([](const Binding& b) {
-                      b.threads().split(
-                          elements(b.input(0).shape), 16,
-                          [&, own = OwnRows(b.input(1)), positions = Indices(b.input(0), 1)](int64_t r, int64_t e) {
-                            for (; r < e; ++r)
-                              if (is_half(b.input(1).dtype))
-                                embed_half_row(b, own, positions, r);
-                              else
-                                embed_row<float>(b, own, positions, r);
-                          });
+                      b.threads().split(elements(b.input(0).shape), 16,
+                                        [&](int64_t r, int64_t e) { embed<float>(b, r, e); });
                     })},
                    {"reference", reference_kernel([](const Binding& b, auto zero) {
-                      const OwnRows own(b.input(1));
-                      const Indices positions(b.input(0), 1);
-                      for (int64_t r = 0; r < elements(b.input(0).shape); ++r)
-                        embed_row<decltype(zero)>(b, own, positions, r);
+                      embed<decltype(zero)>(b, 0, elements(b.input(0).shape));
                     })}}});
+}
+
+// Rows of a table's gradient on this rank.
+int64_t own_rows(const OpView& v) {
+  const int64_t rows = v.attributes().integer("rows");
+  if (!v.attributes().has("axis")) return rows;
+  return share_of_output(v, 0, 0, v.attributes().string("axis"), rows, int(v.attributes().integer("size")));
+}
+
+void clear_output(const Binding& b) {
+  b.threads().split(elements(b.output(0).shape), kGrain,
+                    [&](int64_t i, int64_t e) { std::memset(b.out<float>(0) + i, 0, size_t(e - i) * 4); });
+}
+
+// Every thread owns the rows of the tokens that are its own modulo the team: no two write one row, and each row is
+// summed in the order of the tokens whatever the number of threads.
+void sum_by_token(const Binding& b) {
+  const int64_t columns = b.columns(0), rows = b.rows(0);
+  const OwnRows own(b.output(0));
+  float* dw = b.out<float>(0);
+  if (!b.accumulates(0)) clear_output(b);
+  b.threads().parallel([&](int t) {
+    for (int64_t r = 0; r < rows; ++r)
+      if (const int64_t row = own(b.in<int32_t>(1)[r]); row >= 0 && row % b.threads().count() == t)
+        add_row_to(b, dw + row * columns, r, columns);
+  });
+}
+
+void register_embedding_gradient() {
   register_kind(
       {.name = "embedding_gradient",
-       .summary = "dx (B, T, C), tokens i32 (B, T); attribute rows = V -> dw (V, C)",
+       .summary = "dx (B, T, C), tokens i32 (B, T); attribute rows = V of the whole table -> dw (V, C)",
        .shape = [](const OpView& v) -> std::vector<TensorSpec> {
          require(v.inputs() == 2 && v.has_input(0) && v.has_input(1) && is_float(v.input(0)) &&
                      v.input(1).dtype == DType::i32 && v.rows(0) == elements(v.input(1).shape) &&
@@ -159,64 +186,51 @@ void register_embedding() {
          return {with_split({}, 0, v.attributes().string("axis"), v.attributes().integer("rows"))};
        },
        .sharding = {.dimensions = "btc, bt -> vc", .whole = "c"},
-       // Every thread owns the rows of the tokens that are its own modulo the team: no two write one row, and each row
-       // is summed in the order of the tokens whatever the number of threads.
-       .kernels = {{"cpu", cpu_kernel([](const Binding& b) {
-                      const int64_t columns = b.columns(0), rows = b.rows(0);
-                      const OwnRows own(b.output(0));
-                      float* dw = b.out<float>(0);
-                      if (!b.accumulates(0))
-                        b.threads().split(elements(b.output(0).shape), kGrain,
-                                          [&](int64_t i, int64_t e) { std::memset(dw + i, 0, size_t(e - i) * 4); });
-                      b.threads().parallel([&](int t) {
-                        for (int64_t r = 0; r < rows; ++r)
-                          if (const int64_t row = own(b.in<int32_t>(1)[r]); row >= 0 && row % b.threads().count() == t)
-                            add_row_to(b, dw + row * columns, r, columns);
-                      });
-                    })},
-                   {"reference", reference_kernel([](const Binding& b, auto zero) {
-                      using T = decltype(zero);
-                      const int64_t columns = b.columns(0);
-                      const OwnRows own(b.output(0));
-                      if (!b.accumulates(0)) std::fill_n(b.out<T>(0), elements(b.output(0).shape), T(0));
-                      for (int64_t r = 0; r < b.rows(0); ++r)
-                        if (const int64_t row = own(b.in<int32_t>(1)[r]); row >= 0)
-                          for (int64_t i = 0; i < columns; ++i)
-                            b.out<T>(0)[row * columns + i] += b.in<T>(0)[r * columns + i];
-                    })}}});
-  register_kind(
-      {.name = "position_gradient",
-       .summary = "dx (B, T, C); attribute rows = P -> dp (P, C), summed over B",
-       .shape = [](const OpView& v) -> std::vector<TensorSpec> {
-         require(v.inputs() == 1 && v.has_input(0) && is_float(v.input(0)) && v.input(0).shape.size() == 3 &&
-                     v.attributes().has("rows") && v.attributes().integer("rows") >= v.input(0).full_shape()[1],
-                 v, "dx (B, T, C) and an attribute rows >= T");
-         return {{{v.attributes().integer("rows"), v.columns(0)}, wide(v.input(0).dtype)}};
-       },
-       .accumulates = 1,
-       .half = true,
-       .sharding = {.dimensions = "btc -> pc"},
-       .kernels = {{"cpu", cpu_kernel([](const Binding& b) {
-                      const Shape& s = b.input(0).shape;
-                      const int64_t all = elements(b.output(0).shape);
-                      if (!b.accumulates(0))
-                        b.threads().split(all, kGrain, [&](int64_t i, int64_t e) {
-                          std::memset(b.out<float>(0) + i, 0, size_t(e - i) * 4);
-                        });
-                      b.threads().split(s[1], 8, [&, positions = Indices(b.input(0), 1)](int64_t t, int64_t e) {
-                        for (; t < e; ++t)
-                          for (int64_t n = 0; n < s[0]; ++n)
-                            add_row_to(b, b.out<float>(0) + positions(t) * s[2], n * s[1] + t, s[2]);
-                      });
-                    })},
-                   {"reference", reference_kernel([](const Binding& b, auto zero) {
-                      using T = decltype(zero);
-                      const Shape& s = b.input(0).shape;
-                      if (!b.accumulates(0)) std::fill_n(b.out<T>(0), elements(b.output(0).shape), T(0));
-                      const Indices positions(b.input(0), 1);
-                      for (int64_t i = 0; i < elements(s); ++i)
-                        b.out<T>(0)[positions(i / s[2] % s[1]) * s[2] + i % s[2]] += b.in<T>(0)[i];
-                    })}}});
+       .kernels = {{"cpu", cpu_kernel(sum_by_token)}, {"reference", reference_kernel([](const Binding& b, auto zero) {
+                                                         using T = decltype(zero);
+                                                         const int64_t columns = b.columns(0);
+                                                         const OwnRows own(b.output(0));
+                                                         if (!b.accumulates(0))
+                                                           std::fill_n(b.out<T>(0), elements(b.output(0).shape), T(0));
+                                                         for (int64_t r = 0; r < b.rows(0); ++r)
+                                                           if (const int64_t row = own(b.in<int32_t>(1)[r]); row >= 0)
+                                                             for (int64_t i = 0; i < columns; ++i)
+                                                               b.out<T>(0)[row * columns + i] +=
+                                                                   b.in<T>(0)[r * columns + i];
+                                                       })}}});
+}
+
+void sum_by_position(const Binding& b) {
+  const Shape& s = b.input(0).shape;
+  if (!b.accumulates(0)) clear_output(b);
+  b.threads().split(s[1], 8, [&, positions = Indices(b.input(0), 1)](int64_t t, int64_t e) {
+    for (; t < e; ++t)
+      for (int64_t n = 0; n < s[0]; ++n) add_row_to(b, b.out<float>(0) + positions(t) * s[2], n * s[1] + t, s[2]);
+  });
+}
+
+void register_position_gradient() {
+  register_kind({.name = "position_gradient",
+                 .summary = "dx (B, T, C); attribute rows = P of the whole table -> dp (P, C), summed over B",
+                 .shape = [](const OpView& v) -> std::vector<TensorSpec> {
+                   require(v.inputs() == 1 && v.has_input(0) && is_float(v.input(0)) && v.input(0).shape.size() == 3 &&
+                               v.attributes().has("rows") &&
+                               v.attributes().integer("rows") >= v.input(0).full_shape()[1],
+                           v, "dx (B, T, C) and an attribute rows >= T");
+                   return {{{v.attributes().integer("rows"), v.columns(0)}, wide(v.input(0).dtype)}};
+                 },
+                 .accumulates = 1,
+                 .half = true,
+                 .sharding = {.dimensions = "btc -> pc"},
+                 .kernels = {{"cpu", cpu_kernel(sum_by_position)},
+                             {"reference", reference_kernel([](const Binding& b, auto zero) {
+                                using T = decltype(zero);
+                                const Shape& s = b.input(0).shape;
+                                if (!b.accumulates(0)) std::fill_n(b.out<T>(0), elements(b.output(0).shape), T(0));
+                                const Indices positions(b.input(0), 1);
+                                for (int64_t i = 0; i < elements(s); ++i)
+                                  b.out<T>(0)[positions(i / s[2] % s[1]) * s[2] + i % s[2]] += b.in<T>(0)[i];
+                              })}}});
 }
 
 // cos and sin of t·base^(-2i/D), (T, D/2) each, computed in double, of the positions t that are here.
@@ -332,6 +346,8 @@ void register_rotary() {
 
 const AtLoad embedding_registered([] {
   register_embedding();
+  register_embedding_gradient();
+  register_position_gradient();
   register_rotary();
 });
 

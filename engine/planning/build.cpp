@@ -161,146 +161,209 @@ double flops(const Program& program) {
   return sum;
 }
 
-// `unrolled` tells, also when this throws, whether there was a program of the step.
-BuiltProgram build(std::span<const NamedPlugin> plugins, const BatchShape& batch, Goal goal, const Mesh& mesh,
-                   const std::vector<std::string>& plugin_path, const Phases& phases, Checks checks, bool& unrolled) {
-  BuiltProgram built;
-  Program single;
+// A program on its way through the stages, which are called in the order of the functions.
+class Build {
+ public:
+  Build(std::span<const NamedPlugin> plugins, const BatchShape& batch, Goal goal, const Mesh& mesh,
+        const std::vector<std::string>& plugin_path, const Phases& phases, Checks checks)
+      : plugins_(plugins),
+        batch_(batch),
+        goal_(goal),
+        mesh_(mesh),
+        plugin_path_(plugin_path),
+        phases_(phases),
+        checks_(checks),
+        order_(plugins) {}
 
-  ModelStage model(batch, goal, phases);
-  for (const NamedPlugin& named : plugins) guarded(named, "model", [&](Plugin& plugin) { plugin.model(model); });
-  Builder build(single);
-  const TensorId result = model.call("model", build, {});
-  built.vocabulary = model.vocabulary();
-  if (goal == Goal::logits)
-    single[result].step_output = true;
-  else
-    single.losses = {result};
-  verify(single, "model", &mesh);
-  const size_t declared = single.tensors.size();
+  // `unrolled` tells, also when this throws, whether there was a program of the step.
+  BuiltProgram run(bool& unrolled) {
+    const bool trains = goal_ == Goal::train;
+    build_model();
+    call_forward();
+    if (trains) {
+      differentiate_roots();
+      call_exchange();
+      call_backward();
+    }
+    unroll_passes();
+    unrolled = true;
+    verify_each("unrolling");
+    if (trains) {
+      const size_t first = step().ops.size();
+      call_gradients();
+      call_update();
+      hoist(step(), first);
+    }
+    call_placement();
+    return std::move(built_);
+  }
 
-  ProgramStage forward{.program = single, .batch = batch, .goal = goal, .mesh = mesh, .phases = phases};
-  rewrite(plugins, "forward", single, mesh, Checks::each_plugin, [&](Plugin& plugin) { plugin.forward(forward); });
+ private:
+  Program& step() { return built_.program; }
+  void verify_each(std::string_view after) {
+    if (checks_ == Checks::each_plugin) verify(step(), after, &mesh_);
+  }
+  ProgramStage stage_of(Program& program) {
+    return {.program = program, .batch = batch_, .goal = goal_, .mesh = mesh_, .phases = phases_};
+  }
 
-  std::vector<TensorId> started = forward.wanted;
-  for (const Root& root : forward.roots) started.insert(started.end(), {root.tensor, root.gradient});
-  drop_unused(single, started, declared);
-  verify(single, "dropping what is unused", &mesh);
-  require_used(mesh, single, forward.splits, plugin_path);
-  split_program(single, forward.splits, started, mesh);
-  verify(single, "splitting over the mesh", &mesh);
+  void build_model() {
+    ModelStage model(batch_, goal_, phases_);
+    for (const NamedPlugin& named : plugins_) guarded(named, "model", [&](Plugin& plugin) { plugin.model(model); });
+    Builder build(single_);
+    result_ = model.call("model", build, {});
+    built_.vocabulary = model.vocabulary();
+    if (goal_ == Goal::logits)
+      single_[result_].step_output = true;
+    else
+      single_.losses = {result_};
+    verify(single_, "model", &mesh_);
+  }
 
-  require_room_for_microbatches(single, batch.microbatches);
-  const std::vector<TensorId> parameters = single.with_role(Role::parameter);
-  std::vector<size_t> number(single.tensors.size());  // of a parameter in that list
-  for (size_t i = 0; i < parameters.size(); ++i) number[size_t(parameters[i].value)] = i;
-  std::vector<TensorId> gradients(parameters.size());
-  const Order order(plugins);
-  std::optional<GradientExchanges> exchanges;
-  std::vector<Gradient> list;
-  std::vector<TensorId> activation_gradients;
-  if (goal == Goal::train) {
+  void call_forward() {
+    const size_t declared = single_.tensors.size();
+    rewrite(plugins_, "forward", single_, mesh_, Checks::each_plugin,
+            [&](Plugin& plugin) { plugin.forward(forward_); });
+    std::vector<TensorId> started = forward_.wanted;
+    for (const Root& root : forward_.roots) started.insert(started.end(), {root.tensor, root.gradient});
+    drop_unused(single_, started, declared);
+    verify(single_, "dropping what is unused", &mesh_);
+    require_used(mesh_, single_, forward_.splits, plugin_path_);
+    split_program(single_, forward_.splits, started, mesh_);
+    verify(single_, "splitting over the mesh", &mesh_);
+    require_room_for_microbatches(single_, batch_.microbatches);
+    parameters_ = single_.with_role(Role::parameter);
+    gradients_.resize(parameters_.size());
+    number_.resize(single_.tensors.size());
+    for (size_t i = 0; i < parameters_.size(); ++i) number_[size_t(parameters_[i].value)] = i;
+  }
+
+  void differentiate_roots() {
     std::vector<Root> roots;
-    for (TensorId loss : single.losses) roots.push_back({loss, forward.loss_gradient});
-    roots.insert(roots.end(), forward.roots.begin(), forward.roots.end());
-    std::vector<TensorId> wanted = parameters;
-    wanted.insert(wanted.end(), forward.wanted.begin(), forward.wanted.end());
-    Differentiated made = differentiate(single, roots, wanted);
-    const auto of_others = made.wanted.begin() + int64_t(parameters.size());
-    gradients.assign(made.wanted.begin(), of_others);
-    activation_gradients = std::move(made.activations);
-    verify(single, "differentiation", &mesh);
-    const std::vector<Partial> partial = partial_sums(single, "differentiation", &mesh);
-    for (size_t i = 0; i < parameters.size(); ++i)
-      if (gradients[i]) {
-        const Layout& layout = single[parameters[i]].layout;
-        single[gradients[i]].layout = layout;
-        list.push_back({.parameter = parameters[i],
-                        .tensor = gradients[i],
-                        .scale = {},
-                        .partial = partial_over(mesh, layout, partial[size_t(gradients[i].value)])});
+    for (TensorId loss : single_.losses) roots.push_back({loss, forward_.loss_gradient});
+    roots.insert(roots.end(), forward_.roots.begin(), forward_.roots.end());
+    std::vector<TensorId> wanted = parameters_;
+    wanted.insert(wanted.end(), forward_.wanted.begin(), forward_.wanted.end());
+    Differentiated made = differentiate(single_, roots, wanted);
+    const auto of_others = made.wanted.begin() + int64_t(parameters_.size());
+    gradients_.assign(made.wanted.begin(), of_others);
+    wanted_gradients_.assign(of_others, made.wanted.end());
+    activation_gradients_ = std::move(made.activations);
+    verify(single_, "differentiation", &mesh_);
+    const std::vector<Partial> partial = partial_sums(single_, "differentiation", &mesh_);
+    for (size_t i = 0; i < parameters_.size(); ++i)
+      if (gradients_[i]) {
+        const Layout& layout = single_[parameters_[i]].layout;
+        single_[gradients_[i]].layout = layout;
+        list_.push_back({.parameter = parameters_[i],
+                         .tensor = gradients_[i],
+                         .scale = {},
+                         .partial = partial_over(mesh_, layout, partial[size_t(gradients_[i].value)])});
       }
-    if (is_half(forward.gradient_dtype)) round_gradients(single, list, forward.gradient_dtype);
-    exchanges.emplace(ExchangeStage(single, batch, mesh, list, phases), bool(forward.loss_gradient));
-    for (const NamedPlugin& named : plugins) {
-      exchanges->turn_of(named.name);
-      guarded(named, "exchange", [&](Plugin& plugin) { plugin.exchange(exchanges->stage()); });
+    if (is_half(forward_.gradient_dtype)) round_gradients(single_, list_, forward_.gradient_dtype);
+  }
+
+  void call_exchange() {
+    exchanges_.emplace(ExchangeStage(single_, batch_, mesh_, list_, phases_), bool(forward_.loss_gradient));
+    for (const NamedPlugin& named : plugins_) {
+      exchanges_->turn_of(named.name);
+      guarded(named, "exchange", [&](Plugin& plugin) { plugin.exchange(exchanges_->stage()); });
     }
-    const size_t first = single.ops.size();
-    ProgramStage backward{.program = single,
-                          .batch = batch,
-                          .goal = goal,
-                          .mesh = mesh,
-                          .phases = phases,
-                          .gradients = &list,
-                          .wanted = forward.wanted,
-                          .wanted_gradients = {of_others, made.wanted.end()}};
+  }
+
+  void call_backward() {
+    const size_t first = single_.ops.size();
+    ProgramStage backward = stage_of(single_);
+    backward.gradients = &list_;
+    backward.wanted = forward_.wanted;
+    backward.wanted_gradients = wanted_gradients_;
     const auto call = [&](Plugin& plugin) { plugin.backward(backward); };
-    rewrite(order.early, "backward", single, mesh, Checks::each_plugin, call);
-    exchanges->each_microbatch(single, list);
-    verify(single, "exchanging gradients of a microbatch", &mesh);
-    rewrite(order.rest, "backward", single, mesh, Checks::each_plugin, call);
-    hoist(single, std::min(first, single.ops.size()));
-    std::fill(gradients.begin(), gradients.end(), TensorId{});
-    for (const Gradient& gradient : list) gradients[number[size_t(gradient.parameter.value)]] = gradient.tensor;
+    rewrite(order_.early, "backward", single_, mesh_, Checks::each_plugin, call);
+    exchanges_->each_microbatch(single_, list_);
+    verify(single_, "exchanging gradients of a microbatch", &mesh_);
+    rewrite(order_.rest, "backward", single_, mesh_, Checks::each_plugin, call);
+    hoist(single_, std::min(first, single_.ops.size()));
+    std::fill(gradients_.begin(), gradients_.end(), TensorId{});
+    for (const Gradient& gradient : list_) gradients_[number_[size_t(gradient.parameter.value)]] = gradient.tensor;
   }
 
-  require_room_for_microbatches(single, batch.microbatches);
-  const auto [schedule, passes] =
-      scheduled(plugins, single, activation_gradients, int(batch.microbatches), goal, phases);
-  for (const Pass& pass : passes.left(schedule)) built.left.push_back(text(pass));
-  if (!built.left.empty()) require_may_be_left(forward, mesh, built.left.front());
-  built.program = unroll(single, passes, parameters, gradients, schedule, batch.reproducible, mesh);
-  Program& step = built.program;
-  unrolled = true;
-  if (checks == Checks::each_plugin) verify(step, "unrolling", &mesh);
-  built.model_flops = flops(single) * double(batch.microbatches) * double(goal == Goal::train ? mesh.size() : 1);
-  built.tokens_per_step = batch.sequences() * batch.sequence_length;
-  if (goal == Goal::logits) built.logits = step.find(single[result].name.of_microbatch(0));
-
-  if (goal == Goal::train) {
-    for (Gradient& gradient : list) {
-      const size_t i = number[size_t(gradient.parameter.value)];
-      gradient.tensor = gradients[i];
-      gradient.parameter = step.find(single[parameters[i]].name);
+  void unroll_passes() {
+    const int64_t microbatches = batch_.microbatches;
+    require_room_for_microbatches(single_, microbatches);
+    const auto [schedule, passes] =
+        scheduled(plugins_, single_, activation_gradients_, int(microbatches), goal_, phases_);
+    for (const Pass& pass : passes.left(schedule)) built_.left.push_back(text(pass));
+    if (!built_.left.empty()) require_may_be_left(forward_, mesh_, built_.left.front());
+    step() = unroll(single_, passes, parameters_, gradients_, schedule, batch_.reproducible, mesh_);
+    built_.model_flops = flops(single_) * double(microbatches) * double(goal_ == Goal::train ? mesh_.size() : 1);
+    built_.tokens_per_step = batch_.sequences() * batch_.sequence_length;
+    if (goal_ == Goal::logits) built_.logits = step().find(single_[result_].name.of_microbatch(0));
+    for (Gradient& gradient : list_) {
+      gradient.tensor = gradients_[number_[size_t(gradient.parameter.value)]];
+      gradient.parameter = step().find(single_[gradient.parameter].name);
     }
-    std::erase_if(list, [](const Gradient& gradient) { return !gradient.tensor; });  // left to the next step
-    const size_t first = step.ops.size();
-    Builder reduce(step);
+    std::erase_if(list_, [](const Gradient& gradient) { return !gradient.tensor; });  // left to the next step
+  }
+
+  void call_gradients() {
+    Builder reduce(step());
     reduce.step_part = StepPart::reduce;
-    GradientStage gradient_stage(reduce, list, mesh, phases);
-    const auto call = [&](Plugin& plugin) {
-      reduce.role = Role::gradient;
-      plugin.gradients(gradient_stage);
+    GradientStage stage(reduce, list_, mesh_, phases_);
+    const auto rewrite_by = [&](std::span<const NamedPlugin> plugins) {
+      rewrite(plugins, "gradients", step(), mesh_, checks_, [&](Plugin& plugin) {
+        reduce.role = Role::gradient;
+        plugin.gradients(stage);
+      });
     };
-    rewrite(order.early, "gradients", step, mesh, checks, call);
-    exchanges->once(gradient_stage);
-    if (checks == Checks::each_plugin) verify(step, "exchanging gradients", &mesh);
-    if (exchanges->has_late()) {
-      rewrite(order.unscaling(), "gradients", step, mesh, checks, call);
-      exchanges->late(gradient_stage);
-      if (checks == Checks::each_plugin) verify(step, "exchanging unscaled gradients", &mesh);
-      rewrite(order.others(), "gradients", step, mesh, checks, call);
+    rewrite_by(order_.early);
+    exchanges_->once(stage);
+    verify_each("exchanging gradients");
+    if (exchanges_->has_late()) {
+      rewrite_by(order_.unscaling());
+      exchanges_->late(stage);
+      verify_each("exchanging unscaled gradients");
+      rewrite_by(order_.others());
     } else {
-      rewrite(order.rest, "gradients", step, mesh, checks, call);
+      rewrite_by(order_.rest);
     }
-    require_summed(mesh, list, plugin_path);
-    Builder update(step);
-    update.step_part = StepPart::update;
-    UpdateStage update_stage(update, list, mesh, batch.reproducible, phases);
-    rewrite(plugins, "update", step, mesh, checks, [&](Plugin& plugin) {
-      update.role = Role::workspace;
-      plugin.update(update_stage);
-    });
-    verify(step, "update", &mesh);
-    hoist(step, first);
+    require_summed(mesh_, list_, plugin_path_);
   }
 
-  ProgramStage placement{.program = step, .batch = batch, .goal = goal, .mesh = mesh, .phases = phases};
-  rewrite(plugins, "placement", step, mesh, checks, [&](Plugin& plugin) { plugin.placement(placement); });
-  verify(step, "placement", &mesh);
-  return built;
-}
+  void call_update() {
+    Builder update(step());
+    update.step_part = StepPart::update;
+    UpdateStage stage(update, list_, mesh_, batch_.reproducible, phases_);
+    rewrite(plugins_, "update", step(), mesh_, checks_, [&](Plugin& plugin) {
+      update.role = Role::workspace;
+      plugin.update(stage);
+    });
+    verify(step(), "update", &mesh_);
+  }
+
+  void call_placement() {
+    ProgramStage placement = stage_of(step());
+    rewrite(plugins_, "placement", step(), mesh_, checks_, [&](Plugin& plugin) { plugin.placement(placement); });
+    verify(step(), "placement", &mesh_);
+  }
+
+  std::span<const NamedPlugin> plugins_;
+  const BatchShape& batch_;
+  Goal goal_;
+  const Mesh& mesh_;
+  const std::vector<std::string>& plugin_path_;
+  const Phases& phases_;
+  Checks checks_;
+  Order order_;
+  BuiltProgram built_;
+  Program single_;  // of one microbatch
+  TensorId result_;
+  ProgramStage forward_ = stage_of(single_);
+  std::vector<TensorId> parameters_, gradients_;  // of one microbatch, then of the step; none: left to the next step
+  std::vector<size_t> number_;                    // of a parameter in that list
+  std::vector<TensorId> activation_gradients_, wanted_gradients_;
+  std::vector<Gradient> list_;
+  std::optional<GradientExchanges> exchanges_;
+};
 
 }  // namespace
 
@@ -308,12 +371,12 @@ BuiltProgram build_program(std::span<const NamedPlugin> plugins, const BatchShap
                            const std::vector<std::string>& plugin_path, const Phases& phases) {
   bool unrolled = false;
   try {
-    return build(plugins, batch, goal, mesh, plugin_path, phases, Checks::whole, unrolled);
+    return Build(plugins, batch, goal, mesh, plugin_path, phases, Checks::whole).run(unrolled);
   } catch (const std::exception&) {
     if (!unrolled) throw;
   }
   // Somebody broke the program of the step, or fails because somebody did: who was first shows when each is checked.
-  return build(plugins, batch, goal, mesh, plugin_path, phases, Checks::each_plugin, unrolled);
+  return Build(plugins, batch, goal, mesh, plugin_path, phases, Checks::each_plugin).run(unrolled);
 }
 
 }  // namespace strata

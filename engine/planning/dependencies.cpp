@@ -104,7 +104,7 @@ std::vector<Access> accesses_of(const Program& program, const MemoryPlan& plan, 
       access.end += program[id].part_offset;
       return access;
     }
-    const int64_t begin = place(program[id].home, plan.persistent_offset[id.value] + program[id].part_offset);
+    const int64_t begin = place(program[id].home, plan.persistent_offset.at(id.value) + program[id].part_offset);
     return Access{begin, begin + bytes, write};
   };
   std::vector<Access> list;

@@ -241,17 +241,16 @@ MemoryPlan lay_out(const Program& program, const std::string& backend, int threa
   if (alignment == 0) alignment = alignment_of(program);
   require_countable(program);
   MemoryPlan plan;
-  plan.persistent_offset.assign(program.tensors.size(), -1);
   for (size_t i = 0; i < program.tensors.size(); ++i)
     if (const Tensor& tensor = program.tensors[i]; tensor.persistent && !tensor.part_of) {
       TierPlan& tier = plan[tensor.home];
-      plan.persistent_offset[i] = tier.persistent_bytes;
+      plan.persistent_offset[int32_t(i)] = tier.persistent_bytes;
       tier.persistent_bytes += aligned(tensor.bytes(), alignment);
       tier.at_peak[int(tensor.role)] += aligned(tensor.bytes(), alignment);
     }
   for (size_t i = 0; i < program.tensors.size(); ++i)
     if (const Tensor& part = program.tensors[i]; part.persistent && part.part_of)
-      plan.persistent_offset[i] = plan.persistent_offset[part.part_of.value];
+      plan.persistent_offset[int32_t(i)] = plan.persistent_offset.at(part.part_of.value);
   make_buffers(program, alignment, plan);
   add_workspaces(program, backend, threads, alignment, plan);
   for (int t = 0; t < kTiers; ++t) {

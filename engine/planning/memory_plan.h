@@ -4,6 +4,7 @@
 #include <array>
 #include <cstdint>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "strata/device.h"
@@ -43,10 +44,10 @@ struct TierPlan {
 
 struct MemoryPlan {
   std::array<TierPlan, kTiers> tiers;
-  std::vector<int64_t> persistent_offset;  // by tensor, in its home tier's arena; -1 for transient tensors;
-                                           // of a part: its whole's
-  std::vector<int32_t> buffer_of;          // by tensor; -1 for persistent tensors and those no op touches
-  std::vector<int32_t> workspace_of;       // by op: its workspace's buffer or -1
+  std::unordered_map<int32_t, int64_t> persistent_offset;  // by persistent tensor (few of millions), in its home tier's
+                                                           // arena; of a part: its whole's
+  std::vector<int32_t> buffer_of;     // by tensor; -1 for persistent tensors and those no op touches
+  std::vector<int32_t> workspace_of;  // by op: its workspace's buffer or -1
   std::vector<Buffer> buffers;
   TierPlan& operator[](Tier tier) { return tiers[int(tier)]; }
   const TierPlan& operator[](Tier tier) const { return tiers[int(tier)]; }

@@ -65,6 +65,19 @@ TEST(Price, FollowsWhatTheKernelTook) {
   EXPECT_NEAR(seconds_of(op.view(), rates), 12e-3, 1e-9);
 }
 
+// Formats of one kind take different times: what one took must not be believed of another.
+TEST(Price, OfAFormatIsItsOwn) {
+  Rates rates = round_rates();
+  const auto cast = [](const std::string& type) {
+    return OneOp("cast", {{1000, 1000}}, DType::f32, {{"dtype", type}});
+  };
+  const OneOp bf16 = cast("bf16"), f16 = cast("f16");
+  EXPECT_EQ(cost_of(bf16.view()).bytes, cost_of(f16.view()).bytes);
+  rates.kernels[kernel_name(bf16.view())] = {{0, cost_of(bf16.view()).bytes, 1}};
+  EXPECT_EQ(seconds_of(bf16.view(), rates), 1);
+  EXPECT_LT(seconds_of(f16.view(), rates), 0.1);
+}
+
 TEST(Price, OfExchangesFollowsTheLink) {
   Rates rates = round_rates();
   rates.links["data"] = {.ranks = 4, .bandwidth = 3e9, .latency = 1e-3};

@@ -80,8 +80,11 @@ DType dtype_of(const OpView& view) {
 }
 
 std::string kernel_name(const OpView& view) {
-  return view.op().kind->name + " " + std::string(name_of(dtype_of(view))) +
-         (view.op().stream == Stream::host ? " on host" : "");
+  std::string name = view.op().kind->name + " " + std::string(name_of(dtype_of(view)));
+  // Words choose what a kernel does (the format of an encoding); numbers are sizes, which the cost knows.
+  for (const auto& [attribute, value] : view.attributes().all())
+    if (const auto* word = std::get_if<std::string>(&value); word && attribute != "axis") name += " " + *word;
+  return name + (view.op().stream == Stream::host ? " on host" : "");
 }
 
 double ideal_seconds(const Cost& cost, bool half, bool on_host, const Rates& rates) {

@@ -231,10 +231,10 @@ void assume_device(Rates& rates) {
 
 class Inquiry {
  public:
-  explicit Inquiry(const RatesWanted& wanted)
+  Inquiry(const RatesWanted& wanted, RatesCache& cache)
       : wanted_(wanted),
         asynchronous_(is_asynchronous(wanted.backend)),
-        cache_(cache_path("rates.json")),
+        cache_(cache),
         machine_(machine_key(wanted)),
         disk_(disk_key(wanted)),
         axes_(exchanged_over(wanted)) {}
@@ -407,7 +407,7 @@ class Inquiry {
 
   const RatesWanted& wanted_;
   const bool asynchronous_;
-  RatesCache cache_;
+  RatesCache& cache_;
   std::string machine_;
   std::optional<std::string> disk_;
   std::vector<Axis> axes_;
@@ -423,13 +423,15 @@ struct Group {
 
 }  // namespace
 
-Rates machine_rates(const RatesWanted& wanted) { return Inquiry(wanted).run(); }
+RatesCache rates_cache() { return RatesCache(cache_path("rates.json")); }
 
-void keep_link(const RatesWanted& wanted, int ranks, const Samples& samples) {
-  RatesCache(cache_path("rates.json")).add(link_key(wanted, ranks), tries_of(samples));
+Rates machine_rates(const RatesWanted& wanted, RatesCache& cache) { return Inquiry(wanted, cache).run(); }
+
+void keep_link(const RatesWanted& wanted, RatesCache& cache, int ranks, const Samples& samples) {
+  cache.add(link_key(wanted, ranks), tries_of(samples));
 }
 
-void learn_rates(const RatesWanted& wanted, const Program& program, const std::vector<Span>& spans,
+void learn_rates(const RatesWanted& wanted, RatesCache& cache, const Program& program, const std::vector<Span>& spans,
                  const Rates& rates) {
   constexpr double kShort = 20e-6;  // seconds that clocks and wake-ups blur
   constexpr int64_t kLarge = 1 << 20;
@@ -471,7 +473,6 @@ void learn_rates(const RatesWanted& wanted, const Program& program, const std::v
   faster(machine, "copy", std::max(rate_of(Stream::to_device), rate_of(Stream::to_host)), rates.copy);
   faster(disk, "read", rate_of(Stream::read), rates.read);
   faster(disk, "write", rate_of(Stream::write), rates.write);
-  RatesCache cache(cache_path("rates.json"));
   cache.add(machine_key(wanted), machine);
   if (const auto key = disk_key(wanted)) cache.add(*key, disk);
   std::map<std::string, std::vector<Tried>> links;

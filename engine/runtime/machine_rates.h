@@ -1,10 +1,12 @@
 // Measures how fast this machine computes, copies, stores and exchanges, and keeps it
-// (rates_cache.h) in $XDG_CACHE_HOME/strata/rates.json or ~/.cache/strata/rates.json; deleting it measures again.
+// (rates_cache.h) in $XDG_CACHE_HOME/strata/rates.json or ~/.cache/strata/rates.json; deleting it measures again. Where
+// there is no such file, what is measured once is kept as long as the cache object is.
 #pragma once
 #include <string>
 
 #include "engine/planning/rates.h"
 #include "engine/planning/stalls.h"
+#include "engine/runtime/rates_cache.h"
 #include "strata/mesh.h"
 
 namespace strata {
@@ -24,16 +26,20 @@ struct RatesWanted {
   bool is_one_process = false;
 };
 
+// Of the file that figures are kept in, if there is one.
+RatesCache rates_cache();
+
 // What is known, after measuring what is not known well enough: less than three seconds, of which a line on stderr
 // tells. With an asynchronous backend the rates are its device's, or a data sheet's where there is none; what is
 // assumed is named in the result.
-Rates machine_rates(const RatesWanted& wanted);
+Rates machine_rates(const RatesWanted& wanted, RatesCache& cache);
 
 // Measured by the ranks themselves: of an axis with that many.
-void keep_link(const RatesWanted& wanted, int ranks, const Samples& samples);
+void keep_link(const RatesWanted& wanted, RatesCache& cache, int ranks, const Samples& samples);
 
 // Corrects what is kept by a step that ran: what its ops took is one more try of each, which counts for what could not
 // be measured before (a device's kernels), too; of figures what was faster than `rates`, which it was planned with.
-void learn_rates(const RatesWanted& wanted, const Program& program, const std::vector<Span>& spans, const Rates& rates);
+void learn_rates(const RatesWanted& wanted, RatesCache& cache, const Program& program, const std::vector<Span>& spans,
+                 const Rates& rates);
 
 }  // namespace strata

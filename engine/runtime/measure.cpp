@@ -55,7 +55,8 @@ class Loop {
     result.stalls = steps_.executor().stalls();
     result.spans = steps_.executor().spans();
     const PlannedProgram& planned = assembly_.plans.programs[steps_.program()];
-    learn_rates(session_.rates_wanted(planned.program()), planned.program(), result.spans, planned.rates);
+    learn_rates(session_.rates_wanted(planned.program()), session_.known_rates(), planned.program(), result.spans,
+                planned.rates);
     result.device_resident = resident(Tier::device);
     result.host_resident = resident(Tier::host);
     result.process_peak = peak_resident_bytes();

@@ -108,9 +108,10 @@ class MachineRates : public testing::Test {
 
 TEST_F(MachineRates, OnlyGetBetter) {
   const test::Runner runner(toml("[plugins.adamw]\n"));
+  RatesCache cache = rates_cache();
   const RatesWanted wanted{.threads = 2, .storage_directory = folder_.path(), .program = &runner.built.program};
   [[maybe_unused]] const int64_t before = peak_resident_bytes();
-  const Rates first = machine_rates(wanted);
+  const Rates first = machine_rates(wanted, cache);
 #if !defined(__SANITIZE_THREAD__)  // which lets no process with threads have a child that measures
   EXPECT_LT(peak_resident_bytes(), before + (100 << 20));  // not what is measured with, hundreds of MiB
 #endif
@@ -118,23 +119,24 @@ TEST_F(MachineRates, OnlyGetBetter) {
   EXPECT_FALSE(first.kernels.empty());
   EXPECT_GE(first.peak, first.flops);
   EXPECT_GE(first.half_peak, first.half_flops);
-  const Rates second = machine_rates(wanted);
+  const Rates second = machine_rates(wanted, cache);
   for (const auto& [name, figure] : kFigures) EXPECT_GE(second.*figure, first.*figure) << name;
 }
 
 TEST_F(MachineRates, AreCorrectedByAStepThatWasFaster) {
   const test::Runner runner(toml("[plugins.adamw]\n"));
   const Program& program = runner.built.program;
+  RatesCache cache = rates_cache();
   const RatesWanted wanted{.threads = 2, .program = &program};
-  Rates slow = machine_rates(wanted);
+  Rates slow = machine_rates(wanted, cache);
   slow.peak = 1;
   for (auto& [name, samples] : slow.kernels)
     for (Sample& sample : samples) sample.seconds = 1e6;  // measured on a machine that did something else
   constexpr double kStep = 2e-3;
   double most = 0;
   for (const Op& op : program.ops) most = std::max(most, cost_of(OpView(program, op)).flops / kStep);
-  learn_rates(wanted, program, std::vector<Span>(program.ops.size(), {0, kStep}), slow);
-  const Rates corrected = machine_rates(wanted);
+  learn_rates(wanted, cache, program, std::vector<Span>(program.ops.size(), {0, kStep}), slow);
+  const Rates corrected = machine_rates(wanted, cache);
   for (const Op& op : program.ops) EXPECT_LE(seconds_of(OpView(program, op), corrected), 1.001 * kStep);
   EXPECT_GE(corrected.peak, most);
 }
@@ -142,19 +144,37 @@ TEST_F(MachineRates, AreCorrectedByAStepThatWasFaster) {
 TEST_F(MachineRates, AreCorrectedByStepsThatAreSlower) {
   const test::Runner runner(toml("[plugins.adamw]\n"));
   const Program& program = runner.built.program;
+  RatesCache cache = rates_cache();
   const RatesWanted wanted{.threads = 2, .program = &program};
-  const Rates first = machine_rates(wanted);
+  const Rates first = machine_rates(wanted, cache);
   constexpr double kStep = 1000;  // seconds of an op: slower than any machine
   for (int step = 0; step < 5; ++step)
-    learn_rates(wanted, program, std::vector<Span>(program.ops.size(), {0, kStep}), first);
-  const Rates corrected = machine_rates(wanted);
+    learn_rates(wanted, cache, program, std::vector<Span>(program.ops.size(), {0, kStep}), first);
+  const Rates corrected = machine_rates(wanted, cache);
   for (const Op& op : program.ops) EXPECT_GT(seconds_of(OpView(program, op), corrected), 0.5 * kStep) << op.kind->name;
   EXPECT_EQ(corrected.peak, first.peak);
 }
 
+// Phases and stages of a pipeline are planned one after the other.
+TEST_F(MachineRates, AreMeasuredOnceAProcessWhereNoFileKeepsThem) {
+  const char* home = getenv("HOME");
+  const std::string before = home ? home : "";
+  unsetenv("XDG_CACHE_HOME"), unsetenv("HOME");
+  const Session session(test::write_file(folder_ / "config.toml", toml("[plugins.adamw]\n")), {});
+  testing::internal::CaptureStderr();
+  const std::string first = to_json(session.plan(Goal::train).rates).dump();
+  const std::string said = testing::internal::GetCapturedStderr();
+  const std::string second = to_json(session.plan(Goal::train).rates).dump();
+  if (home) setenv("HOME", before.c_str(), 1);
+  EXPECT_NE(said.find("they are kept in no file"), std::string::npos) << said;
+  EXPECT_EQ(first, second);  // two measurements would differ
+}
+
 TEST_F(MachineRates, SayWhatIsAssumed) {
+  RatesCache cache = rates_cache();
   RatesWanted wanted{.threads = 1, .mesh = Mesh(0, {{"replicate", 1}, {"shard", 64}})};
-  const Rates rates = machine_rates(wanted);  // of so many ranks, on other hosts, nobody here can measure the link
+  const Rates rates =
+      machine_rates(wanted, cache);  // of so many ranks, on other hosts, nobody here can measure the link
   EXPECT_EQ(rates.assumed, (std::set<std::string>{"link data", "link shard"}));
   EXPECT_EQ(rates.links.at("data").ranks, 64);
   EXPECT_NE(assumed_text(rates).find("link data"), std::string::npos);

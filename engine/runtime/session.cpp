@@ -160,9 +160,9 @@ RatesWanted Session::rates_wanted(const Program& program) const {
 Rates Session::shared_rates(const Program& program) const {
   if (this->rates) return *this->rates;
   const RatesWanted wanted = rates_wanted(program);
-  if (!wanted.has_ranks) return machine_rates(wanted);
+  if (!wanted.has_ranks) return machine_rates(wanted, known_rates());
   Rates rates;
-  if (world->rank() == 0) rates = machine_rates(wanted);
+  if (world->rank() == 0) rates = machine_rates(wanted, known_rates());
   rates = rates_from(Json::parse(world->broadcast(to_json(rates).dump()), "rates"));
   measure_links(rates, wanted);
   return rates;
@@ -176,7 +176,7 @@ void Session::measure_links(Rates& rates, const RatesWanted& wanted) const {
     const auto group = world->group("rates " + axis.name, axis.members);
     rates.links[axis.name].samples = measure_link(*group);
     rates.assumed.erase("link " + axis.name);
-    if (world->rank() == 0) keep_link(wanted, axis.size, rates.links[axis.name].samples);
+    if (world->rank() == 0) keep_link(wanted, known_rates(), axis.size, rates.links[axis.name].samples);
   }
   rates = rates_from(Json::parse(world->broadcast(to_json(rates).dump()), "rates"));
 }
@@ -300,10 +300,9 @@ void Session::settle_arenas(RunPlans& plans, int64_t host_bytes_beside) const {
   for (size_t t = 0; t < kTiers; ++t) {
     const int64_t beside = Tier(t) == (one_memory ? Tier::device : Tier::host) ? host_bytes_beside : 0;
     if (const int64_t all = persistent[t] + transient[t] + beside; budgets[t] > 0 && all > budgets[t])
-      throw Error(
-          fmt::format("the programs of the run need {} of {} memory together, but {} are allowed; {} bytes would "
-                      "do.",
-                      bytes_text(all), name_of(Tier(t)), bytes_text(budgets[t]), all));
+      throw Error(fmt::format("the programs of the run need {} of {} together, but {} are allowed; {} bytes would do.",
+                              bytes_text(all), memory_name(plans.main().program(), Tier(t)), bytes_text(budgets[t]),
+                              all));
   }
   const int64_t resident = resident_bytes();
   for (PlannedProgram& planned : plans.programs) {

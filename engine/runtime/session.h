@@ -51,6 +51,8 @@ class Session {
   PlannedProgram plan(Goal goal) const { return plan_run(goal).main(); }
   // What the speed of a program of this session depends on; `program` must outlive the result.
   RatesWanted rates_wanted(const Program& program) const;
+  // What this process knows of the machine's speed.
+  RatesCache& known_rates() const { return *known_rates_; }
 
  private:
   RunPlans plan_run(Goal goal, int64_t host_bytes_beside) const;
@@ -62,6 +64,7 @@ class Session {
   std::string advice(const MemoryPlan& plan) const;
   std::vector<LoadedPlugin> loaded_;
   Plugin* model_ = nullptr;
+  std::unique_ptr<RatesCache> known_rates_ = std::make_unique<RatesCache>(rates_cache());
 };
 
 }  // namespace strata

@@ -81,11 +81,12 @@ Storage::Storage(const Program& program, const MemoryPlan& plan, const std::vect
     tensors_.push_back(tensor);
     if (device_ && is_shared(tensor)) {
       places_[tensor.name] = shared_memory(tensor.bytes());
-      if (tensor.home == Tier::device) device_copies_[tensor.name] = base(Tier::device) + plan.persistent_offset[i];
+      if (tensor.home == Tier::device)
+        device_copies_[tensor.name] = base(Tier::device) + plan.persistent_offset.at(int32_t(i));
     } else if (tensor.home != Tier::nvme) {
-      places_[tensor.name] = base(tensor.home) + plan.persistent_offset[i];
+      places_[tensor.name] = base(tensor.home) + plan.persistent_offset.at(int32_t(i));
     } else {
-      slots_.push_back(std::make_unique<Slot>(*nvme_, tensor, plan.persistent_offset[i]));
+      slots_.push_back(std::make_unique<Slot>(*nvme_, tensor, plan.persistent_offset.at(int32_t(i))));
       places_[tensor.name] = slots_.back().get();
     }
   }

@@ -241,7 +241,8 @@ class Loop {
     const PlannedProgram& planned = assembly_->plans.programs[steps_->program()];  // of the last step
     const std::vector<Span>& spans = steps_->executor().spans();
     if (!spans.empty() && step_ > first_)
-      learn_rates(session_.rates_wanted(planned.program()), planned.program(), spans, planned.rates);
+      learn_rates(session_.rates_wanted(planned.program()), session_.known_rates(), planned.program(), spans,
+                  planned.rates);
     try {
       report_->print(validation_loss_);
     } catch (const std::system_error&) {  // whoever was to read it is gone; what counts is saved

@@ -1,4 +1,4 @@
-// A server thread on rank 0 and a client on every rank; see rendezvous.h.
+// A server thread on rank 0 and a client on every rank; see comm/rendezvous.h.
 #include "comm/rendezvous.h"
 
 #include "comm/rendezvous/client.h"
