@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The memory of the process against what `strata plan` says of it, in twelve combinations and three first runs on a machine: at most 30 MiB and 2% apart.
-# memory.sh BUILD_FOLDER
+# And what planning takes: at most 250 bytes an op. memory.sh BUILD_FOLDER
 set -euo pipefail
 strata=$(realpath "$1")/bin/strata
 if [[ $(ldd "$strata" "$(dirname "$strata")/../lib/libstrata.so") =~ lib(a|t|ub)san ]]; then
@@ -92,5 +92,39 @@ measured "two ranks, ZeRO 3, 16 bits, on NVMe" "${ranks[@]}" plugins.zero.stage=
 cache=new measured "first run" "${nvme[@]}"
 cache=none measured "nothing kept" "${nvme[@]}"
 cache=new measured "first run of two ranks" "${ranks[@]}" plugins.data_parallel.enabled=true
+
+# Planning itself, by the ops of a step: what one of them takes, between programs of 192 and 766 thousand.
+export XDG_CACHE_HOME=$work/rates  # measured with the first plan, which is not counted
+python3 - "$strata" <<'PYTHON' || fail "planning"
+import os, re, subprocess, sys
+text = """[model]
+plugin = "gpt"
+layers = 16
+hidden = 64
+heads = 4
+vocabulary = 256
+[data]
+train = ["none"]
+sequence_length = 16
+global_batch = {}
+micro_batch = 1
+[device]
+threads = 1
+[plugins.adamw]
+"""
+def plan(microbatches):
+    open("planning.toml", "w").write(text.format(microbatches))
+    process = subprocess.Popen([sys.argv[1], "plan", "planning.toml"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    output = process.stdout.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    if status != 0:
+        sys.exit("planning failed")
+    return int(re.search(r"^ops a step +(\d+)$", output, re.MULTILINE)[1]), usage.ru_maxrss << 10
+plan(4)
+(few, before), (many, after) = plan(512), plan(2048)
+bytes = (after - before) / (many - few)
+print(f"planning {many} ops: {after >> 20} MiB, {bytes:.0f} bytes an op")
+sys.exit(bytes > 250)
+PYTHON
 
 finish memory
