@@ -1,0 +1,266 @@
+// Every order of a schedule is one that can run; and the check of sends and receives against thousands of orders that
+// cannot, and against ranks that run what it accepts.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <map>
+#include <random>
+#include <set>
+#include <thread>
+
+#include "comm/world.h"
+#include "plugins/pipeline/schedules_to_test.h"
+
+namespace strata::pipeline {
+namespace {
+
+// All small problems: the passes are right, all stages come to their end where sends wait, and the engine's check of
+// programs says so too.
+TEST(PipelineActions, CanAllRun) {
+  std::vector<int> microbatches;
+  for (int m = 1; m <= 20; ++m) microbatches.push_back(m);
+  each_problem({1, 2, 3, 4, 5, 8}, microbatches, [](const Named& schedule, const Problem& equal) {
+    for (const bool uneven : {false, true}) {
+      Problem problem = equal;
+      for (int g = 0; uneven && g < problem.all_chunks(); ++g)
+        problem.costs.push_back({double(1 + g * 7 % 5), double(2 + g * 3 % 4), double(g % 3)});
+      const Actions actions = actions_of(problem, schedule.make(problem));
+      ASSERT_EQ(refusal([&] { require_no_deadlock(actions); }), "");
+      ASSERT_EQ(refusal([&] { require_agreement(job_of(actions)); }), "");
+      problem.crossing = 0.5;
+      const double buffered = clock(problem, actions).makespan;
+      EXPECT_GE(clock(problem, actions, Sends::waiting).makespan, buffered);
+    }
+  });
+}
+
+// Random changes of orders of passes.
+TEST(PipelineActions, MutatedPassesAreRefusedOrEnd) {
+  std::mt19937 random(18);
+  const auto below = [&](size_t n) { return size_t(random() % n); };
+  int wrong = 0, never_end = 0, right = 0;
+  for (int round = 0; round < 6000; ++round) {
+    const Named& named = kSchedules[below(kSchedules.size())];
+    const Problem problem{.stages = 2 + int(below(4)),
+                          .chunks = named.chunks[below(named.chunks.size())],
+                          .microbatches = 1 + int(below(8))};
+    SCOPED_TRACE(std::string(named.name) + ", " + text_of(problem) + ", round " + std::to_string(round));
+    Schedule schedule = named.make(problem);
+    bool dropped = false;
+    for (size_t n = 1 + below(3); n-- > 0;) {
+      auto& order = schedule.order[below(schedule.order.size())];
+      const size_t a = below(order.size()), b = below(order.size());
+      switch (below(4)) {
+        case 0:
+          std::swap(order[a], order[std::min(a + 1, order.size() - 1)]);
+          break;
+        case 1:
+          std::swap(order[a], order[b]);
+          break;
+        case 2:
+          if (a < b)
+            std::rotate(order.begin() + int64_t(a), order.begin() + int64_t(a) + 1, order.begin() + int64_t(b));
+          if (b < a)
+            std::rotate(order.begin() + int64_t(b), order.begin() + int64_t(a), order.begin() + int64_t(a) + 1);
+          break;
+        default:
+          if (order.size() > 1 && below(4) == 0) order.erase(order.begin() + int64_t(a)), dropped = true;
+      }
+    }
+    Actions actions;
+    const std::string illegal = refusal([&] { actions = actions_of(problem, schedule); });
+    EXPECT_TRUE(!dropped || !illegal.empty());
+    if (!illegal.empty()) {
+      ++wrong;
+      continue;
+    }
+    const std::string refused = refusal([&] { require_no_deadlock(actions); });
+    for (Sends sends : {Sends::buffered, Sends::waiting})
+      EXPECT_EQ(refusal([&] { clock(problem, actions, sends); }).empty(), refused.empty()) << refused;
+    EXPECT_EQ(refusal([&] { require_agreement(job_of(actions)); }).empty(), refused.empty()) << refused;
+    ++(refused.empty() ? right : never_end);
+  }
+  EXPECT_GT(wrong, 300);
+  EXPECT_GT(never_end, 300);
+  EXPECT_GT(right, 300);
+}
+
+// Real ranks do what the actions say: a thread for passes, one for sends, one for receives. A send waits for its
+// receiver.
+class Rank {
+ public:
+  Rank(const Actions& actions, World& world)
+      : actions_(actions), stage_(world.rank()), list_(actions.by_stage[size_t(stage_)]) {
+    std::set<std::pair<int, int>> pairs;  // sender and receiver
+    for (int stage = 0; stage < actions.stages(); ++stage)
+      for (const Action& action : actions.by_stage[size_t(stage)])
+        if (action.kind == Action::Kind::send) pairs.insert({stage, action.peer});
+    for (const auto& [from, to] : pairs)
+      if (from == stage_ || to == stage_)
+        groups_[{from, to}] =
+            world.group(std::to_string(from) + " to " + std::to_string(to), {std::min(from, to), std::max(from, to)});
+  }
+
+  void run() {
+    std::jthread sends([&] { exchange(Action::Kind::send); });
+    std::jthread receives([&] { exchange(Action::Kind::receive); });
+    int32_t needed = 0, counted = 0;  // receives that have ended before the pass
+    std::vector<int32_t> place(2 * size_t(actions_.chunks()) * size_t(actions_.microbatches), 0);
+    for (const Action& action : list_) {
+      const Message need = actions_.needed(stage_, action.pass);
+      if (action.kind == Action::Kind::receive) place[actions_.index(need)] = ++counted;
+      if (action.kind == Action::Kind::run && need.chunk >= 0) needed = std::max(needed, place[actions_.index(need)]);
+      for (int32_t now; (now = ended_) < needed;) ended_.wait(now);
+      ++come_;
+      come_.notify_all();
+    }
+  }
+
+ private:
+  // Actions of a kind in their order, each when the passes before it have ended.
+  void exchange(Action::Kind kind) {
+    for (size_t i = 0; i < list_.size(); ++i) {
+      if (list_[i].kind != kind) continue;
+      for (int32_t now; (now = come_) < int32_t(i);) come_.wait(now);
+      const bool sends = kind == Action::Kind::send;
+      const int peer = list_[i].peer;
+      const Message message = sends ? actions_.made(stage_, list_[i].pass) : actions_.needed(stage_, list_[i].pass);
+      Communicator& pair = *groups_.at(sends ? std::pair(stage_, peer) : std::pair(peer, stage_));
+      int64_t number = sends ? int64_t(actions_.index(message)) : -1;
+      const Pieces data{{reinterpret_cast<std::byte*>(&number), sizeof number}};
+      const int other = stage_ < peer ? 1 : 0;  // in the group
+      sends ? pair.send(data, other) : pair.receive(data, other);
+      pair.barrier();
+      EXPECT_EQ(number, int64_t(actions_.index(message)));
+      if (!sends) ++ended_, ended_.notify_all();
+    }
+  }
+
+  const Actions& actions_;
+  int stage_;
+  const std::vector<Action>& list_;
+  std::map<std::pair<int, int>, std::unique_ptr<Communicator>> groups_;
+  std::atomic<int32_t> come_ = 0, ended_ = 0;  // actions that the thread of passes has come past; receives
+};
+
+TEST(PipelineActions, WhatIsAcceptedEndsOnRealRanks) {
+  std::mt19937 random(22);
+  const auto below = [&](size_t n) { return size_t(random() % n); };
+  int accepted = 0;
+  for (int round = 0; accepted < 60; ++round) {
+    const Named& named = kSchedules[below(kSchedules.size())];
+    const Problem problem{.stages = 2 + int(below(4)),
+                          .chunks = named.chunks[below(named.chunks.size())],
+                          .microbatches = 1 + int(below(8))};
+    Schedule schedule = named.make(problem);
+    for (size_t n = below(4); n-- > 0;) {
+      auto& order = schedule.order[below(schedule.order.size())];
+      const size_t a = below(order.size());
+      std::swap(order[a], order[std::min(a + 1, order.size() - 1)]);
+    }
+    Actions actions;
+    if (!refusal([&] { require_no_deadlock(actions = actions_of(problem, schedule)); }).empty()) continue;
+    SCOPED_TRACE(std::string(named.name) + ", " + text_of(problem) + ", round " + std::to_string(round));
+    run_local(
+        problem.stages, [&](World& world) { Rank(actions, world).run(); }, 20);
+    ++accepted;
+  }
+}
+
+// Random changes of sends and receives, the passes being right.
+TEST(PipelineActions, MutatedSendsAndReceivesAreRefusedOrEnd) {
+  std::mt19937 random(19);
+  const auto below = [&](size_t n) { return size_t(random() % n); };
+  int other = 0, never_end = 0, right = 0;
+  for (int round = 0; round < 6000; ++round) {
+    const Named& named = kSchedules[below(kSchedules.size())];
+    const Problem problem{.stages = 2 + int(below(4)),
+                          .chunks = named.chunks[below(named.chunks.size())],
+                          .microbatches = 1 + int(below(8))};
+    SCOPED_TRACE(std::string(named.name) + ", " + text_of(problem) + ", round " + std::to_string(round));
+    Actions actions = actions_of(problem, named.make(problem));
+    for (size_t n = 1 + below(2); n-- > 0;) {
+      auto& list = actions.by_stage[below(actions.by_stage.size())];
+      std::vector<size_t> exchanges;
+      for (size_t i = 0; i < list.size(); ++i)
+        if (list[i].kind != Action::Kind::run) exchanges.push_back(i);
+      const size_t which = below(exchanges.size()), a = exchanges[which];
+      const auto at = [&](size_t i) { return list.begin() + int64_t(i); };
+      switch (below(4)) {
+        case 0:
+          std::swap(list[a], list[exchanges[std::min(which + 1, exchanges.size() - 1)]]);
+          break;
+        case 1: {  // later or earlier among the passes
+          const size_t b = std::min(list.size() - 1, a + below(6));
+          std::rotate(at(a), at(a) + 1, at(b) + 1);
+          break;
+        }
+        case 2: {
+          const size_t b = a - std::min(a, below(6));
+          std::rotate(at(b), at(a), at(a) + 1);
+          break;
+        }
+        default:
+          if (below(4) == 0) list.erase(at(a));
+      }
+    }
+    const std::string refused = refusal([&] { require_no_deadlock(actions); });
+    const std::string stands = refusal([&] { clock(problem, actions, Sends::waiting); });
+    if (refused.empty()) {
+      EXPECT_EQ(stands, "");
+      EXPECT_EQ(refusal([&] { require_agreement(job_of(actions)); }), "");
+    } else if (refused.find("would never end") != std::string::npos) {
+      EXPECT_NE(stands, "") << refused;
+      ++never_end;
+      continue;
+    }
+    ++(refused.empty() ? right : other);
+  }
+  EXPECT_GT(other, 300);
+  EXPECT_GT(never_end, 50);
+  EXPECT_GT(right, 300);
+}
+
+// Each stage sends the other first what that needs last.
+TEST(PipelineActions, TheCircleIsTold) {
+  const Problem problem{.stages = 2, .microbatches = 2};
+  Schedule schedule = one_forward_one_backward(problem);
+  std::swap(schedule.order[0][1], schedule.order[0][2]);  // backward of microbatch 0 before the forward of 1
+  schedule.order[1] = gpipe(problem).order[1];
+  EXPECT_EQ(
+      refusal([&] { require_no_deadlock(actions_of(problem, schedule)); }),
+      "the schedule would never end: stage 0: backward of chunk 0, microbatch 0; which waits for stage 0: receive "
+      "of the gradient of chunk 0, microbatch 0 from stage 1; which waits for stage 1: backward of chunk 0, "
+      "microbatch 0; which waits for stage 1: forward of chunk 0, microbatch 1; which waits for stage 1: receive "
+      "of the input of chunk 1, microbatch 1 from stage 0; which waits for stage 0: forward of chunk 0, "
+      "microbatch 1; which waits for the first.");
+}
+
+TEST(PipelineActions, WrongPassesAreRefused) {
+  const Problem problem{.stages = 2, .microbatches = 2};
+  const auto with = [&](const std::function<void(Schedule&)>& change) {
+    Schedule schedule = one_forward_one_backward(problem);
+    change(schedule);
+    return refusal([&] { actions_of(problem, schedule); });
+  };
+  EXPECT_EQ(with([](Schedule&) {}), "");
+  EXPECT_EQ(with([](Schedule& s) { s.order[1].pop_back(); }),
+            "stage 1 never runs the input gradient of chunk 0, microbatch 1.");
+  EXPECT_EQ(with([](Schedule& s) { s.order[1].push_back(s.order[1].back()); }),
+            "stage 1, pass 4 of its schedule, backward of chunk 0, microbatch 1: it has run before.");
+  EXPECT_EQ(with([](Schedule& s) { std::swap(s.order[1][0], s.order[1][1]); }),
+            "stage 1, pass 0 of its schedule, backward of chunk 0, microbatch 0: it needs the forward of chunk 0, "
+            "microbatch 0, which has not run yet.");
+  EXPECT_EQ(with([](Schedule& s) { s.order[0][0].chunk = 1; }),
+            "stage 0, pass 0 of its schedule, forward of chunk 1, microbatch 0: the stage has 1 chunk.");
+  EXPECT_EQ(with([](Schedule& s) { s.order[0][0].microbatch = 2; }),
+            "stage 0, pass 0 of its schedule, forward of chunk 0, microbatch 2: there is no such microbatch.");
+  EXPECT_EQ(with([](Schedule& s) {
+              s.stage_of = {0, 0};
+            }),
+            "the schedule does not give each of 2 stages 1 of 2 chunks and an order of passes.");
+}
+
+}  // namespace
+}  // namespace strata::pipeline
