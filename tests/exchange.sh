@@ -98,6 +98,41 @@ cmp small/tokenizer_config.json trained/tokenizer_config.json || fail "the token
 expect 2 'Turn it into one with: strata import small' "$strata" train config.toml --set run.directory=other --set run.initialize=small
 expect 2 'holds checkpoints of a run' "$strata" import small run --overwrite
 
+# Ranks that share the work start from what was imported as one rank does, and export what it exports: the same bits
+# where nothing was learned, and after steps what sums in another order leave alike.
+sed '/^initialize/d' config.toml >random.toml
+expect 0 '' "$strata" train random.toml --set run.directory=seeded
+expect 0 '' "$strata" export random.toml seeded-export --checkpoint seeded
+expect 0 '' "$strata" import seeded-export seeded-import
+sed 's/^initialize.*/initialize = "seeded-import"/; s/^steps.*/steps = 4/' config.toml >one.toml
+for sequence in false true; do
+  { cat one.toml; printf '[mesh]\ntensor = 2\n[plugins.tensor_parallel]\nsequence = %s\n' $sequence; } >divided-$sequence.toml
+  expect 0 '' "$strata" train divided-$sequence.toml --set run.directory=still --set plugins.adamw.learning_rate=1e-60
+  expect 0 '' "$strata" export divided-$sequence.toml still-export --checkpoint still --overwrite
+  cmp seeded-export/model.safetensors still-export/model.safetensors || fail "two ranks export other weights than were imported"
+  rm -rf still
+  expect 0 '' "$strata" train divided-$sequence.toml --set run.directory=divided-$sequence
+  expect 0 '' "$strata" export divided-$sequence.toml export-$sequence --checkpoint divided-$sequence
+done
+expect 0 '' "$strata" train one.toml --set run.directory=one
+expect 0 '' "$strata" export one.toml export-one --checkpoint one
+python3 - <<'PY' || fail "two ranks learned otherwise than one"
+import array, json
+def weights(folder):
+    with open(folder + "/model.safetensors", "rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        data = file.read()
+    header.pop("__metadata__", None)
+    assert {t["dtype"] for t in header.values()} == {"F32"}
+    return {name: array.array("f", data[slice(*t["data_offsets"])]) for name, t in header.items()}
+def differ(a, b): return max(abs(x - y) for name in a for x, y in zip(a[name], b[name], strict=True))
+before, one = weights("seeded-export"), weights("export-one")
+assert differ(before, one) > 1e-4, differ(before, one)
+for sequence in ("false", "true"):
+    other = weights("export-" + sequence)
+    assert other.keys() == one.keys() and differ(other, one) < 1e-5, (sequence, differ(other, one))  # a fraction of a step
+PY
+
 # What cannot be imported.
 wrong() { sed "s/$1/$2/" small/config.json >bad/config.json; }
 cp -r small bad
