@@ -64,23 +64,26 @@ class Gist final : public strata::Plugin {
         const auto asks_for_sign = [](const Op* op) { return op->kind->name == "relu_gradient"; };
         const auto& list = readers[id.value];
         if (std::all_of(list.begin(), list.end(), asks_for_sign))
-          add(program, id, producer, "mask", {});
+          add(stage, id, producer, "mask", {});
         else
-          add(program, id, producer, "sparse", {{"capacity", capacity_}});
+          add(stage, id, producer, "sparse", {{"capacity", capacity_}});
       } else if (lossy_ == "bf16") {
-        if (tensor.dtype == DType::f32) add(program, id, producer, "bf16", {});
+        if (tensor.dtype == DType::f32) add(stage, id, producer, "bf16", {});
       } else if (lossy_ != "none") {
         const std::string format = lossy_.substr(lossy_.find('_') + 1);
-        add(program, id, producer, "8bit", {{"format", format}});
+        add(stage, id, producer, "8bit", {{"format", format}});
       }
     }
   }
 
  private:
-  static void add(Program& program, TensorId id, const Op& producer, const std::string& codec,
+  static void add(strata::ProgramStage& stage, TensorId id, const Op& producer, const std::string& codec,
                   const Attributes& attributes) {
-    for (const strata::Split& split : program[id].layout)  // sizes of encodings are those of the first rank
-      if (split.full % program[id].shape[size_t(split.dimension)] != 0)
+    Program& program = stage.program;
+    // Sizes of encodings are those of the first rank: blocks of 256 elements and bits of a byte are of an encoding as a
+    // whole, so what a rank with fewer elements encodes is no part of the first rank's tensors in any dimension.
+    for (const strata::Split& split : program[id].layout)
+      if (split.full % stage.mesh.size(split.axis) != 0)
         throw strata::Error("cannot encode " + program[id].name + ", of which axis \"" + split.axis +
                             "\" leaves some ranks less than others: " + std::to_string(split.full) +
                             " does not divide evenly; choose a size that does, or leave that dimension whole.");
