@@ -63,7 +63,11 @@ Case draw(std::mt19937& random, const std::string& folder) {
             "[plugins.sm3]\nlearning_rate = 1e-3\nepsilon = 1e-8\n"}) +
       pick({"", "[plugins.clip]\nmax_norm = 0.1\n"});
   c.strategies = "[plugins.tensor_parallel]\n";
-  if (kSequence % c.tensor == 0) c.strategies += pick({"", "sequence = true\n"});
+  const bool sequence = kSequence % c.tensor == 0 && random() % 2;
+  if (sequence) c.strategies += "sequence = true\n";
+  c.strategies += !sequence ? pick({"", "pieces = 1\n", "pieces = 2\n", c.micro_batch == 1 ? "pieces = 3\n" : ""})
+                  : c.micro_batch == 2 ? pick({"", "pieces = 2\n"})
+                                       : "";
   if (c.data > 1)
     c.strategies += pick({"[plugins.data_parallel]\n", "[plugins.zero]\nstage = 1\n", "[plugins.zero]\nstage = 2\n",
                           "[plugins.zero]\nstage = 3\nreshard = \"always\"\n"}) +
@@ -101,6 +105,98 @@ TEST(TensorParallel, RandomModelsAgreeWithOneRank) {
     }
     if (HasFailure()) return;
   }
+}
+
+// Pieces of a product are rows of it, and a sum over ranks is one of the same numbers: nothing is added in another
+// order, but within products of few rows, which the library may sum otherwise.
+TEST(TensorParallel, PiecesGiveTheSameResults) {
+  for (const std::string more : {"", "sequence = true\n"})
+    for (const std::string backend : {"cpu", "reference"})
+      for (int pieces : {2, 3}) {
+        Case c;
+        c.model = "hidden = 32\nheads = 4\nffn = 71\ndropout = 0.1\n" +
+                  std::string(pieces == 3 ? "activation = \"swiglu\"\n" : "");
+        c.optimizer = "[plugins.adamw]\nlearning_rate = 1e-3\nepsilon = 1e-5\n[plugins.recompute]\n";
+        c.tensor = 2, c.batch = 8, c.micro_batch = 4;
+        const auto with = [&](int n) {
+          Case one = c;
+          one.strategies = "[plugins.tensor_parallel]\n" + more + "pieces = " + std::to_string(n) + "\n";
+          return outcome(one, false, backend);
+        };
+        SCOPED_TRACE(backend + ", " + std::to_string(pieces) + " pieces " + more);
+        const Outcome expected = with(1), actual = with(pieces);
+        if (backend == "cpu") {
+          expect_close(actual, expected, 1e-5);
+          continue;
+        }
+        EXPECT_EQ(actual.losses, expected.losses);
+        EXPECT_EQ(actual.tensors, expected.tensors);
+      }
+}
+
+Session planned_with(const test::TemporaryFolder& folder, const std::string& more, double bandwidth, double latency) {
+  Session session(
+      test::write_file(folder / "config.toml",
+                       "[model]\nplugin = \"gpt\"\nlayers = 2\nhidden = 768\nheads = 12\nvocabulary = 512\n"
+                       "context = 256\n[data]\ntrain = [\"none\"]\nsequence_length = 256\nglobal_batch = 4\n"
+                       "micro_batch = 4\n[device]\nthreads = 1\n[mesh]\ntensor = 2\n[plugins.adamw]\n"
+                       "[plugins.tensor_parallel]\n" +
+                           more),
+      {});
+  session.rates = Rates{.flops = 100e9, .memory = 20e9};
+  session.rates->links["tensor"] = {.ranks = 2, .bandwidth = bandwidth, .latency = latency};
+  return session;
+}
+int64_t pieces_of(const Program& program) {
+  int64_t most = 1;
+  for (const Op& op : program.ops)
+    if (op.kind->exchange && op.attributes.has("pieces")) most = std::max(most, op.attributes.integer("pieces"));
+  return most;
+}
+
+// A slow link is worth cutting for; one that costs nothing, and one where each exchange costs much however little it
+// is, are not.
+TEST(TensorParallel, PiecesAreChosenByPredictedTime) {
+  const test::TemporaryFolder folder;
+  for (const std::string more : {"", "sequence = true\n"}) {
+    SCOPED_TRACE(more);
+    const auto plan = [&](const std::string& pieces, double bandwidth, double latency) {
+      return planned_with(folder, more + pieces, bandwidth, latency).plan(Goal::train);
+    };
+    EXPECT_EQ(pieces_of(plan("", 1e15, 0).program()), 1);
+    EXPECT_EQ(pieces_of(plan("", 1e15, 0.1).program()), 1);
+    const PlannedProgram slow = plan("", 1.25e9, 10e-6), whole = plan("pieces = 1\n", 1.25e9, 10e-6),
+                         two = plan("pieces = 2\n", 1.25e9, 10e-6), four = plan("pieces = 4\n", 1.25e9, 10e-6);
+    EXPECT_GT(pieces_of(slow.program()), 1);
+    EXPECT_EQ(pieces_of(whole.program()), 1);
+    EXPECT_EQ(pieces_of(two.program()), 2);
+    EXPECT_EQ(pieces_of(four.program()), 4);
+    EXPECT_EQ(slow.prediction->seconds, std::min(two.prediction->seconds, four.prediction->seconds));
+    EXPECT_LT(slow.prediction->stalls.ranks(), 0.75 * whole.prediction->stalls.ranks());
+    EXPECT_DOUBLE_EQ(slow.prediction->wire_bytes, whole.prediction->wire_bytes);
+    EXPECT_LE(slow.memory.device().total_bytes(), 1.02 * double(whole.memory.device().total_bytes()));
+  }
+}
+
+// In the backward pass the weight gradient of a product hides the exchange of the input's.
+TEST(TensorParallel, ExchangesOfGradientsComeBeforeWeightGradients) {
+  const test::TemporaryFolder folder;
+  const PlannedProgram planned = planned_with(folder, "pieces = 1\n", 1e9, 0).plan(Goal::train);
+  const Program& program = planned.program();
+  int sums = 0;
+  for (size_t e = 0; e < program.ops.size(); ++e) {
+    const Op& sum = program.ops[e];
+    if (sum.kind->name != "all_reduce" || sum.step_part != StepPart::backward) continue;
+    for (size_t p = 0; p < e; ++p) {
+      const Op& product = program.ops[p];
+      if (product.kind->name != "linear_input_gradient" || product.outputs[0] != sum.inputs[0]) continue;
+      ++sums;
+      for (size_t w = 0; w < program.ops.size(); ++w)
+        if (program.ops[w].kind->name == "linear_weight_gradient" && program.ops[w].inputs[0] == product.inputs[0])
+          EXPECT_GT(w, e);
+    }
+  }
+  EXPECT_EQ(sums, 4) << "two of each block";
 }
 
 // Rounded to 16 bits wherever one rank rounds, and partial sums once more: losses are as near as bf16's eight bits
@@ -156,7 +252,7 @@ TEST(TensorParallel, BytesOnTheWireFollowTheFormula) {
           "\nhidden = 512\nheads = 8\nffn = 64\nvocabulary = 61\ncontext = 64\n[data]\ntrain = [\"none\"]\n"
           "sequence_length = 64\n"
           "global_batch = 2\nmicro_batch = 2\n[device]\nthreads = 1\n[mesh]\ntensor = " +
-          std::to_string(t) + "\n[plugins.adamw]\n[plugins.tensor_parallel]\n";
+          std::to_string(t) + "\n[plugins.adamw]\n[plugins.tensor_parallel]\n" + (layers > 1 ? "pieces = 2\n" : "");
       const double activations = 4.0 * double((4 * layers + 2) * b * s * h), of_loss = 4.0 * double(3 * b * s);
       const double formula = (activations + of_loss) * 2 * (t - 1) / t;
       double planned = 0, sent = 0;
@@ -190,7 +286,8 @@ TEST(TensorParallel, BytesOnTheWireOfSplitSequencesFollowTheFormula) {
           "\nhidden = 512\nheads = 8\nffn = 64\nvocabulary = 61\ncontext = 64\ndropout = 0.1\n[data]\ntrain = "
           "[\"none\"]\n"
           "sequence_length = 64\nglobal_batch = 2\nmicro_batch = 2\n[device]\nthreads = 1\n[mesh]\ntensor = " +
-          std::to_string(t) + "\n[plugins.adamw]\n[plugins.tensor_parallel]\nsequence = true\n";
+          std::to_string(t) + "\n[plugins.adamw]\n[plugins.tensor_parallel]\nsequence = true\n" +
+          (layers > 1 ? "pieces = 2\n" : "");
       const double activations = 4.0 * double((10 * layers + 4) * b * s * h), of_loss = 4.0 * double(3 * b * s),
                    norms = 4.0 * double((2 * layers + 1) * 2 * h);
       double planned = 0, sent = 0;
@@ -219,29 +316,31 @@ TEST(TensorParallel, BytesOnTheWireOfSplitSequencesFollowTheFormula) {
 //   byte
 //       an element, are not kept but drawn again;
 //   24: queries, keys and values (6), what attention makes (2), the feed-forward layer before (8) and after (8) gelu;
-//   5 a s/h: scores of attention are not stored, but one number a head and token; so selective recomputation leaves of
-//       a layer what it has anyway;
+//   5 a s/h: scores of attention are not stored, but one number a head and token; selective recomputation makes that
+//       again, and what attention makes (2) with it, which the paper keeps for the product behind it;
 // and of each norm a mean and a deviation a token.
 TEST(TensorParallel, ActivationBytesFollowTheFormulas) {
   const int64_t b = 2, s = 16, h = 64, heads = 8;
   const test::TemporaryFolder folder;
-  const auto kept = [&](int t, int layers, const std::string& more) {
+  const auto kept = [&](int t, int layers, const std::string& more, bool selective) {
     const std::string text =
         "[model]\nplugin = \"gpt\"\nlayers = " + std::to_string(layers) +
         "\nhidden = 64\nheads = 8\nvocabulary = 64\ncontext = 16\n[data]\ntrain = [\"none\"]\nsequence_length = 16\n"
         "global_batch = 2\nmicro_batch = 2\n[device]\nthreads = 1\n[plugins.adamw]\n" +
+        (selective ? "[plugins.recompute]\nmode = \"selective\"\nkinds = [\"attention\"]\n" : "") +
         (t > 1 ? "[mesh]\ntensor = " + std::to_string(t) + "\n[plugins.tensor_parallel]\n" + more : "");
     const Session session(test::write_file(folder / "config.toml", text), {});
     return double(session.plan(Goal::train).memory.device().at_peak[int(Role::activation)]);
   };
   for (int t : {1, 2, 4, 8})
-    for (const std::string more : {"", "sequence = true\n"}) {
-      const double all = double(b * s * h), whole = more.empty() ? 1 : 1.0 / t;
-      const double formula = 4 * all * (4 * whole + 12.0 / t),
-                   statistics = 4.0 * double(b * s) * (2 * 2 * whole + double(heads) / t);
-      const double measured = kept(t, 9, more) - kept(t, 8, more);
-      EXPECT_NEAR(measured, formula + statistics, 0.01 * formula) << t << " ranks " << more;
-    }
+    for (const std::string more : {"", "sequence = true\n"})
+      for (bool selective : {false, true}) {
+        const double all = double(b * s * h), whole = more.empty() ? 1 : 1.0 / t;
+        const double formula = 4 * all * (4 * whole + (selective ? 11.0 : 12.0) / t),
+                     statistics = 4.0 * double(b * s) * (2 * 2 * whole + (selective ? 0 : double(heads) / t));
+        const double measured = kept(t, 9, more, selective) - kept(t, 8, more, selective);
+        EXPECT_NEAR(measured, formula + statistics, 0.01 * formula) << t << " ranks " << more << selective;
+      }
 }
 
 // Blocks of 8-bit moments are those of whole rows: ranks that have other columns of them have the same scales.
@@ -343,6 +442,9 @@ TEST(TensorParallel, WhatCannotBeSplitIsRefused) {
   };
   EXPECT_NE(pattern("\"block.*.upp.weight: ffn\"").find("\"block.*.upp.weight: ffn\" matches no parameter"),
             std::string::npos);
+  // [model] 5 lines, [data] 5, [mesh] 2, two plugins; of several plugins' lines the one that says it.
+  EXPECT_NE(pattern("\"block.*.upp.weight: ffn\"").find("config.toml:17:"), std::string::npos)
+      << pattern("\"block.*.upp.weight: ffn\"");
   const std::string both = pattern("\"block.*: none\", \"*.up.weight: ffn\"");
   EXPECT_NE(both.find("\"block.*: none\" and \"*.up.weight: ffn\" contradict each other for block.0.mlp.up.weight"),
             std::string::npos)
@@ -351,6 +453,9 @@ TEST(TensorParallel, WhatCannotBeSplitIsRefused) {
   EXPECT_NE(wrong.find("block.0.mlp.up.weight has no dimension named \"heads\"; it has ffn, hidden"), std::string::npos)
       << wrong;
   EXPECT_NE(pattern("\"*.up.weight\"").find("is not of the form"), std::string::npos);
+  EXPECT_NE(message(heads, "[mesh]\ntensor = 2\n" + split + "sequence = true\npieces = 2\n")
+                .find("pieces = 2 asks that products are cut along their tokens beside exchanges over axis \"tensor\""),
+            std::string::npos);
   EXPECT_EQ(message(heads, "[mesh]\ntensor = 2\n" + split), "");
   EXPECT_EQ(message(heads, "[mesh]\ntensor = 3\n" + split + "dimensions = [\"ffn\", \"vocabulary\"]\n"), "");
 }

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <optional>
 
+#include "engine/planning/exchange_pieces.h"
 #include "engine/planning/gradient_exchange.h"
 #include "engine/planning/guarded.h"
 #include "engine/planning/hoist.h"
@@ -193,6 +194,7 @@ class Build {
       call_gradients();
       call_update();
       hoist(step(), first);
+      begin_exchanges_early(step());
     }
     call_placement();
     return std::move(built_);

@@ -10,8 +10,11 @@
 namespace strata {
 
 void localize(Program& program, const Mesh& mesh, int64_t microbatches) {
-  for (Tensor& tensor : program.tensors) {
+  std::vector<int64_t> planned(program.tensors.size());  // bytes of divided tensors
+  for (size_t t = 0; t < program.tensors.size(); ++t) {
+    Tensor& tensor = program.tensors[t];
     if (tensor.layout.empty()) continue;
+    planned[t] = tensor.bytes();
     Shape shape = tensor.full_shape();
     Layout layout = tensor.layout;
     for (Split& split : layout) {  // what a split divides, those before it have left
@@ -28,6 +31,9 @@ void localize(Program& program, const Mesh& mesh, int64_t microbatches) {
   }
   for (Tensor& part : program.tensors) {
     if (!part.part_of) continue;
+    // A piece along a dimension before those that are divided: rows are as long as this rank's share.
+    if (const int64_t bytes = planned[size_t(part.part_of.value)]; bytes > 0 && !part.persistent)
+      part.part_offset = int64_t(__int128(part.part_offset) * program[part.part_of].bytes() / bytes);
     // Splits beyond those of the whole say where in it the part begins; a part is contiguous, so they divide rows.
     const Layout& whole = program[part.part_of].layout;
     int64_t row = 0;

@@ -76,7 +76,10 @@ class Materializer {
                                     [&](TensorId input) { return in_.whole(input) == logical; });
       if (!read && used != logical) {  // a part, whose whole keeps the rest
         const Tier home = in_[logical].home;
-        STRATA_CHECK(in_[logical].persistent);
+        if (!in_[logical].persistent)
+          throw Error("op kind \"" + original.kind->name + "\" writes " + in_[used].name +
+                          ", a part of what lives within the step, before it is decided what rests where.",
+                      ExitCode::failed);
         if (op.tier != home && home != Tier::nvme) {  // it alone is made here and then moved into the whole
           acquire(logical, home, original);
           id = incarnation(used, op.tier);

@@ -76,7 +76,11 @@ void make_buffers(const Program& program, int64_t alignment, MemoryPlan& plan) {
     std::vector<int32_t> taken;  // buffers given to an output of this op
     for (int o = 0; o < view.outputs(); ++o) {
       const TensorId out = op.outputs[o];
-      if (program[out].persistent || program[out].part_of || plan.buffer_of[out.value] >= 0) continue;
+      if (program[out].persistent || plan.buffer_of[program.whole(out).value] >= 0) continue;
+      if (program[out].part_of) {  // the first piece of what is written so
+        add(program.whole(out), i);
+        continue;
+      }
       const auto dies = [&](TensorId in) {
         if (!in || program[in].persistent || program[in].part_of || program[in].role == Role::data ||
             program[in].step_output)

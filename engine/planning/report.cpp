@@ -7,6 +7,7 @@
 #include <cmath>
 #include <map>
 
+#include "engine/planning/exchange_pieces.h"
 #include "strata/json.h"
 
 namespace strata {
@@ -122,6 +123,8 @@ std::string prediction_text(const PlannedProgram& planned) {
                           100 * predicted.busy[size_t(s)] / std::max(predicted.seconds, 1e-12));
   text += "\n";
   if (exchanges(program)) text += wire_text(planned);
+  if (const std::string pieces = pieces_text(program); !pieces.empty())
+    text += fmt::format("exchanges that products may hide: {}\n", pieces);
   text += fmt::format("\n{:<40}{:>8}{:>10}{:>8}\n", "predicted by kind", "calls", "ms", "share");
   constexpr size_t kMost = 16;
   const std::vector<KindTime> kinds = time_by_kind(program, predicted.spans);

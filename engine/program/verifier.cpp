@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <iterator>
 #include <ranges>
+#include <map>
 #include <set>
 #include <string>
 #include <unordered_set>
@@ -274,11 +275,40 @@ class Verifier {
         refuse(op, "makes " + program_[op.outputs[o]].name + ", which is not split as the kind leaves it.");
   }
 
+  // Of what lives within the step, parts are written once, too, or in place of a part of as many bytes; what reads one
+  // that is not there yet, or the whole too early, is refused.
+  void check_piece(const Op& op, TensorId id) {
+    const Tensor& part = program_[id];
+    const TensorId whole = program_.whole(id);
+    const auto [found, is_first] = pieces_.try_emplace(whole.value);
+    std::map<int64_t, int64_t>& there = found->second;  // end, by beginning
+    if (is_first && written_[size_t(whole.value)]) refuse(op, "writes " + part.name + " a second time.");
+    const int64_t begin = part.part_offset, end = begin + part.bytes();
+    const auto next = there.lower_bound(end);
+    const bool is_free = next == there.begin() || std::prev(next)->second <= begin;
+    const bool in_place = std::ranges::any_of(op.inputs, [&](TensorId input) {
+      return input && input != id && program_[input].part_of == whole && program_[input].part_offset == begin &&
+             program_[input].bytes() == part.bytes();
+    });
+    if (!is_free && !in_place) refuse(op, "writes " + part.name + ", of which something is there already.");
+    there[begin] = end;
+    written_[size_t(whole.value)] = true;
+  }
+  bool is_there(TensorId id) const {
+    const TensorId whole = program_.whole(id);
+    const auto found = pieces_.find(whole.value);
+    if (found == pieces_.end()) return written_[size_t(whole.value)];
+    int64_t at = program_[id].part_of ? program_[id].part_offset : 0;
+    const int64_t end = at + program_[id].bytes();
+    for (const auto& [first, last] : found->second)
+      if (first <= at && at < end) at = std::max(at, last);
+    return at >= end;
+  }
+
   // Written before it is read, and once.
   void check_order(const Op& op) {
     for (TensorId id : op.inputs)
-      if (id && !written_[size_t(program_.whole(id).value)])
-        refuse(op, "reads " + program_[id].name + " before anything has written it.");
+      if (id && !is_there(id)) refuse(op, "reads " + program_[id].name + " before anything has written it.");
     for (size_t o = 0; o < op.outputs.size(); ++o) {
       const TensorId id = op.outputs[o], whole = program_.whole(id);
       const Tensor& tensor = program_[whole];
@@ -288,7 +318,10 @@ class Verifier {
         refuse(op, "writes " + tensor.name + ", which only the data loader may.");
       const bool lasts = tensor.persistent || (tensor.copy_of && program_[program_.whole(tensor.copy_of)].persistent);
       if (!lasts) {
-        if (id != whole) refuse(op, "writes a part of " + tensor.name + ", which lives within the step.");
+        if (id != whole) {
+          check_piece(op, id);
+          continue;
+        }
         for (TensorId input : op.inputs)
           if (input && program_.whole(input) == whole)
             refuse(op, "updates " + tensor.name + " in place, which lives within the step.");
@@ -334,9 +367,10 @@ class Verifier {
   const Program& program_;
   std::string_view after_;
   const Mesh* mesh_;
-  std::vector<char> written_;  // by tensor
-  bool is_split_ = false;      // some tensor
-  size_t at_ = 0;              // the op that is being checked
+  std::vector<char> written_;                             // by tensor
+  std::map<int32_t, std::map<int64_t, int64_t>> pieces_;  // by tensor that is written in parts: which bytes
+  bool is_split_ = false;                                 // some tensor
+  size_t at_ = 0;                                         // the op that is being checked
   // And the form whose it is, for messages; none: the program's.
   const RestingForm* form_ = nullptr;
   const Tensor* form_of_ = nullptr;

@@ -35,10 +35,10 @@ std::string verdict(const std::function<void(Example&)>& break_it, const Mesh* m
   return "";
 }
 
-#define EXPECT_VERDICT(text, ...)                                                                          \
-  do {                                                                                                     \
-    const std::string said = verdict(__VA_ARGS__);                                                         \
-    EXPECT_NE(said.find(text), std::string::npos) << said;                                                 \
+#define EXPECT_VERDICT(text, ...)                                                                           \
+  do {                                                                                                      \
+    const std::string said = verdict(__VA_ARGS__);                                                          \
+    EXPECT_NE(said.find(text), std::string::npos) << said;                                                  \
     EXPECT_NE(said.find("the program is not well formed after \"the test\": "), std::string::npos) << said; \
   } while (false)
 
@@ -73,8 +73,9 @@ TEST(Verifier, IdsArityAndAddends) {
 }
 
 TEST(Verifier, ShapesAndWhatRulesThrow) {
-  EXPECT_VERDICT("op 0 (gelu) writes y, which is f32(4, 4), but its kind gives f32(4, 8).",
-                 [](Example& e) { e.program[e.y].shape = {4, 4}; });
+  EXPECT_VERDICT("op 0 (gelu) writes y, which is f32(4, 4), but its kind gives f32(4, 8).", [](Example& e) {
+    e.program[e.y].shape = {4, 4};
+  });
   EXPECT_VERDICT("op 0 (gelu) has 2 outputs, its kind gives 1.",
                  [](Example& e) { e.program.ops[0].outputs.push_back(e.z); });
   EXPECT_VERDICT("op 1 (add) breaks its shape rule: op \"add\" expects",
@@ -97,17 +98,34 @@ TEST(Verifier, WrittenOnceAndBeforeItIsRead) {
   EXPECT_VERDICT("op 0 (add) reads y before anything has written it.",
                  [](Example& e) { std::swap(e.program.ops[0], e.program.ops[1]); });
   EXPECT_VERDICT("op 3 (gelu) writes y a second time.", [](Example& e) { e.build.emit_all("gelu", {e.z}, {}, {e.y}); });
-  EXPECT_VERDICT("op 3 (add) updates y in place, which lives within the step.",
-                 [](Example& e) { e.build.emit_all("add", {e.y, e.z}, {}, {e.y}); });
+  EXPECT_VERDICT("op 3 (add) updates y in place, which lives within the step.", [](Example& e) {
+    e.build.emit_all("add", {e.y, e.z}, {}, {e.y});
+  });
   EXPECT_VERDICT("op 3 (gelu) writes x, which only the data loader may.",
                  [](Example& e) { e.build.emit_all("gelu", {e.z}, {}, {e.x}); });
-  EXPECT_VERDICT("op 3 (gelu) writes a part of y, which lives within the step.", [](Example& e) {
+  EXPECT_VERDICT("op 3 (gelu) writes part a second time.", [](Example& e) {
     e.build.emit_all("gelu", {e.z}, {}, {e.program.add_part(e.y, "part", {4, 8}, 0)});
   });
-  static const OpKind& two =
-      register_kind({.name = "test_two", .summary = "", .shape = [](const OpView& v) {
-                       return std::vector<TensorSpec>(2, {v.input(0).shape, v.input(0).dtype});
-                     }});
+  // In pieces: each once, or one in place of another, and all of them before the whole is read.
+  const auto pieces = [](Example& e, int64_t second, bool in_place) {
+    const TensorId whole = e.program.add({.name = "whole", .shape = {4, 8}});
+    const TensorId read = e.program.add_part(e.z, "read", {2, 8}, 0), a = e.program.add_part(whole, "a", {2, 8}, 0),
+                   b = e.program.add_part(whole, "b", {2, 8}, second);
+    e.build.emit_all("gelu", {read}, {}, {a});
+    e.build.emit_all("gelu", {in_place ? a : read}, {}, {b});
+    if (!in_place) e.build.emit("gelu", {whole});
+  };
+  EXPECT_EQ(verdict([&](Example& e) { pieces(e, 64, false); }), "");
+  EXPECT_EQ(verdict([&](Example& e) { pieces(e, 0, true); }), "");
+  EXPECT_VERDICT("op 4 (gelu) writes b, of which something is there already.",
+                 [&](Example& e) { pieces(e, 32, false); });
+  EXPECT_VERDICT("op 4 (gelu) reads whole before anything has written it.", [&](Example& e) {
+    pieces(e, 64, false);
+    e.program.ops.erase(e.program.ops.begin() + 4);  // what writes the second half
+  });
+  static const OpKind& two = register_kind({.name = "test_two", .summary = "", .shape = [](const OpView& v) {
+                                              return std::vector<TensorSpec>(2, {v.input(0).shape, v.input(0).dtype});
+                                            }});
   EXPECT_VERDICT("op 0 (test_two) writes y twice.", [](Example& e) {
     e.program.ops[0].kind = &two;
     e.program.ops[0].outputs = {e.y, e.y};
@@ -128,15 +146,20 @@ TEST(Verifier, PartsLieWithinTheirWhole) {
   };
   EXPECT_EQ(verdict([&](Example& e) { part(e, {2, 8}, 64); }), "");
   EXPECT_VERDICT("tensor part is a part of w of 128 bytes, from byte 96 to 160, which is not within it.",
-                 [&](Example& e) { part(e, {2, 8}, 96); });
+                 [&](Example& e) {
+                   part(e, {2, 8}, 96);
+                 });
   EXPECT_VERDICT("from byte -32 to 32", [&](Example& e) { part(e, {2, 8}, -32); });
-  EXPECT_VERDICT("tensor part is a part of w, but of another type.",
-                 [&](Example& e) { part(e, {2, 8}, 0).dtype = DType::bf16; });
-  EXPECT_VERDICT("tensor part is a part of w, but does not live where and as long as that does.",
-                 [&](Example& e) { part(e, {2, 8}, 0).persistent = false; });
+  EXPECT_VERDICT("tensor part is a part of w, but of another type.", [&](Example& e) {
+    part(e, {2, 8}, 0).dtype = DType::bf16;
+  });
+  EXPECT_VERDICT("tensor part is a part of w, but does not live where and as long as that does.", [&](Example& e) {
+    part(e, {2, 8}, 0).persistent = false;
+  });
   EXPECT_VERDICT("does not live where", [&](Example& e) { part(e, {2, 8}, 0).home = Tier::host; });
-  EXPECT_VERDICT("tensor part is a part of a tensor that does not exist.",
-                 [&](Example& e) { part(e, {2, 8}, 0).part_of = {99}; });
+  EXPECT_VERDICT("tensor part is a part of a tensor that does not exist.", [&](Example& e) {
+    part(e, {2, 8}, 0).part_of = {99};
+  });
   EXPECT_VERDICT("tensor inner is a part of part, which is a part itself.", [&](Example& e) {
     part(e, {2, 8}, 0);
     e.program.add_part(e.program.find("part"), "inner", {1, 8}, 0);
@@ -185,8 +208,9 @@ TEST(Verifier, Streams) {
                  [](Example& e) { e.program.ops[0].stream = Stream::exchange; });
   EXPECT_VERDICT("is an exchange of tensors on the tier host; they are on the device.",
                  [&](Example& e) { reduce(e).tier = Tier::host; });
-  EXPECT_VERDICT("is an exchange, but no attribute \"axis\" names the ranks.",
-                 [&](Example& e) { reduce(e).attributes = {{"reduction", "sum"}}; });
+  EXPECT_VERDICT("is an exchange, but no attribute \"axis\" names the ranks.", [&](Example& e) {
+    reduce(e).attributes = {{"reduction", "sum"}};
+  });
   const Mesh one;
   EXPECT_VERDICT(
       "is an exchange over axis \"data\", which has one rank here.", [&](Example& e) { reduce(e); }, &one);
@@ -238,9 +262,8 @@ TEST(Verifier, RestingForms) {
                  with_form([](Example& e, RestingForm& form) { form.restore[0].outputs = {e.z}; }));
   EXPECT_VERDICT("tensor w has a resting form \"again\", but only whole tensors that live within the step do.",
                  with_form([](Example&, RestingForm&) {}, true));
-  EXPECT_VERDICT("a resting form \"again\" is of a tensor that does not exist.", [](Example& e) {
-    e.program.forms[99].push_back({.name = "again", .restore = {e.program.ops[0]}});
-  });
+  EXPECT_VERDICT("a resting form \"again\" is of a tensor that does not exist.",
+                 [](Example& e) { e.program.forms[99].push_back({.name = "again", .restore = {e.program.ops[0]}}); });
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <thread>
 
+#include "engine/planning/exchange_pieces.h"
 #include "engine/plugin/order.h"
 #include "engine/runtime/link_rates.h"
 #include "engine/runtime/ranks.h"
@@ -42,6 +43,22 @@ void require_same_left(const RunPlans& plans) {
       if (const std::string pass = first(a->built.left, b->built.left); !pass.empty())
         throw Error("the schedule of " + a->title() + " leaves the " + pass + " to the next step, and that of " +
                     b->title() + " does not; all steps must leave the same.");
+}
+
+// What a plugin's hook says of an option, whose name it begins with, is about a line of the file.
+Error with_place(const Error& error, const Config& config, const std::vector<NamedPlugin>& plugins) {
+  const std::string text = error.what();
+  const ConfigTable* tables = config.root().table("plugins");
+  for (const NamedPlugin& named : plugins) {
+    const ConfigTable* table = tables ? tables->table(named.name) : nullptr;
+    const std::string start = "plugin \"" + named.name + "\", stage ";
+    const size_t colon = text.find(": ");
+    if (!table || !text.starts_with(start) || colon == text.npos) continue;
+    for (const ConfigTable::Entry& entry : table->entries())
+      if (text.compare(colon + 2, entry.key.size() + 2, entry.key + ": ") == 0)
+        return Error(entry.place, text, error.code());
+  }
+  return error;
 }
 
 bool spans_hosts(const World* world) { return world && world->local_size() < world->size(); }
@@ -233,8 +250,12 @@ RunPlans Session::build_run(Goal goal) const {
   const auto build = [&](Goal goal, const Phases& phases) {
     PlannedProgram& planned = plans.programs.emplace_back(PlannedProgram{.goal = goal, .phases = phases});
     planned.ranks = mesh.size();
-    planned.built = build_program(plugins, batch(goal), goal, goal == Goal::logits ? Mesh() : mesh.planner(),
-                                  run.plugin_path, phases);
+    try {
+      planned.built = build_program(plugins, batch(goal), goal, goal == Goal::logits ? Mesh() : mesh.planner(),
+                                    run.plugin_path, phases);
+    } catch (const Error& error) {
+      throw with_place(error, config, plugins);
+    }
   };
   if (goal != Goal::train) {
     build(goal, plans.phases.none());
@@ -273,6 +294,18 @@ void Session::plan_memory_of(PlannedProgram& planned, const PlannedProgram* lead
                                .homes = lead ? &homes : nullptr,
                                .advice = [this](const MemoryPlan& plan) { return advice(plan); }});
   if (!trains) return;
+  planned.memory = plan_pieces(
+      program, std::move(planned.memory),
+      {.backend = device.backend,
+       .threads = std::max(threads(), int(host.threads)),
+       .rates = planned.rates,
+       .fits = [&](const MemoryPlan& plan) {
+         const auto room = budgets();
+         return std::ranges::all_of(std::array{Tier::device, Tier::host}, [&](Tier tier) {
+           const int64_t beside = tier == (program.one_memory ? Tier::device : Tier::host) ? host_bytes_beside : 0;
+           return room[size_t(tier)] == 0 || plan[tier].total_bytes() + beside <= room[size_t(tier)];
+         });
+       }});
   const auto is_on_host = [](const Op& op) { return op.stream == Stream::host; };
   bool on_host = std::any_of(program.ops.begin(), program.ops.end(), is_on_host);
   if (world && mesh.programs().size > 1) {  // programs differ in that, and rates are shared by all or none
@@ -283,12 +316,18 @@ void Session::plan_memory_of(PlannedProgram& planned, const PlannedProgram* lead
   planned.prediction = predict(program, planned.memory, planned.rates);
 }
 
+// Bytes by tier; 0: none.
+std::array<int64_t, kTiers> Session::budgets() const {
+  if (is_asynchronous(device.backend)) return {device.memory.count, host.memory.count, 0};
+  return {device.memory.count + host.memory.count, 0, 0};
+}
+
 // One persistent and one transient region a tier for all programs. Where some move bytes from and to the disk and
 // others do not, they plan persistent tensors at other distances; all leave as much room for them as any.
 void Session::settle_arenas(RunPlans& plans, int64_t host_bytes_beside) const {
   const bool one_memory = !is_asynchronous(device.backend);
-  std::array<int64_t, kTiers> persistent{}, transient{}, budgets{device.memory.count, host.memory.count, 0};
-  if (one_memory) budgets = {device.memory.count + host.memory.count, 0, 0};
+  std::array<int64_t, kTiers> persistent{}, transient{};
+  const std::array<int64_t, kTiers> budgets = this->budgets();
   size_t ops = 0;
   for (const PlannedProgram& planned : plans.programs) {
     ops += planned.program().ops.size();

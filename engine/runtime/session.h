@@ -58,6 +58,7 @@ class Session {
   RunPlans plan_run(Goal goal, int64_t host_bytes_beside) const;
   RunPlans build_run(Goal goal) const;
   void plan_memory_of(PlannedProgram& planned, const PlannedProgram* lead, int64_t host_bytes_beside) const;
+  std::array<int64_t, kTiers> budgets() const;
   void settle_arenas(RunPlans& plans, int64_t host_bytes_beside) const;
   Rates shared_rates(const Program& program) const;
   void measure_links(Rates& rates, const RatesWanted& wanted) const;

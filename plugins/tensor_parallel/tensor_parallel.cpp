@@ -27,6 +27,10 @@ class TensorParallel final : public strata::Plugin {
     o.add("sequence", sequence_,
           "between the divided products, divide the tokens of a sequence, too: norms, dropout and the residual stream "
           "(arXiv 2205.05198)");
+    o.add("pieces", pieces_,
+          "into how many pieces products and the exchanges beside them are cut along tokens, so that one piece is "
+          "exchanged while the next is computed; 0: 1, 2 or 4, as is predicted to be fastest")
+        .range(0, 64);
     o.add("bucket", bucket_, "gradients that are exchanged together, of parameters that are not divided")
         .positive()
         .unit("bytes");
@@ -67,6 +71,22 @@ class TensorParallel final : public strata::Plugin {
     for (const strata::Gradient& gradient : stage.gradients())
       if (std::find(gradient.partial.begin(), gradient.partial.end(), kAxis) != gradient.partial.end())
         stage.want(gradient, {.bucket = bucket_.count}, kAxis);
+  }
+
+  // The engine cuts what is marked so (engine/planning/exchange_pieces.h). Recomputation repeats exchanges: those, too.
+  void placement(strata::ProgramStage& stage) override {
+    if (pieces_ == 1) return;
+    const auto mark = [&](strata::Op& op) {
+      if (op.kind->exchange && op.attributes.has("axis") && op.attributes.string("axis") == kAxis)
+        op.attributes.set("pieces", int64_t{pieces_});
+    };
+    for (strata::Op& op : stage.program.ops) mark(op);
+    for (auto& [tensor, forms] : stage.program.forms) {
+      std::vector<strata::RestingForm> marked(forms.begin(), forms.end());
+      for (strata::RestingForm& form : marked)
+        for (strata::Op& op : form.restore) mark(op);
+      forms = std::move(marked);
+    }
   }
 
  private:
@@ -175,6 +195,7 @@ class TensorParallel final : public strata::Plugin {
 
   std::vector<std::string> dimensions_, patterns_;
   bool sequence_ = false;
+  int pieces_ = 0;
   strata::Bytes bucket_{25 << 20};
 };
 
