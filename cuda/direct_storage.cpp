@@ -56,7 +56,7 @@ class DirectFile final : public DeviceFile {
     CUfileDescr_t description{};
     description.type = 1;
     description.handle.fd = file;
-    must(cufile().add(&handle_, &description), "cuFile does not take the file of the offload directory");
+    must(cufile().add(&handle_, &description), "cuFile does not take the file of the NVMe directory");
     // Else cuFile would stage in memory of the device that no plan knows.
     const CUfileError_t result = cufile().add_memory(base_, size_t(bytes), 0);
     if (result.err != 0) cufile().remove(handle_);

@@ -49,13 +49,13 @@ int advance(Request& request, int result) {
 
 NvmeStore::NvmeStore(Options options)
     : options_(std::move(options)),
-      called_("the offload directory " + options_.directory),
-      lock_(options_.directory, "strata-offload.lock", called_) {
+      called_("the NVMe directory " + options_.directory),
+      lock_(options_.directory, "strata-nvme.lock", called_) {
   STRATA_CHECK(options_.bytes > 0 && aligned(options_.bytes));
   STRATA_CHECK(options_.block > 0 && options_.block <= (1 << 30) && aligned(options_.block));
   STRATA_CHECK(options_.depth > 0);
   // The name is gone before the file has a size: a killed run leaves no data. The lock makes the name ours.
-  const std::string path = options_.directory + "/strata-offload.data";
+  const std::string path = options_.directory + "/strata-nvme.data";
   unlink(path.c_str());
   file_ = open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
   if (file_ < 0) refuse(std::string("cannot take a file: ") + std::strerror(errno));

@@ -137,7 +137,7 @@ TEST(NvmeStore, FailedRequestsNameTheTensor) {
     const std::string end =
         " tensor \"blocks.3.weight\" at byte 49152 of the file there: " + std::string(strerror(EIO)) +
         ". Check the disk, or name another directory, and resume from the last checkpoint.";
-    const std::string start = "the offload directory " + directory.path() + ": cannot ";
+    const std::string start = "the NVMe directory " + directory.path() + ": cannot ";
     EXPECT_EQ(message([&] { channel.write(0, buffer.data(), store.bytes(), "blocks.3.weight"); }, ExitCode::failed),
               start + "write" + end);
     EXPECT_EQ(message([&] { channel.read(0, read.data(), store.bytes(), "blocks.3.weight"); }, ExitCode::failed),
@@ -191,12 +191,12 @@ TEST(NvmeStore, RefusesWhatIsNoDirectory) {
   wrong.directory = directory.path() + "/missing";
   EXPECT_EQ(
       message([&] { NvmeStore store(wrong); }),
-      "the offload directory " + wrong.directory + ": No such file or directory. Create it, or name another one.");
+      "the NVMe directory " + wrong.directory + ": No such file or directory. Create it, or name another one.");
   wrong.directory = "/dev/null";
   EXPECT_EQ(message([&] { NvmeStore store(wrong); }),
-            "the offload directory /dev/null is not a directory. Name a directory.");
+            "the NVMe directory /dev/null is not a directory. Name a directory.");
   wrong.directory = "/proc";  // takes nobody's files, not even root's
-  EXPECT_NE(message([&] { NvmeStore store(wrong); }).find("the offload directory /proc is not writable: "),
+  EXPECT_NE(message([&] { NvmeStore store(wrong); }).find("the NVMe directory /proc is not writable: "),
             std::string::npos);
 }
 
@@ -215,7 +215,7 @@ TEST(NvmeStore, RefusesSizeBeyondTheDisk) {
   huge.bytes = int64_t(1) << 60;
   const std::string text = message([&] { NvmeStore store(huge); });
   EXPECT_EQ(
-      text.find("the offload directory " + directory.path() + " cannot hold the 1024.00 PiB that offloading needs: "),
+      text.find("the NVMe directory " + directory.path() + " cannot hold the 1024.00 PiB that offloading needs: "),
       0u)
       << text;
   EXPECT_NE(text.find("B are free. Free some space, or name another one."), std::string::npos) << text;
@@ -227,9 +227,9 @@ TEST(NvmeStore, DirectoryHasOneUserAndIsEmptyAfterwards) {
   {
     const NvmeStore store(options(directory));
     EXPECT_EQ(message([&] { NvmeStore second(options(directory)); }),
-              "the offload directory " + directory.path() + " is in use by another run (process " +
+              "the NVMe directory " + directory.path() + " is in use by another run (process " +
                   std::to_string(getpid()) +
-                  " holds strata-offload.lock). Wait until it ends, or name another directory.");
+                  " holds strata-nvme.lock). Wait until it ends, or name another directory.");
     expect_round_trips(store, 9);
   }
   EXPECT_TRUE(directory.empty());

@@ -88,7 +88,7 @@ TEST_F(Offload, CheckpointsFitAnyPlacement) {
       EXPECT_EQ(entry.pieces[0].checksum, b.tensors().at(name).pieces[0].checksum) << name;
   }
   EXPECT_TRUE(std::filesystem::is_empty(folder_ / "disk") ||
-              !std::filesystem::exists(folder_ / "disk/strata-offload.data"));
+              !std::filesystem::exists(folder_ / "disk/strata-nvme.data"));
 }
 
 // The shape of configs/gpt2-xl-24gib.toml in small: states and parameters far beyond both budgets.
