@@ -456,6 +456,11 @@ TEST(TensorParallel, WhatCannotBeSplitIsRefused) {
   EXPECT_NE(message(heads, "[mesh]\ntensor = 2\n" + split + "sequence = true\npieces = 2\n")
                 .find("pieces = 2 asks that products are cut along their tokens beside exchanges over axis \"tensor\""),
             std::string::npos);
+  const std::string encoded = "[plugins.gist]\nminimum = 0\nlossy = \"int8\"\n";  // shares of 2, 1 and 1
+  EXPECT_NE(message(heads + "ffn = 4\n", of_three + split + "dimensions = [\"ffn\"]\n" + encoded)
+                .find("of which axis \"tensor\" leaves some ranks less than others: 4 does not divide evenly"),
+            std::string::npos);
+  EXPECT_EQ(message(heads, "[mesh]\ntensor = 2\n" + split + encoded), "");
   EXPECT_EQ(message(heads, "[mesh]\ntensor = 2\n" + split), "");
   EXPECT_EQ(message(heads, "[mesh]\ntensor = 3\n" + split + "dimensions = [\"ffn\", \"vocabulary\"]\n"), "");
 }
