@@ -100,6 +100,7 @@ class Runner final {
           std::vector<double> losses;
           for (TensorId id : steps_.executor().program().losses)
             losses.push_back(*static_cast<const float*>(steps_.executor().pointer(id)));
+          if (session_.mesh.programs().size > 1) losses.resize(size_t(session_.batch(Goal::train).microbatches));
           if (!session_.mesh.counts()) std::fill(losses.begin(), losses.end(), 0.0);
           loss = sum_over_ranks(groups, std::move(losses));
         },
@@ -148,7 +149,7 @@ class Runner final {
     const Program& program = executor.program();
     const BatchShape batch = session_.batch(Goal::train);
     const size_t count = size_t(batch.micro_batch * batch.sequence_length);
-    for (int64_t m = 0; program.find("tokens@" + std::to_string(m)); ++m) {
+    for (int64_t m = 0; m < batch.microbatches; ++m) {
       const size_t global = size_t(m + batch.microbatches * session_.mesh["data"].coordinate);
       const auto put = [&](const std::string& name, const int32_t* from) {
         const TensorId id = program.find(name + "@" + std::to_string(m));

@@ -25,7 +25,7 @@ layers = 5
 hidden = 36
 heads = 3
 dropout = 0.1
-tied = false
+tied = true
 [data]
 train = ["data/train_*.bin"]
 validation = ["data/validation_*.bin"]
@@ -66,6 +66,7 @@ composed() {
   cat plain.toml - >of_one.toml <<<"$plugins"
   cat pipeline.toml - >of_stages.toml <<<"$plugins"
   [[ $name != *optimizer* ]] || sed -i '/plugins.adamw\]/,/learning_rate/d' of_one.toml of_stages.toml
+  [[ $name != untied ]] || sed -i 's/tied = true/tied = false/' of_one.toml
   expect 0 '' "$strata" train of_one.toml --set run.directory=one-$name --set data.global_batch=8
   expect 0 '' "$strata" train of_stages.toml --set run.directory=stages-$name --set mesh.pipeline=3 "$@"
   losses one-$name/log.jsonl | cmp - <(losses stages-$name/log.jsonl) || fail "pipeline and $name: $(losses stages-$name/log.jsonl)"
@@ -74,6 +75,14 @@ data="--set mesh.data=2"
 composed data_parallel '[plugins.data_parallel]' $data
 for stage in 1 2 3; do composed zero$stage "[plugins.zero]
 stage = $stage" $data; done
+composed bf16 '[plugins.mixed_precision]'
+composed fp16_zero2 '[plugins.mixed_precision]
+dtype = "fp16"
+[plugins.zero]
+stage = 2' $data
+composed reversible '[plugins.reversible]
+invert = false'
+composed untied '' --set model.tied=false --set plugins.pipeline.schedule=\"gpipe\"
 composed recompute '[plugins.recompute]'
 composed gist '[plugins.gist]'
 composed nvme '[plugins.offload]
@@ -111,6 +120,12 @@ ${more:+sequence = true}"
   close plain18 "tensor$more" || fail "pipeline, tensor_parallel and zero $more"
 done
 
+cat pipeline.toml - >context.toml <<<'[plugins.context_parallel]'
+expect 0 '' "$strata" train plain.toml --set run.directory=plain16 --set data.sequence_length=16
+expect 0 '' "$strata" train context.toml --set run.directory=context --set run.reproducible=false \
+  --set data.sequence_length=16 --set mesh.pipeline=3 --set mesh.sequence=2
+close plain16 context || fail "pipeline and context_parallel: $(losses context/log.jsonl)"
+
 # A checkpoint goes from three stages to one and to two.
 expect 0 '' "$strata" train pipeline.toml --set run.directory=half --set mesh.pipeline=3 --set run.steps=2
 expect 0 '' "$strata" train plain.toml --set run.directory=half --set run.steps=3 --resume
@@ -135,7 +150,7 @@ grep -q 'no errors.*in 3 stages' out || fail "check of a pipeline: $(cat out)"
 expect 0 '' "$strata" plan pipeline.toml --set mesh.pipeline=3 --html plan.html
 [[ $(grep -o 'stage [012] of the pipeline' plan.html | sort -u | wc -l) == 3 ]] || fail "the page does not show three stages"
 
-# A rank that is lost or stands still in mid-pipeline ends the others with its name.
+# A rank that is lost or stands still in mid-pipeline ends the others with its name and stage.
 for signal in KILL STOP; do
   "$strata" train pipeline.toml --set run.directory=lost$signal --set mesh.pipeline=3 --set run.steps=1000000 >out 2>error &
   launcher=$!
@@ -147,7 +162,7 @@ for signal in KILL STOP; do
   status=0
   wait $launcher || status=$?
   [[ $status == 1 ]] || fail "SIG$signal: exit $status: $(cat error)"
-  grep -q 'rank 1' error || fail "SIG$signal: the rank is not named: $(cat error)"
+  grep -q 'rank 1 (pipeline stage 1)' error || fail "SIG$signal: the rank is not named: $(cat error)"
   kill -KILL "$victim" 2>/dev/null || true
 done
 
@@ -156,8 +171,7 @@ bad="--set run.directory=bad"
 expect 2 'the model has 5 blocks' "$strata" train pipeline.toml $bad --set mesh.pipeline=6
 expect 2 'which has one; set mesh.pipeline' "$strata" train pipeline.toml $bad
 expect 2 'no enabled plugin splits anything over them' "$strata" train plain.toml $bad --set mesh.pipeline=2
-expect 2 'Set tied = false' "$strata" train pipeline.toml $bad --set mesh.pipeline=2 --set model.tied=true
-expect 2 'axis "sequence" has 2 ranks' "$strata" train pipeline.toml $bad --set mesh.pipeline=2 --set mesh.sequence=2
+expect 2 'no enabled plugin splits anything over them' "$strata" train pipeline.toml $bad --set mesh.pipeline=2 --set mesh.sequence=2
 expect 2 'has as many; --html shows them all' "$strata" plan pipeline.toml --set mesh.pipeline=2 --trace trace.json
 expect 2 'stage 0 of the pipeline' "$strata" plan pipeline.toml --set mesh.pipeline=2 --set device.memory=10KiB
 [[ ! -e bad ]] || fail "a run that was refused left a folder"

@@ -8,6 +8,7 @@
 #include "engine/planning/gradient_exchange.h"
 #include "engine/planning/guarded.h"
 #include "engine/planning/hoist.h"
+#include "engine/planning/shared_gradients.h"
 #include "engine/planning/split_program.h"
 #include "engine/planning/unroll.h"
 #include "engine/plugin/loader.h"
@@ -82,6 +83,18 @@ void round_gradients(Program& program, std::vector<Gradient>& list, DType dtype)
     program[gradient.tensor].layout = layout;
   }
   hoist(program, program.ops.size() - list.size());
+}
+
+// Parameters that several ops read. What these make of their gradients is summed apart in reproducible runs, so that
+// the sum is the same where stages of a pipeline have an op each.
+std::vector<TensorId> summed_apart(const Program& program, const BatchShape& batch) {
+  std::vector<int> readers(program.tensors.size());
+  std::vector<TensorId> list;
+  if (!batch.reproducible) return list;
+  for (const Op& op : program.ops)
+    for (TensorId id : op.inputs)
+      if (id && program[id].role == Role::parameter && ++readers[size_t(id.value)] == 2) list.push_back(id);
+  return list;
 }
 
 // Before anything is made for each microbatch.
@@ -246,9 +259,12 @@ class Build {
     roots.insert(roots.end(), forward_.roots.begin(), forward_.roots.end());
     std::vector<TensorId> wanted = parameters_;
     wanted.insert(wanted.end(), forward_.wanted.begin(), forward_.wanted.end());
-    Differentiated made = differentiate(single_, roots, wanted);
+    Differentiated made = differentiate(single_, roots, wanted, summed_apart(single_, batch_));
     const auto of_others = made.wanted.begin() + int64_t(parameters_.size());
     gradients_.assign(made.wanted.begin(), of_others);
+    first_apart_ = parameters_.size();
+    for (const auto& [parameter, gradient] : made.more)
+      parameters_.push_back(parameter), gradients_.push_back(gradient);
     wanted_gradients_.assign(of_others, made.wanted.end());
     activation_gradients_ = std::move(made.activations);
     verify(single_, "differentiation", &mesh_);
@@ -257,12 +273,14 @@ class Build {
       if (gradients_[i]) {
         const Layout& layout = single_[parameters_[i]].layout;
         single_[gradients_[i]].layout = layout;
-        list_.push_back({.parameter = parameters_[i],
-                         .tensor = gradients_[i],
-                         .scale = {},
-                         .partial = partial_over(mesh_, layout, partial[size_t(gradients_[i].value)])});
+        (i < first_apart_ ? list_ : apart_)
+            .push_back({.parameter = parameters_[i],
+                        .tensor = gradients_[i],
+                        .scale = {},
+                        .partial = partial_over(mesh_, layout, partial[size_t(gradients_[i].value)])});
       }
-    if (is_half(forward_.gradient_dtype)) round_gradients(single_, list_, forward_.gradient_dtype);
+    if (is_half(forward_.gradient_dtype))
+      for (auto* some : {&list_, &apart_}) round_gradients(single_, *some, forward_.gradient_dtype);
   }
 
   void call_exchange() {
@@ -281,12 +299,13 @@ class Build {
     backward.wanted_gradients = wanted_gradients_;
     const auto call = [&](Plugin& plugin) { plugin.backward(backward); };
     rewrite(order_.early, "backward", single_, mesh_, Checks::each_plugin, call);
-    exchanges_->each_microbatch(single_, list_);
+    for (auto* some : {&list_, &apart_}) exchanges_->each_microbatch(single_, *some);
     verify(single_, "exchanging gradients of a microbatch", &mesh_);
     rewrite(order_.rest, "backward", single_, mesh_, Checks::each_plugin, call);
     hoist(single_, std::min(first, single_.ops.size()));
     std::fill(gradients_.begin(), gradients_.end(), TensorId{});
     for (const Gradient& gradient : list_) gradients_[number_[size_t(gradient.parameter.value)]] = gradient.tensor;
+    for (size_t i = 0; i < apart_.size(); ++i) gradients_[first_apart_ + i] = apart_[i].tensor;
   }
 
   void unroll_passes() {
@@ -304,7 +323,12 @@ class Build {
       gradient.tensor = gradients_[number_[size_t(gradient.parameter.value)]];
       gradient.parameter = step().find(single_[gradient.parameter].name);
     }
-    std::erase_if(list_, [](const Gradient& gradient) { return !gradient.tensor; });  // left to the next step
+    for (size_t i = 0; i < apart_.size(); ++i) {
+      apart_[i].tensor = gradients_[first_apart_ + i];
+      apart_[i].parameter = step().find(single_[apart_[i].parameter].name);
+    }
+    for (auto* some : {&list_, &apart_})  // left to the next step
+      std::erase_if(*some, [](const Gradient& gradient) { return !gradient.tensor; });
   }
 
   void call_gradients() {
@@ -318,7 +342,10 @@ class Build {
       });
     };
     rewrite_by(order_.early);
+    const size_t first_apart = list_.size();
+    list_.insert(list_.end(), apart_.begin(), apart_.end());
     exchanges_->once(stage);
+    join_gradients(stage, first_apart, by_name(single_, forward_.shared));
     verify_each("exchanging gradients");
     if (exchanges_->has_late()) {
       rewrite_by(order_.unscaling());
@@ -363,7 +390,8 @@ class Build {
   std::vector<TensorId> parameters_, gradients_;  // of one microbatch, then of the step; none: left to the next step
   std::vector<size_t> number_;                    // of a parameter in that list
   std::vector<TensorId> activation_gradients_, wanted_gradients_;
-  std::vector<Gradient> list_;
+  std::vector<Gradient> list_, apart_;  // apart_: further sums, of parameters that list_ has, too
+  size_t first_apart_ = 0;              // in parameters_ and gradients_
   std::optional<GradientExchanges> exchanges_;
 };
 

@@ -124,15 +124,22 @@ void GradientExchanges::once(GradientStage& stage) {
   const Mesh& mesh = stage_.mesh_;
   emit(stage.build(), stage.gradients(), When::once, &stage);
   Program& program = stage.build().program();
+  std::map<std::pair<TensorId, std::string>, TensorId>
+      parts;  // by parameter and axis; gradients may be of one parameter
   for (Gradient& gradient : stage.gradients()) {
     const auto found = stage_.wanted_.find(parameter_name(program, gradient));
     if (found == stage_.wanted_.end()) continue;
     for (const auto& [axis, wanted] : found->second) {
       if (wanted.result.shared_over != axis || mesh.size(axis) == 1) continue;
+      TensorId& part = parts[{gradient.parameter, axis}];
+      if (part) {
+        gradient.parameter = part;
+        continue;
+      }
       const Tensor parameter = program[gradient.parameter];
       Shape shape = parameter.shape;
       shape[0] = share_of(shape[0], 0, mesh.size(axis)).count();
-      gradient.parameter = program.add_part(gradient.parameter, parameter.name + ".part", shape, 0);
+      gradient.parameter = part = program.add_part(gradient.parameter, parameter.name + ".part", shape, 0);
       program[gradient.parameter].layout = parameter.layout;
       program[gradient.parameter].layout.push_back(share_of_rows(parameter, axis));
     }

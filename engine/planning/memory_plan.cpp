@@ -19,13 +19,21 @@ int64_t alignment_of(const Program& program) {
 }
 
 // A send may last until its receiver gets to its receive, and in a ring all are both: so that no receive waits for a
-// send before it by way of memory, what a send touches stays until the next receive.
+// send before it by way of memory, what a send touches stays until the next receive, and the others that belong to it:
+// of the same microbatch, with no send between.
 void keep_what_is_sent(const Program& program, std::vector<int32_t>& last) {
-  int32_t next = -1;  // receive
+  int32_t next = -1;    // receive, the last of those that belong together
+  int32_t before = -1;  // the send or receive that was looked at before
   for (int32_t i = int32_t(program.ops.size()); i-- > 0;) {
     const Op& op = program.ops[size_t(i)];
-    if (op.stream == Stream::receive) next = i;
-    if (op.stream != Stream::send || next < 0) continue;
+    if (op.stream != Stream::send && op.stream != Stream::receive) continue;
+    const Op* other = before < 0 ? nullptr : &program.ops[size_t(before)];
+    before = i;
+    if (op.stream == Stream::receive) {
+      if (!other || other->stream == Stream::send || other->microbatch != op.microbatch) next = i;
+      continue;
+    }
+    if (next < 0) continue;
     for (const auto* list : {&op.inputs, &op.outputs})
       for (TensorId id : *list)
         if (id) last[size_t(program.whole(id).value)] = std::max(last[size_t(program.whole(id).value)], next);

@@ -29,6 +29,12 @@ const Split* split_over(const Tensor& tensor, const std::string& axis) {
   return nullptr;
 }
 
+bool runs_on(const Program& program, Stream stream) {
+  return std::any_of(program.ops.begin(), program.ops.end(), [&](const Op& op) { return op.stream == stream; });
+}
+bool sends(const Program& program) { return runs_on(program, Stream::send); }
+bool receives(const Program& program) { return runs_on(program, Stream::receive); }
+
 // Whole units go to each rank, as many to each; of single elements some ranks may have one more.
 void require_divisible(const Tensor& tensor, int d, const std::string& axis, const Mesh& mesh) {
   const Dimension& dimension = tensor.dimensions[size_t(d)];
@@ -63,7 +69,7 @@ void split_parameters(Program& program, const std::vector<NamedSplit>& splits, c
       size = share_of(size, 0, mesh.size(split.axis)).count();
       tensor.shape = std::move(shape);
     }
-    if (found) continue;
+    if (found || receives(program) || sends(program)) continue;  // another stage of a pipeline may have them
     std::sort(names.begin(), names.end());
     names.erase(std::unique(names.begin(), names.end()), names.end());
     throw Error("no parameter has a dimension named " + in_quotes(split.dimension) + " to split over axis " +
@@ -92,7 +98,7 @@ void split_data(Program& program, const std::vector<NamedSplit>& splits, const M
           {.dimension = d, .axis = split.axis, .full = full, .pair = split.paired ? full / parts : 0});
       tensor.shape = std::move(shape);
     }
-    if (!found)
+    if (!found && !receives(program) && !sends(program))
       throw Error("no data has a dimension named " + in_quotes(split.dimension) + " to split over axis " +
                   in_quotes(split.axis) + "; the model names dimensions where it declares data.");
   }
@@ -183,8 +189,13 @@ class Splitter {
     build_.block_index = op.block;
     build_.microbatch = op.microbatch;
     build_.role = Role::activation;
+    if (op.stream == Stream::receive) {
+      for (TensorId id : op.outputs) receive_split(id);
+    } else if (op.stream == Stream::send) {
+      op.inputs[0] = as_received(op.inputs[0], op);
+    }
     const auto plain = [&](TensorId id) { return !id || is_plain(id); };
-    if (std::all_of(op.inputs.begin(), op.inputs.end(), plain)) {
+    if (op.stream == Stream::send || std::all_of(op.inputs.begin(), op.inputs.end(), plain)) {
       program_.ops.push_back(std::move(op));
       track();
       for (TensorId id : std::vector<TensorId>(program_.ops.back().outputs)) settle(id);
@@ -202,11 +213,47 @@ class Splitter {
     for (TensorId id : outputs) settle(id);
   }
 
+  // How a tensor crosses between ranks with programs of their own: as its named dimensions are split, which both know.
+  Layout of_names(const Tensor& tensor) const {
+    Layout layout;
+    Shape left = tensor.full_shape();
+    for (const Role role : {Role::data, Role::activation})
+      for (const NamedSplit& split : splits_) {
+        const int d = named_dimension(tensor, split.dimension), ranks = mesh_.size(split.axis);
+        if (split.role != role || d < 0 || ranks == 1) continue;
+        int64_t& size = left[size_t(d)];
+        layout.push_back(
+            {.dimension = d, .axis = split.axis, .full = size, .pair = split.paired ? size / ranks / 2 : 0});
+        size = share_of(size, 0, ranks).count();
+      }
+    return layout;
+  }
+
+  void receive_split(TensorId id) {
+    const Layout layout = of_names(program_[id]);
+    Shape shape = program_[id].shape;
+    for (const Split& split : layout)
+      shape[size_t(split.dimension)] = share_of(shape[size_t(split.dimension)], 0, mesh_.size(split.axis)).count();
+    program_[id].layout = layout;
+    program_[id].shape = std::move(shape);
+  }
+
+  TensorId as_received(TensorId id, const Op& op) {
+    const Layout wanted = of_names(program_[id]);
+    for (const std::string& axis : Partial(partial_[size_t(id.value)])) sum(id, axis);
+    if (program_[id].layout == wanted) return id;
+    if (!wanted.empty())
+      throw Error(program_[id].name + " " + text(program_[id].full_shape(), program_[id].dimensions) +
+                  " is sent to ranks that take it split as its dimensions are named, but what makes it splits it "
+                  "otherwise; split it alike, or let other blocks end the stage.");
+    return whole(id, op);
+  }
+
   // Emits the op on what it can take; true where others took its place.
   bool emit(Op op) {
     std::vector<std::pair<std::string, int>> replaced;  // axis, size
-    if (op.kind->exchange && op.stream != Stream::send) {
-      // It says itself what it makes. What is sent is whole, since what is received is.
+    if (op.kind->exchange) {
+      // It says itself what it makes.
     } else if (!has_rule(*op.kind)) {
       for (TensorId& id : op.inputs)
         if (id) id = whole(id, op);

@@ -114,6 +114,7 @@ std::vector<TensorId> GradientStage::over_all(std::string_view each, std::string
   build_.role = Role::workspace;
   std::map<std::vector<std::string>, std::vector<TensorId>> parts;  // by the axes that split the gradients
   for (const Gradient& gradient : gradients_) {
+    if (!gradient.counts) continue;
     std::vector<std::string> axes;
     for (const Split& split : build_[gradient.tensor].layout)
       if (mesh_.size(split.axis) > 1) axes.push_back(split.axis);

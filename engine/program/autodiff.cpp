@@ -10,8 +10,9 @@ namespace {
 
 class Walk {
  public:
-  Walk(Program& program, const std::vector<Root>& roots, const std::vector<TensorId>& wanted)
-      : program_(program), build_(program), forward_ops_(program.ops.size()) {
+  Walk(Program& program, const std::vector<Root>& roots, const std::vector<TensorId>& wanted,
+       const std::vector<TensorId>& apart)
+      : program_(program), build_(program), forward_ops_(program.ops.size()), apart_(apart) {
     needs_.assign(program.tensors.size(), false);
     for (TensorId id : wanted) needs_[id.value] = true;
     for (const Op& op : program.ops)
@@ -71,6 +72,7 @@ class Walk {
   }
 
   TensorId gradient(TensorId id) const { return gradient_.at(id.value); }
+  const std::vector<std::pair<TensorId, TensorId>>& more() const { return more_; }
   std::vector<TensorId> gradients_of_activations() const {
     std::vector<TensorId> list;
     for (size_t t = 0; t < gradient_.size(); ++t)
@@ -97,7 +99,9 @@ class Walk {
   size_t forward_ops_, first_backward_ = 0;
   std::vector<char> needs_, is_loss_;
   std::vector<TensorId> gradient_;  // by forward tensor
-  std::vector<int> holders_;        // by tensor: entries of gradient_ that are it
+  std::vector<int> holders_;        // by tensor: entries of gradient_ and more_ that are it
+  const std::vector<TensorId>& apart_;
+  std::vector<std::pair<TensorId, TensorId>> more_;  // contributions beyond the first to those of apart_
 };
 
 class Walk::Rule final : public Differentiation {
@@ -149,6 +153,10 @@ void Walk::contribute(TensorId to, TensorId contribution, size_t first) {
     give(sum, contribution);
     return;
   }
+  if (std::find(apart_.begin(), apart_.end(), to) != apart_.end()) {
+    give(more_.emplace_back(to, TensorId{}).second, contribution);
+    return;
+  }
   // Let the op that makes the contribution add the sum so far itself, when nothing else reads the bare contribution.
   auto& ops = program_.ops;
   const auto reads = [&](const Op& op) {
@@ -172,13 +180,17 @@ void Walk::contribute(TensorId to, TensorId contribution, size_t first) {
 
 }  // namespace
 
-Differentiated differentiate(Program& program, const std::vector<Root>& roots, const std::vector<TensorId>& wanted) {
-  Walk walk(program, roots, wanted);
+Differentiated differentiate(Program& program, const std::vector<Root>& roots, const std::vector<TensorId>& wanted,
+                             const std::vector<TensorId>& apart) {
+  Walk walk(program, roots, wanted, apart);
   walk.run();
   Differentiated result;
   for (TensorId id : wanted) result.wanted.push_back(walk.gradient(id));
   result.activations = walk.gradients_of_activations();
-  walk.fuse(result.wanted);
+  result.more = walk.more();
+  std::vector<TensorId> kept = result.wanted;
+  for (const auto& [of, gradient] : result.more) kept.push_back(gradient);
+  walk.fuse(kept);
   return result;
 }
 

@@ -4,6 +4,7 @@
 #include <xxhash.h>
 
 #include <algorithm>
+#include <cctype>
 #include <filesystem>
 #include <functional>
 #include <map>
@@ -112,6 +113,29 @@ std::string rank_directory(const std::string& directory, const World& world) {
 
 namespace {
 
+// "1, 2" at a place of a text: each number and, behind it, the stage of the rank that it is. Returns where they end.
+size_t name_stages(const std::string& text, size_t at, const Mesh& mesh, std::string& out) {
+  const auto is_digit = [&](size_t i) { return i < text.size() && text[i] >= '0' && text[i] <= '9'; };
+  while (is_digit(at)) {
+    const size_t begin = at;
+    while (is_digit(at)) ++at;
+    const std::string number = text.substr(begin, at - begin);
+    out += number;
+    if (number.size() > 9 || std::stoi(number) >= mesh.size()) return at;
+    const Mesh of(std::stoi(number), mesh.sizes());
+    for (const Axis& axis : of.axes())
+      if (axis.own_programs && axis.size > 1)
+        out += " (" + axis.name + " stage " + std::to_string(axis.coordinate) + ")";
+    for (const std::string_view between : {", ", " and "})
+      if (text.compare(at, between.size(), between) == 0 && is_digit(at + between.size())) {
+        out += between;
+        at += between.size();
+        break;
+      }
+  }
+  return at;
+}
+
 std::string hash_of(const std::string& text) { return std::to_string(XXH3_64bits(text.data(), text.size())); }
 
 // What rank 0 has to say; throws it on all ranks unless it is empty.
@@ -157,6 +181,22 @@ std::string first_difference(const Settings& mine, const std::string& of_zero, i
 }
 
 }  // namespace
+
+std::string with_stages(const std::string& text, const Mesh& mesh) {
+  if (mesh.programs().size == 1) return text;
+  std::string out;
+  for (size_t at = 0; at < text.size();) {
+    size_t words = 0;
+    for (const std::string_view word : {"rank ", "ranks "})
+      if (text.compare(at, word.size(), word) == 0 &&
+          (at == 0 || !std::isalnum(static_cast<unsigned char>(text[at - 1]))))
+        words = word.size();
+    out += text.substr(at, std::max<size_t>(words, 1));
+    at += std::max<size_t>(words, 1);
+    if (words > 0) at = name_stages(text, at, mesh, out);
+  }
+  return out;
+}
 
 void require_same_settings(World& world, const Settings& settings) {
   if (world.size() == 1) return;

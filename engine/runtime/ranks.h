@@ -22,6 +22,9 @@ Groups make_groups(World& world, const Mesh& mesh, Device* device = nullptr, con
 // Where this rank's files of the NVMe tier go: a folder of its own, made here, when there are several ranks.
 std::string rank_directory(const std::string& directory, const World& world);
 
+// A message in which ranks have programs of their own: "rank 3" becomes "rank 3 (pipeline stage 1)".
+std::string with_stages(const std::string& text, const Mesh& mesh);
+
 // Throws Error (usage) on all ranks when one is set otherwise than rank 0 in anything that is not Option::per_rank: the
 // first difference of the first such rank. What nobody compares (a seed, the number of steps) would train wrongly, or
 // make ranks wait for each other.

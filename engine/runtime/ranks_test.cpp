@@ -32,6 +32,17 @@ std::string outcome(int ranks, const std::function<void(World&)>& compare) {
   return *messages.begin();
 }
 
+TEST(RanksNamed, WithTheirStagesWhereProgramsDiffer) {
+  const Mesh mesh(0, {{"pipeline", 3, true}, {"shard", 2}});
+  const auto named = [&](const std::string& text) { return with_stages(text, mesh); };
+  EXPECT_EQ(named("rank 3 is gone"), "rank 3 (pipeline stage 1) is gone");
+  EXPECT_EQ(named("ranks 0, 2 and 5 did not come within 3 s"),
+            "ranks 0 (pipeline stage 0), 2 (pipeline stage 1) and 5 (pipeline stage 2) did not come within 3 s");
+  EXPECT_EQ(named("send to rank 1: rank 12 of Frank 1, ranks"),
+            "send to rank 1 (pipeline stage 0): rank 12 of Frank 1, ranks");
+  EXPECT_EQ(with_stages("rank 1 is gone", Mesh(0, {{"shard", 2}})), "rank 1 is gone");
+}
+
 // The first difference of the first rank that differs.
 TEST(RanksAgree, OnSettings) {
   const Settings common{{"run.seed", "1337"}, {"run.steps", "100"}, {"network.address", "\"\"", true}};

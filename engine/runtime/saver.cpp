@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 #include <set>
+#include <sstream>
 
 #include "strata/error.h"
 #include "strata/layout.h"
@@ -34,10 +35,29 @@ bool writes(const Tensor& tensor, const Mesh& mesh) {
     });
   };
   // Along an axis that does not split it all ranks hold the same, unless they have programs of their own.
-  return std::all_of(mesh.axes().begin(), mesh.axes().end(), [&](const Axis& axis) {
-    return axis.coordinate == 0 || axis.own_programs || splits(axis.name);
-  });
+  return std::all_of(mesh.axes().begin(), mesh.axes().end(),
+                     [&](const Axis& axis) { return axis.coordinate == 0 || axis.own_programs || splits(axis.name); });
 }
+
+namespace {
+
+// Names of what ranks of an earlier program write (stages of a pipeline): what several have alike is written once.
+std::set<std::string> written_before(const std::vector<Tensor>& tensors, const Mesh& mesh, World& world) {
+  std::set<std::string> names;
+  if (mesh.programs().size == 1) return names;
+  std::string own;
+  for (const Tensor& tensor : tensors)
+    if (writes(tensor, mesh)) own += tensor.name + "\n";
+  const std::vector<std::string> all = world.gather(own);
+  for (int rank = 0; rank < int(all.size()); ++rank) {
+    if (Mesh(rank, mesh.sizes()).programs().coordinate >= mesh.programs().coordinate) continue;
+    std::istringstream lines(all[size_t(rank)]);
+    for (std::string name; std::getline(lines, name);) names.insert(name);
+  }
+  return names;
+}
+
+}  // namespace
 
 int64_t snapshot_bytes(const std::vector<Tensor>& tensors, const Mesh& mesh) {
   int64_t bytes = 0;
@@ -54,7 +74,8 @@ Saver::Saver(Storage& storage, const Mesh& mesh, World& world, Threads& threads,
       world_(world),
       threads_(threads),
       store_(std::move(directory), keep),
-      behind_(behind) {
+      behind_(behind),
+      written_before_(written_before(storage.persistent_tensors(), mesh, world)) {
   if (behind) snapshot_ = Arena(snapshot_bytes(storage.persistent_tensors(), mesh));
 }
 
@@ -79,7 +100,7 @@ CheckpointInfo Saver::load(const std::string& path, bool everything,
 std::vector<TensorRecord> Saver::records(bool on_nvme) {
   std::vector<TensorRecord> list;
   for (const Tensor& tensor : storage_.persistent_tensors())
-    if (writes(tensor, mesh_) && (tensor.home == Tier::nvme) == on_nvme)
+    if (writes(tensor, mesh_) && !written_before_.contains(tensor.name) && (tensor.home == Tier::nvme) == on_nvme)
       list.push_back({tensor.name, tensor.role, tensor.dtype, tensor.shape,
                       std::function<void(const TensorBytes::Take&)>(
                           [this, &tensor](const TensorBytes::Take& take) { storage_.each(tensor, take); }),

@@ -5,6 +5,7 @@
 #include <future>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 
 #include "engine/checkpoint/store.h"
@@ -43,6 +44,7 @@ class Saver {
   Threads& threads_;
   CheckpointStore store_;
   bool behind_;
+  std::set<std::string> written_before_;  // names of tensors that ranks of an earlier program write
   Arena snapshot_;
   std::future<std::string> writing_;
 };

@@ -35,6 +35,9 @@ struct Gradient {
   // Axes of the mesh's grid over which it is still to be summed. Its layout is its parameter's; who sums over an axis,
   // or leaves each rank its share of the sum, takes that axis out and changes no other.
   std::vector<std::string> partial;
+  // Whether it counts in what is made of all gradients; a rank with another program may hold the parameter, too, and
+  // count it (SharedParameter).
+  bool counts = true;
 };
 // Takes the axes that split the batch out of `partial` and returns the name of the group that sums over them: "data",
 // or one of its axes; "" when there is nothing to sum.

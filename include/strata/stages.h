@@ -65,6 +65,15 @@ struct Root {
   TensorId gradient;
 };
 
+// A parameter that ranks with programs of their own (the stages of a pipeline) share: `holders`, their coordinates
+// along the axis, ascending. Each updates a copy of its own by the sum of their gradients; it counts once, for the
+// first of them.
+struct SharedParameter {
+  TensorId parameter;
+  std::string axis;
+  std::vector<int> holders;
+};
+
 // stage `forward`: the forward program of one microbatch, before differentiation. Afterwards the engine drops ops that
 // nothing uses, and what the model declared for them; so a plugin cuts a model by erasing ops.
 // stage `backward`: the same with its backward pass; ops tell which by Op::step_part.
@@ -79,6 +88,7 @@ struct ProgramStage {
   TensorId loss_gradient{};                    // forward: the f64 {1} gradient of each loss; invalid means 1
   DType gradient_dtype = DType::f32;           // forward: of parameters' gradients; in a 16-bit type they are summed so
   std::vector<NamedSplit> splits{};            // forward: the engine splits the program so when all plugins are done
+  std::vector<SharedParameter> shared{};       // forward: of this program's
   std::vector<Root> roots{};                   // forward: where differentiation starts beside Program::losses
   std::vector<TensorId> wanted{};              // forward: tensors whose gradients are wanted beside parameters'
   std::vector<TensorId> wanted_gradients{};    // backward: of each of `wanted`, invalid where nothing depends on it

@@ -132,6 +132,9 @@ class MixedPrecision final : public strata::Plugin {
           id = copy;
         }
       }
+      // What another stage of a pipeline sends is narrowed there, too.
+      if (op.kind->name == "receive" && op.attributes.string("dtype") == name_of(DType::f32))
+        op.attributes.set("dtype", std::string(name_of(half_)));
       const auto specs = op.kind->shape(strata::OpView(program, op));
       for (size_t o = 0; o < op.outputs.size(); ++o) program[op.outputs[o]].dtype = specs[o].dtype;
       ops.push_back(op);

@@ -84,6 +84,10 @@ class Reversible final : public strata::Plugin {
   void backward(strata::ProgramStage& stage) override {
     if (!invert_) return;
     Program& program = stage.program;
+    std::vector<char> made(program.tensors.size(), false);  // other stages of a pipeline have the other blocks
+    for (const Op& op : program.ops)
+      for (TensorId id : op.outputs) made[id.value] = true;
+    std::erase_if(halves_, [&](const Half& half) { return !made[half.branch.value]; });
     std::vector<char> streams(program.tensors.size(), false);
     for (const Half& half : halves_) streams[half.x.value] = streams[half.y.value] = true;
     for (const Op& op : program.ops)

@@ -41,13 +41,15 @@ class Zero final : public strata::Plugin {
     return c;
   }
 
-  // Stages 2 and 3: gradients of each microbatch go to their rank at once, and only shares accumulate.
+  // Stages 2 and 3: gradients of each microbatch go to their rank at once, and only shares accumulate. In a pipeline
+  // they go once, when final: a stage has few parameters and many microbatches.
   void exchange(strata::ExchangeStage& stage) override {
     ranks_ = stage.mesh().size(kAxis);
     for (const strata::Gradient& gradient : stage.gradients())
-      stage.want(gradient, {.shared_over = ranks_ > 1 && splits(stage.program()[gradient.parameter]) ? kAxis : "",
-                            .each_microbatch = stage_ >= 2 && !stage.batch().reproducible,
-                            .bucket = bucket_.count});
+      stage.want(gradient,
+                 {.shared_over = ranks_ > 1 && splits(stage.program()[gradient.parameter]) ? kAxis : "",
+                  .each_microbatch = stage_ >= 2 && !stage.batch().reproducible && stage.mesh().programs().size == 1,
+                  .bucket = bucket_.count});
   }
 
   void placement(strata::ProgramStage& stage) override {

@@ -15,6 +15,7 @@
 #include "engine/data/tokenizer.h"
 #include "engine/planning/page.h"
 #include "engine/planning/trace.h"
+#include "engine/runtime/ranks.h"
 #include "engine/runtime/run_directory.h"
 #include "engine/runtime/stop.h"
 #include "engine/runtime/trainer.h"
@@ -58,13 +59,15 @@ int quietly(const LaunchedRank& rank, const std::function<int()>& work) {
 
 int train_rank(const TrainArguments& arguments, const StopSignals& stop, World* world) {
   TrainSummary summary;
+  Mesh mesh;  // one rank until there is a session
   try {
     Session session(arguments.config, arguments.sets, world);
+    mesh = session.mesh;
     if (!session.note.empty() && world->rank() == 0) std::fprintf(stderr, "strata: note: %s\n", session.note.c_str());
     summary = train(session, {.resume = arguments.resume, .trace = arguments.trace, .stop = &stop.asked()});
   } catch (const Error& error) {
     if (world) world->abort(error.what(), error.code());
-    throw;
+    throw Error(with_stages(error.what(), mesh), error.code());
   } catch (const std::bad_alloc&) {
     if (world) world->abort(std::string(kOutOfMemory));
     throw;
