@@ -65,7 +65,7 @@ Case draw(std::mt19937& random, const std::string& folder) {
   c.strategies = "[plugins.tensor_parallel]\n";
   const bool sequence = kSequence % c.tensor == 0 && random() % 2;
   if (sequence) c.strategies += "sequence = true\n";
-  c.strategies += !sequence ? pick({"", "pieces = 1\n", "pieces = 2\n", c.micro_batch == 1 ? "pieces = 3\n" : ""})
+  c.strategies += !sequence ? pick({"", "pieces = 0\n", "pieces = 2\n", c.micro_batch == 1 ? "pieces = 3\n" : ""})
                   : c.micro_batch == 2 ? pick({"", "pieces = 2\n"})
                                        : "";
   if (c.data > 1)
@@ -163,9 +163,9 @@ TEST(TensorParallel, PiecesAreChosenByPredictedTime) {
     const auto plan = [&](const std::string& pieces, double bandwidth, double latency) {
       return planned_with(folder, more + pieces, bandwidth, latency).plan(Goal::train);
     };
-    EXPECT_EQ(pieces_of(plan("", 1e15, 0).program()), 1);
-    EXPECT_EQ(pieces_of(plan("", 1e15, 0.1).program()), 1);
-    const PlannedProgram slow = plan("", 1.25e9, 10e-6), whole = plan("pieces = 1\n", 1.25e9, 10e-6),
+    EXPECT_EQ(pieces_of(plan("pieces = 0\n", 1e15, 0).program()), 1);
+    EXPECT_EQ(pieces_of(plan("pieces = 0\n", 1e15, 0.1).program()), 1);
+    const PlannedProgram slow = plan("pieces = 0\n", 1.25e9, 10e-6), whole = plan("pieces = 1\n", 1.25e9, 10e-6),
                          two = plan("pieces = 2\n", 1.25e9, 10e-6), four = plan("pieces = 4\n", 1.25e9, 10e-6);
     EXPECT_GT(pieces_of(slow.program()), 1);
     EXPECT_EQ(pieces_of(whole.program()), 1);

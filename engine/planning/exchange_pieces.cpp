@@ -52,8 +52,8 @@ struct Neighbours {
 
 class Cutter {
  public:
-  Cutter(Program& program, int pieces, bool aligned)
-      : program_(program), uses_(program), pieces_(pieces), aligned_(aligned), cut_(program.ops.size(), -1) {}
+  Cutter(Program& program, int pieces, const Mesh* aligned_on)
+      : program_(program), uses_(program), pieces_(pieces), aligned_on_(aligned_on), cut_(program.ops.size(), -1) {}
 
   int run() {
     for (size_t i = 0; i < program_.ops.size(); ++i)
@@ -146,8 +146,8 @@ class Cutter {
       return false;
     const int64_t row = tensor.bytes() / tensor.shape[size_t(d)];
     for (const Split& split : tensor.layout)
-      if (split.dimension == d || (aligned_ && split.full % tensor.shape[size_t(split.dimension)] != 0)) return false;
-    for (int k = 1; aligned_ && k < pieces_; ++k)
+      if (split.dimension == d || (aligned_on_ && split.full % aligned_on_->size(split.axis) != 0)) return false;
+    for (int k = 1; aligned_on_ && k < pieces_; ++k)
       if (share_of(tensor.shape[size_t(d)], k, pieces_).begin * row % kAlignment != 0) return false;
     return true;
   }
@@ -181,7 +181,7 @@ class Cutter {
   Program& program_;
   Neighbours uses_;
   int pieces_;
-  bool aligned_;
+  const Mesh* aligned_on_;
   std::vector<int32_t> cut_;  // by op: which cut
   std::vector<Cut> cuts_;
   std::map<int32_t, TensorId> lies_in_;               // what is summed in place: its pieces are parts of the sum
@@ -208,7 +208,9 @@ void begin_exchanges_early(Program& program) {
   hoist(program, movable);
 }
 
-int cut_exchanges(Program& program, int pieces, bool aligned) { return Cutter(program, pieces, aligned).run(); }
+int cut_exchanges(Program& program, int pieces, const Mesh* aligned_on) {
+  return Cutter(program, pieces, aligned_on).run();
+}
 
 MemoryPlan plan_pieces(Program& program, MemoryPlan plan, const CutSettings& settings) {
   const auto first = std::find_if(program.ops.begin(), program.ops.end(), may_be_cut);
@@ -221,7 +223,7 @@ MemoryPlan plan_pieces(Program& program, MemoryPlan plan, const CutSettings& set
   std::optional<std::pair<Program, MemoryPlan>> chosen;
   for (int pieces : asked == 0 ? std::vector<int>{2, 4} : std::vector<int>{asked}) {
     Program trial = program;
-    if (cut_exchanges(trial, pieces, is_asynchronous(settings.backend)) == 0) {
+    if (cut_exchanges(trial, pieces, is_asynchronous(settings.backend) ? settings.mesh : nullptr) == 0) {
       if (asked == 0) continue;
       throw Error(
           fmt::format("pieces = {} asks that products are cut along their tokens beside exchanges over axis "

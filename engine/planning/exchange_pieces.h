@@ -8,6 +8,7 @@
 
 #include "engine/planning/memory_plan.h"
 #include "engine/planning/rates.h"
+#include "strata/mesh.h"
 
 namespace strata {
 
@@ -22,13 +23,14 @@ void begin_exchanges_early(Program& program);
 // Cuts the exchanges with that attribute, and for each one product that makes what is exchanged or reads it, as far as
 // they have as many pieces: views of the same memory (Tensor::part_of) along the first dimension of several elements.
 // Sums that are cut stay sums of the same numbers; the rows of a product are those of the product of all.
-// `aligned`: pieces begin at multiples of kAlignment on all ranks. Returns how many exchanges were cut.
-int cut_exchanges(Program& program, int pieces, bool aligned);
+// With a mesh, pieces begin at multiples of kAlignment on all of its ranks. Returns how many exchanges were cut.
+int cut_exchanges(Program& program, int pieces, const Mesh* aligned_on);
 
 struct CutSettings {
   std::string backend = "cpu";
   int threads = 1;
   Rates rates{};
+  const Mesh* mesh = nullptr;
   std::function<bool(const MemoryPlan&)> fits{};  // in the budgets
 };
 

@@ -299,6 +299,7 @@ void Session::plan_memory_of(PlannedProgram& planned, const PlannedProgram* lead
       {.backend = device.backend,
        .threads = std::max(threads(), int(host.threads)),
        .rates = planned.rates,
+       .mesh = &mesh,
        .fits = [&](const MemoryPlan& plan) {
          const auto room = budgets();
          return std::ranges::all_of(std::array{Tier::device, Tier::host}, [&](Tier tier) {

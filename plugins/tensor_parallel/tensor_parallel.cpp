@@ -29,7 +29,8 @@ class TensorParallel final : public strata::Plugin {
           "(arXiv 2205.05198)");
     o.add("pieces", pieces_,
           "into how many pieces products and the exchanges beside them are cut along tokens, so that one piece is "
-          "exchanged while the next is computed; 0: 1, 2 or 4, as is predicted to be fastest")
+          "exchanged while the next is computed; 0: 1, 2 or 4, as is predicted to be fastest, so another run may round "
+          "otherwise")
         .range(0, 64);
     o.add("bucket", bucket_, "gradients that are exchanged together, of parameters that are not divided")
         .positive()
@@ -195,7 +196,7 @@ class TensorParallel final : public strata::Plugin {
 
   std::vector<std::string> dimensions_, patterns_;
   bool sequence_ = false;
-  int pieces_ = 0;
+  int pieces_ = 1;
   strata::Bytes bucket_{25 << 20};
 };
 
