@@ -129,14 +129,21 @@ class ConfigReader {
     if (const auto* v = node.as_floating_point()) return v->get();
     if (const auto* v = node.as_string()) return v->get();
     if (const auto* array = node.as_array()) {
-      std::vector<std::string> list;
+      std::vector<std::string> texts;
+      std::vector<int64_t> integers;
       for (const auto& item : *array) {
-        const auto* text = item.as_string();
-        if (!text)
-          throw Error(entry.place, "\"" + entry.key + "\" must be a list of strings, but holds " + type_of(item) + ".");
-        list.push_back(text->get());
+        if (const auto* text = item.as_string())
+          texts.push_back(text->get());
+        else if (const auto* integer = item.as_integer())
+          integers.push_back(integer->get());
+        else
+          throw Error(entry.place, "\"" + entry.key + "\" must be a list of strings or integers, but holds " +
+                                       type_of(item) + ".");
       }
-      return list;
+      if (!texts.empty() && !integers.empty())
+        throw Error(entry.place, "\"" + entry.key + "\" must be a list of strings or of integers, but holds both.");
+      if (!integers.empty()) return integers;
+      return texts;
     }
     throw Error(entry.place, "\"" + entry.key + "\" is " + entry.type + ", which no option takes.");
   }

@@ -13,7 +13,7 @@ namespace strata {
 
 class ConfigTable {
  public:
-  using Value = std::variant<bool, int64_t, double, std::string, std::vector<std::string>>;
+  using Value = std::variant<bool, int64_t, double, std::string, std::vector<std::string>, std::vector<int64_t>>;
   struct Entry {
     std::string key;
     Place place;

@@ -50,6 +50,11 @@ struct Describe {
   std::string operator()(const std::string* v) const { return quoted(*v); }
   std::string operator()(const Bytes* v) const { return std::to_string(v->count); }
   std::string operator()(const std::vector<std::string>* v) const { return "[" + list_text(*v) + "]"; }
+  std::string operator()(const std::vector<int64_t>* v) const {
+    std::string text;
+    for (int64_t number : *v) text += (text.empty() ? "" : ", ") + std::to_string(number);
+    return "[" + text + "]";
+  }
 };
 
 // "2GiB", "1.5 GB", "4096" to bytes; nothing when it is none of these.
@@ -137,6 +142,12 @@ struct Assign {
       *target = as<std::vector<std::string>>();
     return NAN;
   }
+
+  double operator()(std::vector<int64_t>* target) const {
+    const auto* texts = std::get_if<std::vector<std::string>>(&value);  // what an empty list is
+    *target = texts && texts->empty() ? std::vector<int64_t>() : as<std::vector<int64_t>>();
+    return NAN;
+  }
 };
 
 }  // namespace
@@ -188,7 +199,8 @@ Option& Option::may_change() {
 std::string Option::value_text() const { return std::visit(Describe{}, target_); }
 
 std::string Option::type_name() const {
-  constexpr const char* names[] = {"boolean", "integer", "integer", "number", "string", "bytes", "list of strings"};
+  constexpr const char* names[] = {"boolean", "integer",         "integer", "number",          "string",
+                                   "bytes",   "list of strings", "list of integers"};
   return names[target_.index()];
 }
 

@@ -54,6 +54,22 @@ TEST(Options, ReadsEveryType) {
   EXPECT_EQ(s.size.count, 4096);
 }
 
+TEST(Options, ListsOfIntegers) {
+  std::vector<int64_t> counts{7};
+  Options options;
+  options.add("counts", counts, "some counts");
+  EXPECT_EQ(options_text(options), "  counts  some counts\n          (list of integers, default [7])\n");
+  const auto read = [&](const std::string& body) {
+    options.read(*Config::parse("[t]\n" + body, "o.toml", {}).root().table("t"));
+  };
+  read("counts = [3, -1]\n");
+  EXPECT_EQ(counts, (std::vector<int64_t>{3, -1}));
+  read("counts = []\n");
+  EXPECT_TRUE(counts.empty());
+  EXPECT_EQ(message_of([&] { read("counts = [\"1\"]\n"); }),
+            "o.toml:2:10: t.counts must be a list of integers, but it is an array.");
+}
+
 TEST(Options, LeavesDefaults) {
   Sample s;
   s.read("");
