@@ -57,6 +57,25 @@ for stages in 2 3 5; do
   done
 done
 
+# Several chunks a stage, which no stage count needs to divide; few microbatches, and more than stages.
+chunked() {  # STAGES SCHEDULE CHUNKS MICRO_BATCH
+  local run=chunks$1$2$3$4 layers="--set model.layers=9 --set data.global_batch=12"
+  [[ -d nine$4 ]] || expect 0 '' "$strata" train plain.toml $layers --set run.directory=nine$4 --set data.micro_batch=$4
+  expect 0 '' "$strata" train pipeline.toml $layers --set run.directory=$run --set mesh.pipeline=$1 \
+    --set plugins.pipeline.schedule=$2 --set plugins.pipeline.chunks=$3 --set data.micro_batch=$4
+  losses nine$4/log.jsonl | cmp - <(losses $run/log.jsonl) || fail "$run: $(losses $run/log.jsonl)"
+}
+chunked 2 interleaved 2 1
+chunked 2 interleaved 4 3
+chunked 2 breadth_first 4 1
+chunked 3 interleaved 3 1
+chunked 4 interleaved 2 12
+chunked 4 breadth_first 2 4
+for stages in 2 3 4; do chunked $stages zero_bubble_v 0 1; done
+chunked 3 zero_bubble_v 2 6
+for stages in 2 4; do chunked $stages auto 0 1; done
+chunked 3 auto 2 2
+
 # Beside other strategies, bit for bit. composed NAME PLUGINS SETS...: [plugins.NAME] tables and what else is set of the pipeline
 mkdir disk
 composed() {
@@ -85,6 +104,30 @@ invert = false'
 composed untied '' --set model.tied=false --set plugins.pipeline.schedule=\"gpipe\"
 composed recompute '[plugins.recompute]'
 composed gist '[plugins.gist]'
+# And with two chunks a stage, the schedule from the table.
+of_chunks() {  # NAME SCHEDULE PLUGINS SETS...
+  local name=$1 plugins=$3
+  cat plain.toml - >of_one.toml <<<"$plugins"
+  cat plain.toml - >of_stages.toml <<<"[plugins.pipeline]
+schedule = \"$2\"
+chunks = 2
+$plugins"
+  shift 3
+  set -- --set model.layers=7 --set data.global_batch=8 "$@"
+  expect 0 '' "$strata" train of_one.toml --set run.directory=one-$name --set model.layers=7 --set data.global_batch=8
+  expect 0 '' "$strata" train of_stages.toml --set run.directory=stages-$name --set mesh.pipeline=3 "$@"
+  losses one-$name/log.jsonl | cmp - <(losses stages-$name/log.jsonl) || fail "chunks and $name: $(losses stages-$name/log.jsonl)"
+}
+of_chunks chunked_recompute interleaved '[plugins.recompute]'
+of_chunks chunked_zero3 breadth_first '[plugins.zero]
+stage = 3' $data
+of_chunks chunked_zero1 zero_bubble_v '[plugins.zero]
+stage = 1' $data
+of_chunks chunked_nvme interleaved '[plugins.offload]
+optimizer = "nvme"
+parameters = "nvme"
+activations = "nvme"
+directory = "disk"'
 composed nvme '[plugins.offload]
 optimizer = "nvme"
 parameters = "nvme"
@@ -137,11 +180,18 @@ expect 0 '' "$strata" generate pipeline.toml --set mesh.pipeline=2 --checkpoint 
 # A plan is of every stage, and what the run takes.
 "$strata" plan pipeline.toml --set mesh.pipeline=3 --json >plan.json
 "$strata" train pipeline.toml --set mesh.pipeline=3 --set run.directory=as_planned >out 2>error
+grep -Eq '^bubble +-?[0-9.]+% +-?[0-9.]+%$' out || fail "no bubble at the end of a run: $(cat out)"
 python3 - "$(grep '^arena ' out)" <<'CODE' || fail "the plan of three stages: $(cat out)"
 import json, sys
 stages = json.load(open("plan.json"))["stages"]
 arenas = [sum(tier["arena_bytes"] for tier in stage["tiers"].values()) for stage in stages]
 assert len(stages) == 3 and all(arenas), arenas
+together = json.load(open("plan.json"))["pipeline"]
+steps = {stage["predicted"]["seconds"] for stage in stages}
+assert steps == {together["seconds"]} and together["bubble"] > 0.05, (steps, together["bubble"])
+for stage in together["stages"]:
+    assert abs(stage["busy_seconds"] + stage["waiting_seconds"] - together["seconds"]) < 1e-9, stage
+    assert sum(stage["at_peak"].values()) == stage["peak_bytes"] and stage["busy_seconds"] > 0, stage
 unit, value = sys.argv[1].split()[2], float(sys.argv[1].split()[1])
 assert abs(arenas[0] / {"KiB": 2**10, "MiB": 2**20}[unit] - value) < 0.01, (arenas, sys.argv[1])
 CODE
@@ -149,6 +199,34 @@ expect 0 '' "$strata" check pipeline.toml --set mesh.pipeline=3 --set run.direct
 grep -q 'no errors.*in 3 stages' out || fail "check of a pipeline: $(cat out)"
 expect 0 '' "$strata" plan pipeline.toml --set mesh.pipeline=3 --html plan.html
 [[ $(grep -o 'stage [012] of the pipeline' plan.html | sort -u | wc -l) == 3 ]] || fail "the page does not show three stages"
+[[ $(grep -o 'text-anchor="end">stage [012]<' plan.html | sort -u | wc -l) == 3 ]] || fail "the stages are not rows of one timeline"
+expect 0 '' "$strata" plan pipeline.toml --set mesh.pipeline=3 --trace trace.json
+grep -q '^pipeline of 3 stages: predicted step ' out || fail "the plan does not begin with all stages: $(head -n 3 out)"
+python3 - <<'CODE' || fail "the trace of three stages"
+import json
+events = json.load(open("trace.json"))["traceEvents"]
+ops = [event for event in events if event["ph"] == "X"]
+assert {event["pid"] for event in ops} == {1, 2, 3}, {event["pid"] for event in ops}
+begin = {pid: min(event["ts"] for event in ops if event["pid"] == pid and event["cat"] == "forward" and event["name"] != "receive") for pid in (1, 2, 3)}
+assert begin[1] < begin[2] < begin[3], begin
+CODE
+
+# Blocks go where the time is: the head of a large vocabulary takes as long as many blocks. Boundaries say otherwise.
+parameters_of() {  # STAGE SETS...: blocks of a stage
+  local stage=$1
+  shift
+  "$strata" plan pipeline.toml --set model.layers=8 --set model.vocabulary=4000 --set mesh.pipeline=2 --json "$@" | python3 -c '
+import json, sys
+print(json.load(sys.stdin)["stages"][int(sys.argv[1])]["parameters"])' "$stage"
+}
+even=$(parameters_of 0 --set plugins.pipeline.boundaries='[4]')
+balanced=$(parameters_of 0)
+((balanced > even + 12 * 36 * 36)) || fail "the first of two stages has $balanced parameters, with half of the blocks $even"
+for first in 1 7; do
+  expect 0 '' "$strata" train pipeline.toml --set run.directory=cut$first --set mesh.pipeline=2 --set model.layers=9 --set data.global_batch=12 \
+    --set plugins.pipeline.boundaries="[$first]"
+  losses nine1/log.jsonl | cmp - <(losses cut$first/log.jsonl) || fail "cut at $first: $(losses cut$first/log.jsonl)"
+done
 
 # A rank that is lost or stands still in mid-pipeline ends the others with its name and stage.
 for signal in KILL STOP; do
@@ -172,7 +250,17 @@ expect 2 'the model has 5 blocks' "$strata" train pipeline.toml $bad --set mesh.
 expect 2 'which has one; set mesh.pipeline' "$strata" train pipeline.toml $bad
 expect 2 'no enabled plugin splits anything over them' "$strata" train plain.toml $bad --set mesh.pipeline=2
 expect 2 'no enabled plugin splits anything over them' "$strata" train pipeline.toml $bad --set mesh.pipeline=2 --set mesh.sequence=2
-expect 2 'has as many; --html shows them all' "$strata" plan pipeline.toml --set mesh.pipeline=2 --trace trace.json
+expect 2 'has 1 chunk a stage, not 2' "$strata" train pipeline.toml $bad --set mesh.pipeline=2 --set plugins.pipeline.chunks=2
+expect 2 '3 stages of 2 chunks each, but the model has 5 blocks' "$strata" train pipeline.toml $bad --set mesh.pipeline=3 \
+  --set plugins.pipeline.schedule=interleaved
+expect 2 'has no flush' "$strata" train pipeline.toml $bad --set mesh.pipeline=2 --set plugins.pipeline.schedule=2bw
+expect 2 'Did you mean "interleaved"' "$strata" train pipeline.toml $bad --set mesh.pipeline=2 \
+  --set plugins.pipeline.schedule=interleafed
+expect 2 'names 2 blocks, and 2 stages of 1 chunk have 1 boundaries' "$strata" train pipeline.toml $bad --set mesh.pipeline=2 \
+  --set plugins.pipeline.boundaries='[1, 2]'
+for wrong in '[3, 3]' '[3, 2]' '[0, 2]' '[2, 5]' '[1, 288230376151711744]'; do
+  expect 2 'boundaries ascend, from 1 to 4' "$strata" train pipeline.toml $bad --set mesh.pipeline=3 --set plugins.pipeline.boundaries="$wrong"
+done
 expect 2 'stage 0 of the pipeline' "$strata" plan pipeline.toml --set mesh.pipeline=2 --set device.memory=10KiB
 [[ ! -e bad ]] || fail "a run that was refused left a folder"
 finish pipeline

@@ -137,8 +137,8 @@ class ConfigReader {
         else if (const auto* integer = item.as_integer())
           integers.push_back(integer->get());
         else
-          throw Error(entry.place, "\"" + entry.key + "\" must be a list of strings or integers, but holds " +
-                                       type_of(item) + ".");
+          throw Error(entry.place,
+                      "\"" + entry.key + "\" must be a list of strings or integers, but holds " + type_of(item) + ".");
       }
       if (!texts.empty() && !integers.empty())
         throw Error(entry.place, "\"" + entry.key + "\" must be a list of strings or of integers, but holds both.");

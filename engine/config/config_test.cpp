@@ -50,7 +50,8 @@ TEST(Config, MalformedTextNamesLineAndColumn) {
 }
 
 TEST(Config, WrongKindsOfValues) {
-  EXPECT_EQ(parse_message("a = [\"x\", 1]\n"), "c.toml:1:5: \"a\" must be a list of strings or of integers, but holds both.");
+  EXPECT_EQ(parse_message("a = [\"x\", 1]\n"),
+            "c.toml:1:5: \"a\" must be a list of strings or of integers, but holds both.");
   EXPECT_EQ(parse_message("a = [1, true]\n"),
             "c.toml:1:5: \"a\" must be a list of strings or integers, but holds a boolean.");
   EXPECT_EQ(parse_message("a = 2020-01-01\n"), "c.toml:1:5: \"a\" is a date or time, which no option takes.");

@@ -3,6 +3,7 @@
 // What a send returns is a token, one byte that says nothing: ops that read it come after. Through tokens the two are
 // differentiable: with a gradient for a send's token (any token will do), the gradient of what was sent is received
 // from there; and a receive that is given a token sends the gradient of what it received back.
+// `crossing`, a number that both may have, tells what is sent from what else goes the same way (agreement.h).
 #include "engine/ops/registration.h"
 #include "strata/communicator.h"
 
@@ -36,7 +37,9 @@ DType dtype_named(const OpView& v) {
 }
 
 Attributes between(const OpView& v) {
-  return {{"axis", v.attributes().string("axis")}, {"offset", v.attributes().integer("offset")}};
+  Attributes both{{"axis", v.attributes().string("axis")}, {"offset", v.attributes().integer("offset")}};
+  if (v.attributes().has("crossing")) both.set("crossing", v.attributes().integer("crossing"));
+  return both;
 }
 
 void require_offset(const OpView& v) {

@@ -35,6 +35,14 @@ std::string described(const Program& program, const Op& op) {
   return text + ": " + list(op.inputs) + " -> " + list(op.outputs);
 }
 
+// What a send and its receive know alike: beside type and sizes which crossing it is, of which pass and microbatch.
+std::string passed(const Tensor& tensor, const Op& op) {
+  std::string text = "passes " + described(tensor);
+  if (!op.attributes.has("crossing")) return text;
+  return text + ", crossing " + std::to_string(op.attributes.integer("crossing")) + " of the " +
+         std::string(name_of(op.step_part)) + " pass, microbatch " + std::to_string(op.microbatch);
+}
+
 // The steps of all ranks at once: each goes on until it comes to an exchange to which not all members have come.
 class Job {
   using Place = std::pair<int, Stream>;  // a rank and one of its streams
@@ -159,8 +167,8 @@ std::vector<ExchangeStep> exchanges_of(const Program& program, const Waits& wait
     if (queued(op.stream)) raise(clock, filled);
     if (op.kind->exchange) {
       const bool sends = op.stream == Stream::send, receives = op.stream == Stream::receive;
-      steps.push_back({.what = sends      ? "passes " + described(program[op.inputs[0]])
-                               : receives ? "passes " + described(program[op.outputs[0]])
+      steps.push_back({.what = sends      ? passed(program[op.inputs[0]], op)
+                               : receives ? passed(program[op.outputs[0]], op)
                                           : described(program, op),
                        .axis = op.attributes.string("axis"),
                        .stream = op.stream,

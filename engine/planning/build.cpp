@@ -108,8 +108,8 @@ void require_room_for_microbatches(const Program& single, int64_t microbatches) 
 // The order of the passes as plugins want it. An order that cannot be is the plugin's error.
 std::pair<ScheduleStage, PassTable> scheduled(std::span<const NamedPlugin> plugins, Program& single,
                                               const std::vector<TensorId>& activation_gradients, int microbatches,
-                                              Goal goal, const Phases& phases) {
-  ScheduleStage schedule{.microbatches = microbatches, .blocks = blocks_of(single), .phases = phases};
+                                              Goal goal, const Phases& phases, int64_t memory) {
+  ScheduleStage schedule{.microbatches = microbatches, .blocks = blocks_of(single), .phases = phases, .memory = memory};
   schedule.order = default_order(microbatches, 1, goal == Goal::train);
   PassTable passes(single, activation_gradients, schedule.chunks);
   if (goal == Goal::train)
@@ -179,13 +179,14 @@ double flops(const Program& program) {
 class Build {
  public:
   Build(std::span<const NamedPlugin> plugins, const BatchShape& batch, Goal goal, const Mesh& mesh,
-        const std::vector<std::string>& plugin_path, const Phases& phases, Checks checks)
+        const std::vector<std::string>& plugin_path, const Phases& phases, int64_t memory, Checks checks)
       : plugins_(plugins),
         batch_(batch),
         goal_(goal),
         mesh_(mesh),
         plugin_path_(plugin_path),
         phases_(phases),
+        memory_(memory),
         checks_(checks),
         order_(plugins) {}
 
@@ -312,7 +313,7 @@ class Build {
     const int64_t microbatches = batch_.microbatches;
     require_room_for_microbatches(single_, microbatches);
     const auto [schedule, passes] =
-        scheduled(plugins_, single_, activation_gradients_, int(microbatches), goal_, phases_);
+        scheduled(plugins_, single_, activation_gradients_, int(microbatches), goal_, phases_, memory_);
     for (const Pass& pass : passes.left(schedule)) built_.left.push_back(text(pass));
     if (!built_.left.empty()) require_may_be_left(forward_, mesh_, built_.left.front());
     step() = unroll(single_, passes, parameters_, gradients_, schedule, batch_.reproducible, mesh_);
@@ -381,6 +382,7 @@ class Build {
   const Mesh& mesh_;
   const std::vector<std::string>& plugin_path_;
   const Phases& phases_;
+  const int64_t memory_;
   Checks checks_;
   Order order_;
   BuiltProgram built_;
@@ -398,15 +400,15 @@ class Build {
 }  // namespace
 
 BuiltProgram build_program(std::span<const NamedPlugin> plugins, const BatchShape& batch, Goal goal, const Mesh& mesh,
-                           const std::vector<std::string>& plugin_path, const Phases& phases) {
+                           const std::vector<std::string>& plugin_path, const Phases& phases, int64_t memory) {
   bool unrolled = false;
   try {
-    return Build(plugins, batch, goal, mesh, plugin_path, phases, Checks::whole).run(unrolled);
+    return Build(plugins, batch, goal, mesh, plugin_path, phases, memory, Checks::whole).run(unrolled);
   } catch (const std::exception&) {
     if (!unrolled) throw;
   }
   // Somebody broke the program of the step, or fails because somebody did: who was first shows when each is checked.
-  return Build(plugins, batch, goal, mesh, plugin_path, phases, Checks::each_plugin).run(unrolled);
+  return Build(plugins, batch, goal, mesh, plugin_path, phases, memory, Checks::each_plugin).run(unrolled);
 }
 
 }  // namespace strata

@@ -66,6 +66,9 @@ std::string memory_page(const std::string& title, const std::string& machine, st
     summary(text, runs);
     peaks(text, runs);
   }
+  int clocks = 0;
+  for (const PageRun& run : runs) clocks = std::max(clocks, run.clock + 1);
+  for (int clock = 0; clock < clocks; ++clock) stages_timeline(text, runs, clock);
   for (size_t i = 0; i < runs.size(); ++i) details(text, runs[i], i < 2, i == 0);
   text.put("</body></html>\n");
   return text.take();

@@ -21,10 +21,11 @@ struct PageRun {
   std::vector<Span> spans{};  // by op: predicted or measured
   bool measured = false;      // what `spans` and `stalls` are
   Stalls stalls{};
-  double seconds = 0;                                         // of the step
-  double fastest = 0, slowest = 0;                            // of the steps measured; 0: one figure only
-  std::array<int64_t, kTiers> budgets{};                      // bytes by tier; 0: none
-  std::optional<double> ratio{};                              // step time over the plain run's, measured
+  double seconds = 0;                     // of the step
+  int clock = -1;                         // runs of one number ran side by side on one clock: the stages of a pipeline
+  double fastest = 0, slowest = 0;        // of the steps measured; 0: one figure only
+  std::array<int64_t, kTiers> budgets{};  // bytes by tier; 0: none
+  std::optional<double> ratio{};          // step time over the plain run's, measured
   std::optional<double> loss_difference{};                    // from the plain run's after the same number of steps
   std::optional<int64_t> device_measured{}, host_measured{};  // bytes of the arenas that were resident
 };

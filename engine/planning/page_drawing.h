@@ -78,5 +78,6 @@ void summary(Text& text, std::span<const PageRun> runs);  // table, conclusion, 
 void peaks(Text& text, std::span<const PageRun> runs);    // bars of what each takes
 void memory_timeline(Text& text, const PageRun& run, Tier tier);
 void stream_timeline(Text& text, const PageRun& run);
+void stages_timeline(Text& text, std::span<const PageRun> runs, int clock);  // compute of each, one row each
 
 }  // namespace strata::page

@@ -227,6 +227,8 @@ std::vector<Pass> PassTable::left(const ScheduleStage& schedule) const {
 void PassTable::check(const ScheduleStage& schedule) const {
   const size_t units_in_all = needs_.size();
   for (size_t p = 0; p < schedule.order.size(); ++p) require_pass(schedule.order[p], schedule, where_of(schedule, p));
+  for (const ScheduleStage::Receive& receive : schedule.receives)
+    require_pass(receive.pass, schedule, "a receive of the schedule, for the " + text(receive.pass) + ": ");
   const std::vector<std::vector<char>> left = left_units(schedule);
   std::vector<std::vector<char>> done(left.size(), std::vector<char>(units_in_all, false)), before = left;
   for (auto& ran : before)  // what was not left to this step has run

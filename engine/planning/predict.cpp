@@ -4,11 +4,12 @@
 #include <algorithm>
 #include <limits>
 #include <map>
+#include <memory>
 #include <tuple>
 #include <unordered_map>
 
-#include "engine/planning/dependencies.h"
 #include "engine/program/signature.h"
+#include "strata/json.h"
 
 namespace strata {
 namespace {
@@ -19,28 +20,87 @@ DType most(const std::map<DType, double>& flops) {
   return found == flops.end() || found->second == 0 ? DType::f32 : found->first;
 }
 
-// Runs streams side by side. Each works on one op at a time, which begins when what it waits for is done; ops that
-// together ask for more processors than there are get their share.
-class Clock {
+// What an op takes of its machine's processors.
+double processors_of(const Op& op, const Rates& rates) {
+  switch (op.stream) {
+    case Stream::compute:
+      return rates.compute_threads;
+    case Stream::host:
+      return rates.host_threads;
+    case Stream::read:
+    case Stream::write:
+      return 0;  // the disk's
+    default:
+      return rates.compute_threads > 0 ? 1 : 0;
+  }
+}
+
+// The streams of one rank side by side. Each works on one op at a time, which begins when what it waits for is done;
+// ops that together ask for more processors than there are get their share. Who runs the clock begins what other ranks
+// take part in.
+class RankStreams {
  public:
-  Clock(const Program& program, const Waits& waits, const Rates& rates)
-      : program_(program), waits_(waits), rates_(rates), spans_(program.ops.size()) {
+  RankStreams(const TimedProgram& program, const Mesh& mesh) : program_(program), spans_(program.ops.size()) {
     for (size_t i = 0; i < program.ops.size(); ++i) streams_[int(program.ops[i].stream)].ops.push_back(int32_t(i));
+    for (const std::string& name : program.axes) axes_.push_back(mesh[name]);
   }
 
-  std::vector<Span> run() {
-    for (begin(); advance(); begin()) {
+  // The ranks that take part in an op; of a send or receive the other one alone.
+  std::vector<int> others(const TimedProgram::Op& op) const {
+    const Axis& axis = axes_[size_t(op.axis)];
+    if (op.stream != Stream::send && op.stream != Stream::receive) return axis.members;
+    const int to = axis.coordinate + op.offset;
+    return {axis.members[size_t((to % axis.size + axis.size) % axis.size)]};
+  }
+
+  // The op that other ranks take part in and that a stream has come to; null: none.
+  const TimedProgram::Op* waits_for_others(Stream stream) const {
+    const Lane& lane = streams_[size_t(stream)];
+    if (lane.running || lane.done == lane.ops.size()) return nullptr;
+    const auto op = size_t(lane.ops[lane.done]);
+    return meets(op) && ready(op) ? &program_.ops[op] : nullptr;
+  }
+
+  // Begins what can begin but that.
+  void begin(double now) {
+    go_to(now);
+    for (Lane& lane : streams_)
+      if (!lane.running && lane.done < lane.ops.size() && !meets(size_t(lane.ops[lane.done])) &&
+          ready(size_t(lane.ops[lane.done])))
+        start(lane);
+    share();
+  }
+  void begin_with_others(Stream stream, double now) {
+    go_to(now);
+    start(streams_[size_t(stream)]);
+    share();
+  }
+
+  // When the next op ends; infinity: none runs.
+  double next() const { return next_; }
+  // Ends the ops that end then.
+  void end() {
+    const double now = next_;
+    for (Lane& lane : streams_) {
+      if (!lane.running) continue;
+      const bool over = now_ + lane.left / lane.speed <= now;
+      lane.left -= (now - now_) * lane.speed;
+      if (!over) continue;
+      spans_[size_t(lane.ops[lane.done++])].finish = now;
+      lane.running = false;
     }
-    return std::move(spans_);
+    now_ = now;
+    share();
   }
 
-  DType dtype() const {
-    std::map<DType, double> flops;
-    for (const Alike& alike : alike_) flops[alike.dtype] += alike.flops * double(alike.count);
-    return most(flops);
+  bool is_done() const {
+    return std::all_of(streams_.begin(), streams_.end(), [](const Lane& lane) { return lane.done == lane.ops.size(); });
   }
+  double now() const { return now_; }
+  std::vector<Span> take() { return std::move(spans_); }
 
  private:
+  static constexpr double kNever = std::numeric_limits<double>::infinity();
   struct Lane {
     std::vector<int32_t> ops;
     size_t done = 0;
@@ -48,102 +108,208 @@ class Clock {
     double left = 0, processors = 0, speed = 1;  // of the op that runs: seconds alone, what it takes, its share
   };
 
-  double processors_of(const Op& op) const {
-    switch (op.stream) {
-      case Stream::compute:
-        return rates_.compute_threads;
-      case Stream::host:
-        return rates_.host_threads;
-      case Stream::read:
-      case Stream::write:
-        return 0;  // the disk's
-      default:
-        return rates_.compute_threads > 0 ? 1 : 0;
-    }
+  bool meets(size_t op) const {
+    const int axis = program_.ops[op].axis;
+    return axis >= 0 && axes_[size_t(axis)].size > 1;
   }
-
-  // Ops that take as long: copies for other microbatches, and of other blocks.
-  struct Alike {
-    double seconds = 0, flops = 0;  // of one
-    DType dtype = DType::f32;
-    int64_t count = 0;
-  };
-
-  // Of the op by itself.
-  double seconds_alone(const Op& op) {
-    const OpView view(program_, op);
-    const auto [known, is_new] = number_.try_emplace(signature(view), alike_.size());
-    if (is_new) alike_.push_back({seconds_of(view, rates_), cost_of(view).flops, dtype_of(view)});
-    Alike& alike = alike_[known->second];
-    ++alike.count;
-    return alike.seconds;
-  }
-
   bool ready(size_t op) const {
-    return std::all_of(waits_[op].begin(), waits_[op].end(),
+    const std::span<const Wait> waits = program_.waits[op];
+    return std::all_of(waits.begin(), waits.end(),
                        [&](const Wait& wait) { return streams_[int(wait.stream)].done >= size_t(wait.count); });
   }
 
-  void begin() {
-    double wanted = 0;
-    for (Lane& lane : streams_) {
-      if (!lane.running && lane.done < lane.ops.size() && ready(lane.ops[lane.done])) {
-        const size_t op = size_t(lane.ops[lane.done]);
-        lane.running = true;
-        lane.left = seconds_alone(program_.ops[op]);
-        lane.processors = processors_of(program_.ops[op]);
-        spans_[op].start = now_;
-      }
-      if (lane.running) wanted += lane.processors;
-    }
-    for (Lane& lane : streams_)
-      lane.speed = lane.processors > 0 && rates_.processors > 0 ? std::min(1.0, rates_.processors / wanted) : 1;
+  void start(Lane& lane) {
+    const size_t op = size_t(lane.ops[lane.done]);
+    lane.running = true;
+    lane.left = program_.ops[op].seconds;
+    lane.processors = program_.ops[op].processors;
+    spans_[op].start = now_;
   }
 
-  // To the next end of an op; false: all are done.
-  bool advance() {
-    double step = std::numeric_limits<double>::infinity();
+  // To a time before the next end of an op.
+  void go_to(double now) {
+    for (Lane& lane : streams_)
+      if (lane.running) lane.left -= (now - now_) * lane.speed;
+    now_ = now;
+  }
+
+  // Processors among the ops that run.
+  void share() {
+    double wanted = 0;
     for (const Lane& lane : streams_)
-      if (lane.running) step = std::min(step, lane.left / lane.speed);
-    if (step == std::numeric_limits<double>::infinity()) return false;
-    now_ += step;
+      if (lane.running) wanted += lane.processors;
+    next_ = kNever;
     for (Lane& lane : streams_) {
       if (!lane.running) continue;
-      const bool over = lane.left / lane.speed <= step;
-      lane.left -= step * lane.speed;
-      if (!over) continue;
-      spans_[size_t(lane.ops[lane.done++])].finish = now_;
-      lane.running = false;
+      lane.speed = lane.processors > 0 && program_.processors > 0 ? std::min(1.0, program_.processors / wanted) : 1;
+      next_ = std::min(next_, now_ + lane.left / lane.speed);
     }
-    return true;
   }
 
-  const Program& program_;
-  const Waits& waits_;
-  const Rates& rates_;
+  const TimedProgram& program_;
+  std::vector<Axis> axes_;
   std::vector<Span> spans_;
-  std::unordered_map<uint64_t, size_t> number_;  // by signature: in alike_
-  std::vector<Alike> alike_;
   std::array<Lane, kStreams> streams_;
-  double now_ = 0;
+  double now_ = 0, next_ = kNever;
+};
+
+// All ranks, from one end of an op to the next.
+class Clock {
+ public:
+  Clock(std::span<const TimedProgram> programs, const Mesh& mesh) {
+    for (size_t p = 0; p < programs.size(); ++p)
+      ranks_.push_back(
+          std::make_unique<RankStreams>(programs[p], programs.size() > 1 ? one_rank_each(mesh, int(p)) : Mesh()));
+  }
+
+  std::vector<std::vector<Span>> run() {
+    for (auto& rank : ranks_) rank->begin(0);
+    for (size_t r = 0; r < ranks_.size(); ++r) meet(int(r));
+    for (;;) {
+      const auto next = std::min_element(ranks_.begin(), ranks_.end(),
+                                         [](const auto& a, const auto& b) { return a->next() < b->next(); });
+      const double now = (*next)->next();
+      if (now == std::numeric_limits<double>::infinity()) break;
+      (*next)->end();
+      (*next)->begin(now);
+      meet(int(next - ranks_.begin()));
+    }
+    std::vector<std::vector<Span>> spans;
+    for (size_t r = 0; r < ranks_.size(); ++r) {
+      if (!ranks_[r]->is_done())
+        throw Error("program " + std::to_string(r) + " of the job would wait for the others for ever.",
+                    ExitCode::failed);
+      spans.push_back(ranks_[r]->take());
+    }
+    return spans;
+  }
+
+ private:
+  // Begins what the rank has come to if the others have, too.
+  void meet(int rank) {
+    const RankStreams& own = *ranks_[size_t(rank)];
+    const double now = own.now();
+    for (Stream stream : {Stream::send, Stream::receive}) {
+      const TimedProgram::Op* op = own.waits_for_others(stream);
+      if (!op) continue;
+      const int other = own.others(*op).front();
+      const Stream back = stream == Stream::send ? Stream::receive : Stream::send;
+      const TimedProgram::Op* partner = ranks_[size_t(other)]->waits_for_others(back);
+      if (!partner || ranks_[size_t(other)]->others(*partner).front() != rank) continue;
+      ranks_[size_t(rank)]->begin_with_others(stream, now);
+      ranks_[size_t(other)]->begin_with_others(back, now);
+    }
+    for (Stream stream : {Stream::exchange, Stream::model_exchange}) {
+      const TimedProgram::Op* op = own.waits_for_others(stream);
+      if (!op) continue;
+      const std::vector<int> all = own.others(*op);
+      if (std::all_of(all.begin(), all.end(), [&](int one) { return ranks_[size_t(one)]->waits_for_others(stream); }))
+        for (int one : all) ranks_[size_t(one)]->begin_with_others(stream, now);
+    }
+  }
+
+  std::vector<std::unique_ptr<RankStreams>> ranks_;
 };
 
 }  // namespace
 
-Prediction predict(const Program& program, const MemoryPlan& plan, const Rates& rates) {
-  const Waits waits = plan_waits(program, plan);
-  Prediction result;
-  Clock clock(program, waits, rates);
-  result.spans = clock.run();
-  result.dtype = clock.dtype();
-  result.stalls = StallFinder(program, waits).find(result.spans);
+TimedProgram timed(const Program& program, const MemoryPlan& plan, const Rates& rates) {
+  TimedProgram result{.ops = {}, .waits = plan_waits(program, plan), .axes = {}, .processors = rates.processors};
+  std::unordered_map<uint64_t, double> known;  // ops that take as long: of other microbatches and blocks
+  result.ops.reserve(program.ops.size());
+  for (const Op& op : program.ops) {
+    const OpView view(program, op);
+    const auto [seconds, is_new] = known.try_emplace(signature(view), 0);
+    if (is_new) seconds->second = seconds_of(view, rates);
+    TimedProgram::Op& made = result.ops.emplace_back(
+        TimedProgram::Op{.stream = op.stream, .seconds = seconds->second, .processors = processors_of(op, rates)});
+    if (!is_exchange(op.stream) || !op.attributes.has("axis")) continue;
+    const std::string axis = op.attributes.string("axis");
+    const auto found = std::find(result.axes.begin(), result.axes.end(), axis);
+    made.axis = int8_t(found - result.axes.begin());
+    if (found == result.axes.end()) result.axes.push_back(axis);
+    if (op.stream == Stream::send || op.stream == Stream::receive)
+      made.offset = int32_t(op.attributes.integer("offset"));
+  }
+  return result;
+}
+
+Mesh one_rank_each(const Mesh& mesh, int program) {
+  Mesh::Sizes sizes = mesh.sizes();
+  for (Mesh::Size& size : sizes)
+    if (!size.own_programs) size.ranks = 1;
+  return Mesh(program, std::move(sizes));
+}
+
+std::vector<std::vector<Span>> run_together(std::span<const TimedProgram> programs, const Mesh& mesh) {
+  return Clock(programs, mesh).run();
+}
+
+Prediction prediction_of(const Program& program, const TimedProgram& timed, const Rates& rates, std::vector<Span> spans,
+                         double seconds) {
+  Prediction result{.spans = std::move(spans), .stalls = {}, .seconds = seconds};
+  result.dtype = compute_dtype(program);
+  result.stalls = StallFinder(program, timed.waits).find(result.spans);
   for (size_t i = 0; i < program.ops.size(); ++i) {
     const Span& span = result.spans[i];
     result.busy[int(program.ops[i].stream)] += span.finish - span.start;
-    result.seconds = std::max(result.seconds, span.finish);
     result.wire_bytes += wire_bytes(OpView(program, program.ops[i]), rates);
   }
   return result;
+}
+
+Prediction predict(const Program& program, const MemoryPlan& plan, const Rates& rates) {
+  const TimedProgram alone = timed(program, plan, rates);
+  std::vector<Span> spans = std::move(run_together({&alone, 1}, {}).front());
+  double seconds = 0;
+  for (const Span& span : spans) seconds = std::max(seconds, span.finish);
+  return prediction_of(program, alone, rates, std::move(spans), seconds);
+}
+
+std::string text_of(const TimedProgram& program) {
+  Json::Array ops, axes;
+  for (size_t i = 0; i < program.ops.size(); ++i) {
+    const TimedProgram::Op& op = program.ops[i];
+    Json::Array one{int64_t(op.stream), int64_t{op.axis}, int64_t{op.offset}, op.seconds, op.processors};
+    for (const Wait& wait : program.waits[i]) {
+      one.push_back(int64_t(wait.stream));
+      one.push_back(int64_t{wait.count});
+    }
+    ops.push_back(std::move(one));
+  }
+  for (const std::string& axis : program.axes) axes.push_back(axis);
+  return Json(Json::Array{std::move(ops), std::move(axes), program.processors}).dump();
+}
+
+TimedProgram timed_from(const std::string& text) {
+  const Json json = Json::parse(text, "times of a program");
+  const Json::Array& parts = json.array("times");
+  if (parts.size() != 3) throw Error("times of a program: not three parts.", ExitCode::failed);
+  TimedProgram program;
+  program.processors = parts[2].number("processors");
+  for (const Json& axis : parts[1].array("axes")) program.axes.push_back(axis.string("axis"));
+  for (const Json& one : parts[0].array("ops")) {
+    const Json::Array& fields = one.array("op");
+    if (fields.size() < 5 || fields.size() % 2 == 0) throw Error("times of a program: not an op.", ExitCode::failed);
+    const auto stream = [](const Json& json) {
+      const int64_t number = json.integer("stream");
+      if (number < 0 || number >= kStreams) throw Error("times of a program: no such stream.", ExitCode::failed);
+      return Stream(number);
+    };
+    const int64_t axis = fields[1].integer("axis");
+    if (axis < -1 || axis >= int64_t(program.axes.size()))
+      throw Error("times of a program: no such axis.", ExitCode::failed);
+    program.ops.push_back({.stream = stream(fields[0]),
+                           .axis = int8_t(axis),
+                           .offset = int32_t(fields[2].integer("offset")),
+                           .seconds = fields[3].number("seconds"),
+                           .processors = fields[4].number("processors")});
+    std::vector<Wait> waits;
+    for (size_t i = 5; i < fields.size(); i += 2)
+      waits.push_back({stream(fields[i]), int32_t(fields[i + 1].integer("count"))});
+    program.waits.push_back(waits);
+  }
+  return program;
 }
 
 std::vector<KindTime> time_by_kind(const Program& program, const std::vector<Span>& spans) {

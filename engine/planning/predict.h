@@ -1,14 +1,18 @@
 // Predicts a step on a virtual clock: every op by its cost, the machine's rates and samples of its kernel, streams side
-// by side with the waits that the executor will have, ops of one machine sharing its processors. What the runtime
-// measures stands beside it.
+// by side with the waits that the executor will have, ops of one machine sharing its processors. Where ranks have
+// programs of their own, such as the stages of a pipeline, these run on one clock: what they exchange begins when all
+// that take part have come to it. What the runtime measures stands beside it.
 #pragma once
 #include <array>
+#include <span>
 #include <string>
 #include <vector>
 
+#include "engine/planning/dependencies.h"
 #include "engine/planning/memory_plan.h"
 #include "engine/planning/rates.h"
 #include "engine/planning/stalls.h"
+#include "strata/mesh.h"
 
 namespace strata {
 
@@ -23,13 +27,42 @@ struct KindTime {
 struct Prediction {
   std::vector<Span> spans;  // by op
   Stalls stalls;
-  double seconds = 0;                   // of the step, to the end of its last op on any stream
+  double seconds = 0;                   // of the step, to the end of the last op on any stream of any program
   std::array<double, kStreams> busy{};  // seconds that each stream runs ops
   double wire_bytes = 0;                // that this rank hands to others
   DType dtype = DType::f32;             // in which most FLOPs are computed
 };
 
 Prediction predict(const Program& program, const MemoryPlan& plan, const Rates& rates);
+
+// A program as the clock sees it: small enough to be handed to another rank.
+struct TimedProgram {
+  struct Op {
+    Stream stream = Stream::compute;
+    int8_t axis = -1;                    // of an exchange: in `axes`
+    int32_t offset = 0;                  // of a send or receive: how many coordinates on the other one is
+    double seconds = 0, processors = 0;  // by itself, and what it takes of the machine meanwhile
+  };
+  std::vector<Op> ops;
+  Waits waits;
+  std::vector<std::string> axes;
+  double processors = 0;  // of the machine; 0: no op takes any from another
+};
+TimedProgram timed(const Program& program, const MemoryPlan& plan, const Rates& rates);
+// As one line of text, and back. Throws Error for what `text_of` does not write.
+std::string text_of(const TimedProgram& program);
+TimedProgram timed_from(const std::string& text);
+
+// A mesh of one rank of each program: the others that have it make the same exchanges, and wait for nobody else.
+Mesh one_rank_each(const Mesh& mesh, int program);
+
+// When the ops run of programs that run together, by coordinate of the mesh's programs (Mesh::programs), or of one
+// alone. Throws Error where they would wait for each other for ever.
+std::vector<std::vector<Span>> run_together(std::span<const TimedProgram> programs, const Mesh& mesh);
+
+// A prediction from when ops run. `seconds`: of the step of all programs.
+Prediction prediction_of(const Program& program, const TimedProgram& timed, const Rates& rates, std::vector<Span> spans,
+                         double seconds);
 
 // What kinds took in `spans`, predicted or measured, the longest first.
 std::vector<KindTime> time_by_kind(const Program& program, const std::vector<Span>& spans);

@@ -9,19 +9,26 @@
 
 namespace strata {
 
-std::string chrome_trace(const Program& program, const MemoryPlan& plan, const std::vector<Span>& spans) {
-  std::string text = "{\"displayTimeUnit\": \"ms\", \"traceEvents\": [\n";
+namespace {
+
+// The events of one program, each with a comma behind it.
+void append(std::string& text, const Traced& traced, int pid) {
+  const Program& program = *traced.program;
+  const MemoryPlan& plan = *traced.memory;
+  const std::vector<Span>& spans = *traced.spans;
   const auto out = std::back_inserter(text);
+  fmt::format_to(out, R"({{"ph": "M", "name": "process_name", "pid": {}, "args": {{"name": {}}}}},{})", pid,
+                 Json(traced.name).dump(), "\n");
   for (int s = 0; s < kStreams; ++s)
-    fmt::format_to(out, R"({{"ph": "M", "name": "thread_name", "pid": 1, "tid": {}, "args": {{"name": "{}"}}}},{})", s,
-                   name_of(Stream(s)), "\n");
+    fmt::format_to(out, R"({{"ph": "M", "name": "thread_name", "pid": {}, "tid": {}, "args": {{"name": "{}"}}}},{})",
+                   pid, s, name_of(Stream(s)), "\n");
   for (size_t i = 0; i < program.ops.size(); ++i) {
     const Op& op = program.ops[i];
     const std::string made = op.outputs.empty() ? "" : program[op.outputs.front()].name;
     fmt::format_to(
         out,
-        R"({{"ph": "X", "name": {}, "cat": "{}", "pid": 1, "tid": {}, "ts": {:.3f}, "dur": {:.3f}, "args": {{"op": {}, "writes": {}, "purpose": "{}", "microbatch": {}, "block": {}}}}},{})",
-        Json(op.kind->name).dump(), name_of(op.step_part), int(op.stream), spans[i].start * 1e6,
+        R"({{"ph": "X", "name": {}, "cat": "{}", "pid": {}, "tid": {}, "ts": {:.3f}, "dur": {:.3f}, "args": {{"op": {}, "writes": {}, "purpose": "{}", "microbatch": {}, "block": {}}}}},{})",
+        Json(op.kind->name).dump(), name_of(op.step_part), pid, int(op.stream), spans[i].start * 1e6,
         (spans[i].finish - spans[i].start) * 1e6, i, Json(made).dump(), name_of(op.purpose), op.microbatch, op.block,
         "\n");
   }
@@ -33,12 +40,24 @@ std::string chrome_trace(const Program& program, const MemoryPlan& plan, const s
       if (program.ops[i].stream != Stream::compute) continue;
       int64_t bytes = tier.persistent_bytes;
       for (int64_t role : live[i]) bytes += role;
-      fmt::format_to(out, R"({{"ph": "C", "name": "{} bytes", "pid": 1, "ts": {:.3f}, "args": {{"alive": {}}}}},{})",
-                     name_of(Tier(t)), spans[i].start * 1e6, bytes, "\n");
+      fmt::format_to(out, R"({{"ph": "C", "name": "{} bytes", "pid": {}, "ts": {:.3f}, "args": {{"alive": {}}}}},{})",
+                     name_of(Tier(t)), pid, spans[i].start * 1e6, bytes, "\n");
     }
   }
-  fmt::format_to(out, R"({{"ph": "M", "name": "process_name", "pid": 1, "args": {{"name": "strata step"}}}})");
+}
+
+}  // namespace
+
+std::string chrome_trace(std::span<const Traced> programs) {
+  std::string text = "{\"displayTimeUnit\": \"ms\", \"traceEvents\": [\n";
+  for (size_t i = 0; i < programs.size(); ++i) append(text, programs[i], int(i) + 1);
+  text.erase(text.size() - 2);  // the last comma
   return text + "\n]}\n";
+}
+
+std::string chrome_trace(const Program& program, const MemoryPlan& plan, const std::vector<Span>& spans) {
+  const Traced traced{"strata step", &program, &plan, &spans};
+  return chrome_trace({&traced, 1});
 }
 
 }  // namespace strata

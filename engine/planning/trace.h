@@ -1,6 +1,7 @@
 // A step as a trace for Chrome's about:tracing and ui.perfetto.dev ("Trace Event Format"): one row a stream, one slice
 // an op, counters for the bytes alive on each tier.
 #pragma once
+#include <span>
 #include <string>
 #include <vector>
 
@@ -10,5 +11,14 @@ namespace strata {
 
 // `spans` by op, predicted or measured.
 std::string chrome_trace(const Program& program, const MemoryPlan& plan, const std::vector<Span>& spans);
+
+// Programs that ran side by side on one clock, each a process of the trace.
+struct Traced {
+  std::string name;  // "stage 1 of the pipeline"
+  const Program* program = nullptr;
+  const MemoryPlan* memory = nullptr;
+  const std::vector<Span>* spans = nullptr;
+};
+std::string chrome_trace(std::span<const Traced> programs);
 
 }  // namespace strata

@@ -50,8 +50,12 @@ class Unroller {
     // And as much again as one microbatch for what happens once a step: growing would copy it all.
     result_.ops.reserve((single_.ops.size() + additions) * (copies + 1));
     result_.tensors.reserve(result_.tensors.size() + (unshared() + additions) * (copies + 1));
-    for (const Pass& pass : schedule.order) {
-      for (int32_t i : passes_.ops(pass)) place(size_t(i), pass.microbatch);
+    auto next = schedule.receives.begin();
+    for (size_t p = 0; p < schedule.order.size(); ++p) {
+      for (; next != schedule.receives.end() && next->before <= p; ++next) receive(next->pass);
+      const Pass& pass = schedule.order[p];
+      for (int32_t i : passes_.ops(pass))
+        if (placed_[place_of(pass.microbatch)][size_t(i)] < 0) place(size_t(i), pass.microbatch);
       if (pass.part == Pass::Part::forward) continue;
       for (size_t g : made_in(pass)) balanced_ ? grow(g, pass) : accumulate(g, pass);
     }
@@ -128,6 +132,17 @@ class Unroller {
     op.microbatch = m < 0 ? m + microbatches_ : m;
     placed_[place_of(m)][i] = int32_t(result_.ops.size());
     result_.ops.push_back(std::move(op));
+  }
+
+  // What a pass receives from other stages, ahead of it.
+  void receive(const Pass& pass) {
+    for (int32_t i : passes_.ops(pass)) {
+      const Op& op = single_.ops[size_t(i)];
+      if (op.stream != Stream::receive || !mesh_[op.attributes.string("axis")].own_programs) continue;
+      if (placed_[place_of(pass.microbatch)][size_t(i)] >= 0)
+        throw Error("the schedule receives what the " + text(pass) + " needs when it has run.");
+      place(size_t(i), pass.microbatch);
+    }
   }
 
   // In lists by microbatch: those that began in the step before come after those of this one.

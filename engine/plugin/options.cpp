@@ -199,8 +199,8 @@ Option& Option::may_change() {
 std::string Option::value_text() const { return std::visit(Describe{}, target_); }
 
 std::string Option::type_name() const {
-  constexpr const char* names[] = {"boolean", "integer",         "integer", "number",          "string",
-                                   "bytes",   "list of strings", "list of integers"};
+  constexpr const char* names[] = {"boolean", "integer", "integer",         "number",
+                                   "string",  "bytes",   "list of strings", "list of integers"};
   return names[target_.index()];
 }
 

@@ -252,7 +252,7 @@ RunPlans Session::build_run(Goal goal) const {
     planned.ranks = mesh.size();
     try {
       planned.built = build_program(plugins, batch(goal), goal, goal == Goal::logits ? Mesh() : mesh.planner(),
-                                    run.plugin_path, phases);
+                                    run.plugin_path, phases, device.memory.count);
     } catch (const Error& error) {
       throw with_place(error, config, plugins);
     }

@@ -3,6 +3,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cmath>
 #include <memory>
 #include <optional>
@@ -16,6 +17,7 @@
 #include "engine/planning/trace.h"
 #include "engine/runtime/assembly.h"
 #include "engine/runtime/feed.h"
+#include "engine/runtime/job.h"
 #include "engine/runtime/log.h"
 #include "engine/runtime/ranks.h"
 #include "engine/runtime/run_directory.h"
@@ -54,6 +56,7 @@ class Loop {
     RunPlans plans = session.plan_run();
     dataset_.emplace(session.data.train, plans.main().built.vocabulary);
     require_same_plan(world_, print(plans), std::to_string(dataset_->tokens()) + " tokens", session.mesh);
+    busiest_predicted_ = predict_with_others(world_, session.mesh, plans);
     make_own(plans, session, world_);
     if (stop_before_first_step()) return;
     assembly_.emplace(session, world_, std::move(plans));
@@ -187,6 +190,7 @@ class Loop {
       assembly_->executor_of(assembly_->plans.of_step(step_)).trace();
     run_program();
     const double seconds = seconds_now() - step_began;
+    if (session_.mesh.programs().size > 1) report_->add_busy(steps_->executor());
     StepLog::Fields fields{{"step", double(step_)}, {"loss", loss_}};
     for (const StepLog::Fields& more : {report_->add_step(steps_->program(), seconds, last_step()), steps_->logged()})
       fields.insert(fields.end(), more.begin(), more.end());
@@ -237,6 +241,7 @@ class Loop {
     if (log_ && log_->lost() > 0) warn(fmt::format("log.jsonl lacks {} lines.", log_->lost()));
     progress_.finish();
     write_trace();
+    share_busy();
     if (!first_rank()) return;
     const PlannedProgram& planned = assembly_->plans.programs[steps_->program()];  // of the last step
     const std::vector<Span>& spans = steps_->executor().spans();
@@ -247,6 +252,13 @@ class Loop {
       report_->print(validation_loss_);
     } catch (const std::system_error&) {  // whoever was to read it is gone; what counts is saved
     }
+  }
+
+  // What each stage of a pipeline computed, of which the bubble follows.
+  void share_busy() {
+    if (session_.mesh.programs().size == 1 || step_ == first_) return;
+    const std::vector<double> all = values_of_ranks(assembly_->groups, {report_->median_busy()});
+    if (busiest_predicted_) report_->set_busiest(*busiest_predicted_, *std::max_element(all.begin(), all.end()));
   }
 
   bool asked_to_stop() const { return stop_ && *stop_; }
@@ -309,6 +321,7 @@ class Loop {
   std::optional<Saver> saver_;
   std::optional<StepLog> log_;
   Progress progress_;
+  std::optional<double> busiest_predicted_;  // seconds that a stage of a pipeline computes in a step; of rank 0
   int64_t step_ = 0, samples_ = 0;
   int64_t first_ = 0;  // the step that this call began after
   double began_ = 0, loss_ = NAN, validation_loss_ = NAN;

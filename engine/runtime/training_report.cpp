@@ -63,6 +63,16 @@ StepLog::Fields TrainingReport::add_step(size_t program, double seconds, bool la
   return fields;
 }
 
+void TrainingReport::add_busy(const Executor& executor) {
+  const std::vector<Span>& spans = executor.spans();
+  if (spans.empty()) return;
+  double busy = 0;
+  for (size_t i = 0; i < spans.size(); ++i)
+    if (executor.program().ops[i].stream == Stream::compute) busy += spans[i].finish - spans[i].start;
+  busy_.push_back(busy);
+}
+double TrainingReport::median_busy() const { return busy_.empty() ? 0 : median_of(busy_); }
+
 void TrainingReport::print(double validation_loss) const {
   print_speed();
   if (!std::isnan(validation_loss)) fmt::print("validation loss {:.4f} nats a token\n", validation_loss);
@@ -107,6 +117,11 @@ void TrainingReport::print_prediction(size_t program) const {
   };
   fmt::print("{:<18}{:>14}{:>14}\n", "a step, seconds", "predicted", "measured");
   row("in all", predicted.seconds, median_of(steps.seconds));
+  if (program == 0 && busiest_ && busiest_->second > 0) {
+    row("busiest stage", busiest_->first, busiest_->second);
+    fmt::print("{:<18}{:>13.1f}%{:>13.1f}%\n", "bubble", 100 * (predicted.seconds / busiest_->first - 1),
+               100 * (median_of(steps.seconds) / busiest_->second - 1));
+  }
   if (steps.stalls.empty()) return;
   const auto stall = [&](const char* name, const std::function<double(const Stalls&)>& figure) {
     std::vector<double> all;

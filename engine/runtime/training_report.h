@@ -2,6 +2,8 @@
 // was planned and predicted beside what was measured.
 #pragma once
 #include <cstdint>
+#include <optional>
+#include <utility>
 #include <vector>
 
 #include "engine/runtime/assembly.h"
@@ -18,6 +20,11 @@ class TrainingReport {
 
   // Takes down a step of a program of the plans and returns its fields of the log, seconds and what follows.
   StepLog::Fields add_step(size_t program, double seconds, bool last_step);
+  // Of a stage of a pipeline: takes down for how long it computed in the step that the executor has made.
+  void add_busy(const Executor& executor);
+  double median_busy() const;
+  // Seconds that the busiest stage computes in a step, from which the bubble follows.
+  void set_busiest(double predicted, double measured) { busiest_ = std::pair(predicted, measured); }
   double tokens_per_second(double seconds) const;  // of a step
   // Model FLOPs of a step of the program, of what is possible; 0: not known.
   double peak_share(size_t program, double seconds) const;
@@ -48,6 +55,8 @@ class TrainingReport {
   std::vector<double> flops_;                          // FLOP/s of the model, by step
   std::vector<double> durations_, exchanges_, waits_;  // seconds, by step
   std::vector<Steps> of_program_;
+  std::vector<double> busy_;                            // seconds of compute, by step
+  std::optional<std::pair<double, double>> busiest_{};  // predicted, measured
 };
 
 }  // namespace strata

@@ -44,7 +44,7 @@ class Option {
   bool is_per_rank() const { return per_rank_; }
   bool is_changeable() const { return changeable_; }
   std::string type_name() const;  // "integer", "number", "string", "boolean", "bytes", "list of strings",
-                                // "list of integers"
+                                  // "list of integers"
   const std::string& default_text() const { return default_; }  // as it stood at declaration, in TOML syntax
   std::string value_text() const;                               // as it stands now, likewise
   std::string range_text() const;                               // "> 0", "0 to 1", "" when free

@@ -19,7 +19,15 @@ struct ChunkCost {
   // Bytes of activations of one microbatch: from the forward pass to the input gradient, and of those, or made by that,
   // what stays until the weight gradient.
   int64_t activation = 1, weight_activation = 1;
+  int64_t parameters = 0;  // bytes
+  ChunkCost& operator+=(const ChunkCost& other);
+  bool operator==(const ChunkCost&) const = default;
 };
+
+// Of each block of a model, from the program of one microbatch before it is differentiated, by the cost rules of kinds:
+// what belongs to no block counts with the one before it, the embedding with the first. Times are FLOPs, or where
+// memory takes longer as many as could be computed meanwhile on a machine of 16 FLOPs a byte.
+std::vector<ChunkCost> costs_of_blocks(const Program& forward);
 
 // The model is cut into stages × chunks pieces, counted in the order of the forward pass: *global* chunks.
 struct Problem {
@@ -32,6 +40,7 @@ struct Problem {
 
   int all_chunks() const { return stages * chunks; }
   const ChunkCost& cost(int global_chunk) const;
+  bool operator==(const Problem&) const = default;
 };
 
 struct Schedule {

@@ -111,12 +111,21 @@ std::string text(const Pass& pass);  // "weight gradient of chunk 1, microbatch 
 // after those that it needs; gradients are summed over microbatches in the order of the passes that make them.
 struct ScheduleStage {
   int microbatches = 1;
-  int blocks = 0;   // that the model has
-  Phases phases{};  // that the program is for
+  int blocks = 0;      // that the model has
+  Phases phases{};     // that the program is for
+  int64_t memory = 0;  // bytes of the device that a rank may take; 0: any number
   // The first block of each chunk, ascending. What comes before the first block belongs to the first chunk, what comes
   // after the last block to the last.
   std::vector<int> chunks{0};
   std::vector<Pass> order{};  // by default all of microbatch 0, forward and backward, then microbatch 1, …
+  // What passes receive from ranks with programs of their own (Mesh::programs) ahead of their turn: in this order, each
+  // before the pass at that place of `order`, and in no other order. What is not named is received right before its
+  // pass.
+  struct Receive {
+    size_t before = 0;
+    Pass pass{};
+  };
+  std::vector<Receive> receives{};
   // Sets `chunks` and the default order of their passes.
   void cut(std::vector<int> first_blocks);
 };

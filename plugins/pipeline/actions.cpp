@@ -129,6 +129,7 @@ class Rehearsal {
       : problem_(problem), actions_(actions), steps_(steps), sent_(steps.size()) {
     const size_t messages = 2 * size_t(actions.chunks()) * size_t(actions.microbatches);
     needed_at_.assign(messages, kNever);
+    for (const Steps& stage : steps) ended_.emplace_back(stage.passes.size(), 0);
     made_.assign(messages, -1);
     waits_.assign(messages, -1);
   }
@@ -153,6 +154,7 @@ class Rehearsal {
           now[s] = std::max(now[s], made);
         }
         now[s] += seconds(problem_.cost(actions_.chunk(stage, pass)), pass);
+        ended_[s][next[s]] = now[s];
         const Message message = actions_.made(stage, pass);
         if (message.chunk < 0) continue;
         sent_[size_t(actions_.stage_of[size_t(message.chunk)])].push_back({message, stage, step[s], now[s]});
@@ -168,10 +170,10 @@ class Rehearsal {
     }
     for (auto& list : sent_)
       std::stable_sort(list.begin(), list.end(), [](const Sent& a, const Sent& b) {
-        return std::tie(a.step, a.time) < std::tie(b.step, b.time);
+        return std::tie(a.step, a.time, a.from) < std::tie(b.step, b.time, b.from);
       });
     for (size_t stage = 0; stage < steps_.size(); ++stage) go_on(int(stage), false);
-    for (size_t stage = 0; stage < steps_.size(); ++stage) place_receives(sent_[stage], steps_[stage]);
+    for (size_t stage = 0; stage < steps_.size(); ++stage) place_receives(int(stage), sent_[stage], steps_[stage]);
     return std::move(sent_);
   }
 
@@ -179,12 +181,18 @@ class Rehearsal {
   static constexpr size_t kNever = size_t(-1);
   size_t index(const Message& m) const { return actions_.index(m); }
 
-  void place_receives(std::vector<Sent>& sent, const Steps& receiver) const {
+  void place_receives(int stage, std::vector<Sent>& sent, const Steps& receiver) const {
+    const auto& ended = ended_[size_t(stage)];
     size_t before = receiver.passes.size();
     for (size_t i = sent.size(); i-- > 0;) {
-      before = std::min({before, needed_at_[index(sent[i].message)], receiver.end[size_t(sent[i].step)]});
-      if (sent[i].step > 0 && before < receiver.end[size_t(sent[i].step) - 1])
-        throw Error("the schedule needs the " + text(sent[i].message) + " in a step before the one that makes it.");
+      const Sent& one = sent[i];
+      const size_t begin = one.step > 0 ? receiver.end[size_t(one.step) - 1] : 0, end = receiver.end[size_t(one.step)];
+      const auto later =
+          std::partition_point(ended.begin() + int64_t(begin), ended.begin() + int64_t(end),
+                               [&](double time) { return std::pair(time, stage) < std::pair(one.time, one.from); });
+      before = std::min({before, needed_at_[index(one.message)], size_t(later - ended.begin())});
+      if (before < begin)
+        throw Error("the schedule needs the " + text(one.message) + " in a step before the one that makes it.");
       sent[i].receive_before = before;
     }
   }
@@ -192,10 +200,11 @@ class Rehearsal {
   const Problem& problem_;
   const Actions& actions_;
   const std::vector<Steps>& steps_;
-  std::vector<std::vector<Sent>> sent_;  // by receiver
-  std::vector<size_t> needed_at_;        // by message: the place of the pass in its stage's list
-  std::vector<double> made_;             // by message: when; negative: not yet
-  std::vector<int> waits_;               // by message: the stage that waits for it
+  std::vector<std::vector<Sent>> sent_;     // by receiver
+  std::vector<std::vector<double>> ended_;  // by stage and pass: when
+  std::vector<size_t> needed_at_;           // by message: the place of the pass in its stage's list
+  std::vector<double> made_;                // by message: when; negative: not yet
+  std::vector<int> waits_;                  // by message: the stage that waits for it
 };
 
 }  // namespace

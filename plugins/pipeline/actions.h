@@ -52,11 +52,12 @@ struct Actions {
 // Of `steps` steps in a row. Throws Error unless the schedule's passes are what they should be: of chunks that the
 // stage holds, each once and after those of its stage that it needs.
 //   A send comes right after the pass that makes it. A stage receives in the order in which all stages together make
-// what it receives (step by step, by the clock, sends taking no time), each as late as it can: before the first pass
-// that needs it or something received after it, and in the step that it is sent in. So if passes alone can run (no two
-// wait for each other), all of it can, even where sends wait for receivers and a stage has one queue for all its sends
-// and one for all its receives: in that order, take what is sent first and has not been received. Nothing before it in
-// the two queues is left; its sender and its receiver need nothing else to come to it, as passes never wait for sends.
+// what it receives (step by step, by the clock, sends taking no time, of two at once the lower stage's first), each
+// before the first of its passes that ends later than the one that makes it, and in the step that it is sent in. So if
+// passes alone can run (no two wait for each other), all of it can, in this order, even where a send waits for its
+// receiver and a stage does one thing at a time: take the pass that ends first of those that have not run. All that its
+// stage receives before it has been made and received; what it makes is what its receiver has next. A plan may
+// therefore let any op wait for any before it, as one does whose memory it takes over.
 Actions actions_of(const Problem& problem, const Schedule& schedule, int steps = 1);
 
 // Under the strictest meaning of send: a send ends when its receive has; a stage's sends begin one after the other,

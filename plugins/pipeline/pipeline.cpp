@@ -1,9 +1,9 @@
-// Pipelines: each stage keeps its blocks of the model's program, what comes from the stage before is received at the
-// start, what the next one needs is sent at the end. Gradients go back by the gradient rules of send and receive.
+// Pipelines: each stage keeps its chunks of the model's program; what a chunk needs of the one before is received at
+// its start, what the next one needs is sent at its end.
 #include <algorithm>
-#include <map>
 
 #include "plugins/pipeline/actions.h"
+#include "plugins/pipeline/cut.h"
 #include "plugins/pipeline/schedules/schedules.h"
 #include "strata/plugin.h"
 
@@ -22,67 +22,6 @@ std::string sizes_text(const strata::Shape& shape) {
   return text;
 }
 
-// By op: the stage that runs it. What belongs to no block goes with the op before it: the embedding with the first
-// block, the loss with the last.
-std::vector<int> stages_of(const Program& program, int stages) {
-  int blocks = 0, at = 0;
-  for (const Op& op : program.ops) blocks = std::max(blocks, op.block + 1);
-  if (stages > blocks)
-    throw Error("mesh.pipeline asks for " + std::to_string(stages) + " stages, but the model has " +
-                std::to_string(blocks) + " blocks to divide among them; lower it.");
-  std::vector<int> of;
-  for (const Op& op : program.ops) {
-    if (op.block >= 0) at = std::max(at, int(int64_t(op.block) * stages / blocks));
-    of.push_back(at);
-  }
-  return of;
-}
-
-// What stages need of each other.
-struct Crossings {
-  std::vector<std::vector<TensorId>> borders;   // by stage but the last: what it makes for the next one, in order
-  std::map<int32_t, std::vector<int>> holders;  // by parameter: the stages that read it
-};
-
-// Sums over stages are taken in their order. That is the order of one rank where each adds one number.
-void require_one_sum(const Program& program, const Crossings& crossings) {
-  std::map<int32_t, int> readers;
-  for (const Op& op : program.ops)
-    for (TensorId id : op.inputs)
-      if (id && program[id].role == strata::Role::parameter) ++readers[id.value];
-  for (const auto& [id, stages] : crossings.holders)
-    if (stages.size() > 1 && readers[id] > 2)
-      throw Error("\"" + program[{id}].name + "\" is used by " + std::to_string(readers[id]) +
-                  " ops on several stages; their gradients cannot be summed in the order of one rank, as "
-                  "run.reproducible promises. Unset it, or set mesh.pipeline = 1.");
-}
-
-Crossings crossings_of(const Program& program, const std::vector<int>& stage_of, int stages) {
-  Crossings found{.borders = std::vector<std::vector<TensorId>>(size_t(stages - 1)), .holders = {}};
-  std::vector<int> maker(program.tensors.size(), -1);
-  for (size_t i = 0; i < program.ops.size(); ++i) {
-    const int stage = stage_of[i];
-    for (TensorId id : program.ops[i].inputs) {
-      if (!id) continue;
-      if (program[id].role == strata::Role::parameter) {
-        std::vector<int>& holders = found.holders[id.value];
-        if (holders.empty() || holders.back() != stage) holders.push_back(stage);
-      }
-      const int from = maker[size_t(id.value)];
-      if (from < 0 || from == stage) continue;
-      if (from + 1 != stage)
-        throw Error("\"" + program[id].name + "\" is made on stage " + std::to_string(from) + " and read on stage " +
-                    std::to_string(stage) +
-                    "; the model can be cut only where all that crosses is for the next stage.");
-      std::vector<TensorId>& border = found.borders[size_t(from)];
-      if (std::find(border.begin(), border.end(), id) == border.end()) border.push_back(id);
-    }
-    for (TensorId id : program.ops[i].outputs) maker[size_t(id.value)] = stage;
-  }
-  for (std::vector<TensorId>& border : found.borders) std::sort(border.begin(), border.end());
-  return found;
-}
-
 class Pipeline final : public strata::Plugin {
  public:
   Pipeline() {
@@ -92,8 +31,12 @@ class Pipeline final : public strata::Plugin {
 
   void options(strata::Options& o) override {
     o.add("schedule", schedule_,
-          "in which order a stage runs its passes: gpipe, 1f1b, zero_bubble_h1 or zero_bubble_h2")
-        .choices({"gpipe", "1f1b", "zero_bubble_h1", "zero_bubble_h2"});
+          "in which order a stage runs its passes: gpipe, 1f1b, interleaved, breadth_first, zero_bubble_h1, "
+          "zero_bubble_h2, zero_bubble_v, auto (the shortest found under device.memory), or another plugin's");
+    o.add("chunks", chunks_, "parts of the model that a stage has, not neighbouring ones; 0: as the schedule has them")
+        .non_negative();
+    o.add("boundaries", boundaries_,
+          "the first block of each chunk of the model but the first; empty: chunks balanced by time and memory");
   }
 
   strata::Capabilities capabilities() const override { return {.provides = {"splits over " + kAxis}}; }
@@ -101,62 +44,134 @@ class Pipeline final : public strata::Plugin {
   void forward(strata::ProgramStage& stage) override {
     stages_ = stage.mesh.size(kAxis);
     stage_ = stage.mesh[kAxis].coordinate;
-    const bool trains = stage.goal == strata::Goal::train;
-    if (stages_ == 1 && !trains) return;
+    if (stages_ == 1 && stage.goal != strata::Goal::train) return;
     if (stages_ == 1)
       throw Error("pipeline divides the model among the stages of axis \"" + kAxis + "\", which has one; set mesh." +
                   kAxis + " to their number, or leave the plugin out.");
-    Program& program = stage.program;
-    const std::vector<int> stage_of = stages_of(program, stages_);
-    const Crossings crossings = crossings_of(program, stage_of, stages_);
-    if (stage.batch.reproducible && trains) require_one_sum(program, crossings);
-    for (const auto& [id, holders] : crossings.holders)
+    kind_ = &strata::pipeline::find_schedule(schedule_);
+    const int chunks = chunks_ > 0 ? chunks_ : kind_->chunks;
+    // Once: all programs of a run are cut alike.
+    if (blocks_.empty()) blocks_ = strata::pipeline::costs_of_blocks(stage.program);
+    if (first_block_.empty())
+      first_block_ = boundaries_.empty()
+                         ? strata::pipeline::balanced_chunks(blocks_, stages_, chunks, stages_)
+                         : strata::pipeline::given_chunks(boundaries_, int(blocks_.size()), stages_, chunks);
+    cut_ = strata::pipeline::cut(stage.program, first_block_);
+    const strata::pipeline::Schedule placed =
+        kind_->make({.stages = stages_, .chunks = chunks, .microbatches = 2 * stages_});
+    if (!placed.first.empty())
+      throw Error(
+          "schedule " + schedule_ +
+          " has no flush: it leaves passes to the next step, which stages of a pipeline cannot do yet. Take one "
+          "with flush (1f1b, interleaved, zero_bubble_v).");
+    const auto all_holders = strata::pipeline::holders_of(stage.program, cut_, placed.stage_of);
+    if (stage.batch.reproducible && stage.goal == strata::Goal::train)
+      strata::pipeline::require_one_sum(stage.program, all_holders);
+    for (const auto& [id, holders] : all_holders)
       if (holders.size() > 1 && std::find(holders.begin(), holders.end(), stage_) != holders.end())
         stage.shared.push_back({.parameter = {id}, .axis = kAxis, .holders = holders});
-    size_t i = 0;
-    std::erase_if(program.ops, [&](const Op&) { return stage_of[i++] != stage_; });
-    if (stage_ > 0) receive(stage, crossings.borders[size_t(stage_ - 1)]);
-    if (stage_ + 1 == stages_) return;
-    program.losses.clear();
-    strata::Builder build(program);
-    for (TensorId id : crossings.borders[size_t(stage_)]) {
-      const TensorId token = build.emit("send", {id}, {{"axis", kAxis}, {"offset", int64_t(1)}}, "pipeline.sent");
-      if (trains) stage.roots.push_back({token, token});
-    }
+    keep_own(stage, placed.stage_of);
   }
 
   void schedule(strata::ScheduleStage& stage) override {
     if (stages_ == 1) return;
-    const strata::pipeline::Problem problem{.stages = stages_, .chunks = 1, .microbatches = stage.microbatches};
-    const strata::pipeline::Schedule schedule = strata::pipeline::find_schedule(schedule_).make(problem);
-    strata::pipeline::require_no_deadlock(strata::pipeline::actions_of(problem, schedule));
-    stage.order = schedule.order.at(size_t(stage_));
+    const strata::pipeline::Actions& actions = actions_of(stage);
+    std::vector<int> first_blocks;
+    for (int g : actions.own_chunks[size_t(stage_)])
+      first_blocks.push_back(first_blocks.empty() ? 0 : cut_.first_block[size_t(g)]);
+    stage.cut(first_blocks);
+    stage.order.clear();
+    for (const strata::pipeline::Action& action : actions.by_stage[size_t(stage_)]) {
+      using Kind = strata::pipeline::Action::Kind;
+      if (action.kind == Kind::receive) stage.receives.push_back({stage.order.size(), action.pass});
+      if (action.kind == Kind::run) stage.order.push_back(action.pass);
+    }
   }
 
  private:
-  // In front of everything else. The token that each is given has a gradient: that sends back the gradient of what
-  // came.
-  static void receive(strata::ProgramStage& stage, const std::vector<TensorId>& tensors) {
+  // The ops of this stage's chunks, between what they receive and send.
+  void keep_own(strata::ProgramStage& stage, const std::vector<int>& stage_of) {
     Program& program = stage.program;
-    strata::Builder build(program);
+    const auto ops = std::move(program.ops);
+    program.ops.clear();
+    for (int g = 0; g < cut_.chunks(); ++g) {
+      if (stage_of[size_t(g)] != stage_) continue;
+      if (g > 0 && stage_of[size_t(g - 1)] != stage_) receive(stage, g - 1, stage_of[size_t(g - 1)]);
+      for (size_t i = 0; i < ops.size(); ++i)
+        if (cut_.chunk_of[i] == g) program.ops.push_back(ops[i]);
+      if (g + 1 < cut_.chunks() && stage_of[size_t(g + 1)] != stage_) send(stage, g, stage_of[size_t(g + 1)]);
+    }
+    if (stage_of.back() != stage_) program.losses.clear();
+  }
+
+  // What crosses from chunk g to the next. Gradients go back by the gradient rules of send and receive: the token that
+  // a receive is given has a gradient, that sends back the gradient of what came.
+  void receive(strata::ProgramStage& stage, int g, int from) const {
+    strata::Builder build(stage.program);
+    const std::vector<TensorId>& tensors = cut_.crossing[size_t(g)];
     for (size_t i = 0; i < tensors.size(); ++i) {
-      const TensorId x = tensors[i];
+      const strata::Tensor x = stage.program[tensors[i]];
       std::vector<TensorId> start;
       if (stage.goal == strata::Goal::train)
-        start.push_back(build.data("pipeline.start" + (i > 0 ? "." + std::to_string(i) : ""), {1}, strata::DType::u8));
+        start.push_back(build.data("pipeline.start." + std::to_string(number(g, i)), {1}, strata::DType::u8));
       build.emit_all("receive", start,
                      {{"axis", kAxis},
-                      {"offset", int64_t(-1)},
-                      {"shape", sizes_text(program[x].shape)},
-                      {"dtype", std::string(strata::name_of(program[x].dtype))}},
-                     {x});
+                      {"offset", int64_t(from - stage_)},
+                      {"crossing", number(g, i)},
+                      {"shape", sizes_text(x.shape)},
+                      {"dtype", std::string(strata::name_of(x.dtype))}},
+                     {tensors[i]});
       stage.wanted.insert(stage.wanted.end(), start.begin(), start.end());
     }
-    std::rotate(program.ops.begin(), program.ops.end() - int64_t(tensors.size()), program.ops.end());
+  }
+  void send(strata::ProgramStage& stage, int g, int to) const {
+    strata::Builder build(stage.program);
+    const std::vector<TensorId>& tensors = cut_.crossing[size_t(g)];
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      const TensorId token =
+          build.emit("send", {tensors[i]},
+                     {{"axis", kAxis}, {"offset", int64_t(to - stage_)}, {"crossing", number(g, i)}}, "pipeline.sent");
+      if (stage.goal == strata::Goal::train) stage.roots.push_back({token, token});
+    }
+  }
+  // Of the i-th tensor that crosses from chunk g: no other has it.
+  int64_t number(int g, size_t i) const { return g + int64_t(i) * cut_.chunks(); }
+
+  // The same for all stages, so made once where one process plans them all.
+  const strata::pipeline::Actions& actions_of(const strata::ScheduleStage& stage) {
+    strata::pipeline::Problem problem{.stages = stages_,
+                                      .chunks = cut_.chunks() / stages_,
+                                      .microbatches = stage.microbatches,
+                                      .costs = strata::pipeline::costs_of_chunks(blocks_, first_block_)};
+    if (stage.memory > 0) problem.memory = for_activations(problem, stage.memory);
+    if (!actions_.by_stage.empty() && problem == problem_) return actions_;
+    problem_ = std::move(problem);
+    actions_ = strata::pipeline::actions_of(problem_, kind_->make(problem_));
+    strata::pipeline::require_no_deadlock(actions_);
+    return actions_;
+  }
+
+  // What parameters, gradients and two states of an optimizer leave of the device on every stage, and room for one
+  // microbatch in any case: whether a plan fits is not decided here, as some of it may rest elsewhere.
+  static int64_t for_activations(const strata::pipeline::Problem& problem, int64_t memory) {
+    int64_t parameters = 0, activations = 0;
+    for (const strata::pipeline::ChunkCost& cost : problem.costs) {
+      parameters = std::max(parameters, cost.parameters);
+      activations = std::max(activations, cost.activation);
+    }
+    return std::max(memory - 4 * parameters * problem.chunks, activations * problem.chunks);
   }
 
   std::string schedule_ = "1f1b";
+  int chunks_ = 0;
+  std::vector<int64_t> boundaries_{};
   int stages_ = 1, stage_ = 0;
+  const strata::pipeline::ScheduleKind* kind_ = nullptr;
+  std::vector<strata::pipeline::ChunkCost> blocks_{};  // of the program that came first
+  std::vector<int> first_block_{};
+  strata::pipeline::Problem problem_{};  // that actions_ are of
+  strata::pipeline::Actions actions_{};
+  strata::pipeline::Cut cut_{};
 };
 
 }  // namespace

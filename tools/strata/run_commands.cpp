@@ -14,7 +14,9 @@
 #include "engine/data/token_file.h"
 #include "engine/data/tokenizer.h"
 #include "engine/planning/page.h"
+#include "engine/planning/stages_report.h"
 #include "engine/planning/trace.h"
+#include "engine/runtime/job.h"
 #include "engine/runtime/ranks.h"
 #include "engine/runtime/run_directory.h"
 #include "engine/runtime/stop.h"
@@ -118,21 +120,6 @@ int train_launched(const TrainArguments& arguments, const LaunchedRank& rank) {
   return quietly(rank, [&] { return train_rank(arguments, stop, world.get()); });
 }
 
-// A plan of each stage of a pipeline, one after the other; of one without stages.
-std::vector<RunPlans> plans_of_stages(Session& session) {
-  std::vector<RunPlans> plans;
-  for (int stage = 0; stage < session.mesh.programs().size; ++stage) {
-    session.mesh = session.mesh.planner(stage);
-    try {
-      plans.push_back(session.plan_run());
-    } catch (const Error& error) {
-      if (session.mesh.programs().size == 1) throw;
-      throw Error(fmt::format("stage {} of the pipeline: {}", stage, error.what()), error.code());
-    }
-  }
-  return plans;
-}
-
 }  // namespace
 
 int train_command_main(const TrainArguments& arguments) {
@@ -142,7 +129,7 @@ int train_command_main(const TrainArguments& arguments) {
     if (alone.mesh.size() > 1 || arguments.restarts > 0) {
       // What is wrong with it is said once. Signals wait: planning forks to measure, which a thread that takes them
       // forbids.
-      plans_of_stages(alone);
+      plan_stages(alone);
       if (stop_signal_waits()) {
         say("stopped before the first step");
         return int(ExitCode::done);
@@ -157,6 +144,11 @@ int train_command_main(const TrainArguments& arguments) {
 
 namespace {
 
+// Of one of several stages; empty where there is one.
+std::string stage_name(size_t stage, size_t of) {
+  return of == 1 ? std::string() : fmt::format("stage {} of the pipeline", stage);
+}
+
 // The steps of one stage on the page.
 void add_to_page(std::vector<PageRun>& runs, const RunPlans& plans, const std::string& stage) {
   for (size_t p = 0; p < plans.phases.programs(); ++p) {
@@ -168,48 +160,55 @@ void add_to_page(std::vector<PageRun>& runs, const RunPlans& plans, const std::s
                     .memory = &one.memory,
                     .spans = one.prediction->spans,
                     .stalls = one.prediction->stalls,
-                    .seconds = one.prediction->seconds});
+                    .seconds = one.prediction->seconds,
+                    .clock = stage.empty() ? -1 : int(p)});
   }
+}
+
+// All stages side by side.
+std::string trace_of(const std::vector<RunPlans>& stages) {
+  std::vector<Traced> programs;
+  for (size_t s = 0; s < stages.size(); ++s) {
+    const PlannedProgram& planned = stages[s].main();
+    programs.push_back({stages.size() == 1 ? "strata step" : stage_name(s, stages.size()), &planned.program(),
+                        &planned.memory, &planned.prediction->spans});
+  }
+  return chrome_trace(programs);
+}
+
+// One object, or of several stages one with a list of theirs and what they are together.
+std::string plans_json(const std::vector<RunPlans>& stages) {
+  if (stages.size() == 1) return plan_json(stages[0]);
+  std::string text = "{\"stages\": [\n";
+  for (size_t s = 0; s < stages.size(); ++s) text += (s == 0 ? "" : ",\n") + plan_json(stages[s]);
+  return text + "],\n\"pipeline\": " + stages_json(stages).dump(1) + "}\n";
 }
 
 }  // namespace
 
 int plan_command_main(const PlanArguments& arguments) {
   Session session(arguments.config, arguments.sets);
-  const std::vector<RunPlans> stages = plans_of_stages(session);
+  const std::vector<RunPlans> stages = plan_stages(session);
   const PlannedProgram& planned = stages[0].main();
-  if (!arguments.trace.empty() && stages.size() > 1)
-    throw Error("--trace shows one program, and a pipeline of " + std::to_string(stages.size()) +
-                " stages has as many; --html shows them all.");
-  if (!arguments.trace.empty())
-    write_atomically(arguments.trace, chrome_trace(planned.program(), planned.memory, planned.prediction->spans));
-  const auto name = [&](size_t stage) {
-    return stages.size() == 1 ? std::string() : fmt::format("stage {} of the pipeline", stage);
-  };
+  if (!arguments.trace.empty()) write_atomically(arguments.trace, trace_of(stages));
   if (!arguments.html.empty()) {
     std::vector<PageRun> runs;
-    for (size_t s = 0; s < stages.size(); ++s) add_to_page(runs, stages[s], name(s));
+    for (size_t s = 0; s < stages.size(); ++s) add_to_page(runs, stages[s], stage_name(s, stages.size()));
     write_atomically(
         arguments.html,
         memory_page(
             arguments.config,
-            fmt::format("As planned for {} threads; nothing ran. Times are predicted{}. Rates {}.", session.threads(),
-                        stages.size() == 1 ? "" : ", without what a stage waits for the others",
+            fmt::format("As planned for {} threads; nothing ran. Times are predicted. Rates {}.", session.threads(),
                         planned.rates.assumed.empty() ? "measured on this machine" : assumed_text(planned.rates)),
             runs));
   }
+  if (arguments.json)
+    fmt::print("{}", plans_json(stages));
+  else if (stages.size() > 1)
+    fmt::print("{}", stages_text(stages));
   for (size_t s = 0; s < stages.size(); ++s) {
-    if (arguments.json) {
-      fmt::print("{}{}{}",
-                 stages.size() == 1 ? ""
-                 : s == 0           ? "{\"stages\": [\n"
-                                    : ",\n",
-                 plan_json(stages[s]), s > 0 && s + 1 == stages.size() ? "]}\n" : "");
-    } else {
-      if (stages.size() > 1)
-        fmt::print("{}{}; times are without what it waits for the others\n", s == 0 ? "" : "\n", name(s));
-      fmt::print("{}", plan_text(stages[s]));
-    }
+    if (!arguments.json && stages.size() > 1) fmt::print("\n{}\n", stage_name(s, stages.size()));
+    if (!arguments.json) fmt::print("{}", plan_text(stages[s]));
     if (arguments.program)
       fmt::print("\n{}", stages[s].phases.programs() == 1 ? print(stages[s].main().program()) : print(stages[s]));
   }
@@ -233,7 +232,7 @@ void check_resumable(const Session& session, const std::string& newest) {
 
 int check_command_main(const CheckArguments& arguments) {
   Session session(arguments.config, arguments.sets);
-  const std::vector<RunPlans> stages = plans_of_stages(session);
+  const std::vector<RunPlans> stages = plan_stages(session);
   const PlannedProgram& planned = stages[0].main();
   const TokenDataset train(session.data.train, planned.built.vocabulary);
   const Sampler sampler(train, session.data.sequence_length, session.data.shuffle, uint64_t(session.run.seed));

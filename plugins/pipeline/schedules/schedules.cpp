@@ -10,8 +10,8 @@ void register_schedules() {
   register_schedule({"interleaved", "1f1b with several chunks a stage (arXiv 2104.04473)", 2, interleaved});
   register_schedule(
       {"breadth_first", "all microbatches of a chunk before the next chunk (arXiv 2211.05953)", 2, breadth_first});
-  register_schedule({"zero_bubble", "the best order found for predicted costs under device.memory (arXiv 2401.10241)",
-                     1, zero_bubble});
+  register_schedule(
+      {"auto", "the shortest order found for what chunks take and keep (arXiv 2401.10241)", 1, zero_bubble});
   register_schedule({"zero_bubble_h1",
                      "weight gradients fill a third of 1f1b's bubble, in its memory (ZB-H1, arXiv "
                      "2401.10241)",

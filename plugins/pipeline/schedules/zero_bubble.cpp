@@ -172,7 +172,7 @@ class Best {
   bool is_perfect() const { return perfect_; }
   Schedule take() {
     if (schedule_.order.empty())
-      throw Error("schedule zero_bubble would keep at least " + std::to_string(least_) +
+      throw Error("schedule auto would keep at least " + std::to_string(least_) +
                   " bytes of activations on a stage, and there is room for " + std::to_string(problem_.memory) +
                   ". Raise device.memory, make data.micro_batch smaller, or take more stages.");
     return std::move(schedule_);
@@ -197,7 +197,7 @@ std::set<int> series(const Problem& problem, int steps) {
 }  // namespace
 
 Schedule zero_bubble(const Problem& problem) {
-  if (problem.chunks > 2) require_chunks(problem, "zero_bubble", 2);
+  if (problem.chunks > 2) require_chunks(problem, "auto", 2);
   Best best(problem);
   if (problem.chunks == 2) {
     best.offer(zero_bubble_v(problem));
