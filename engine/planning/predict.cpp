@@ -41,7 +41,7 @@ double processors_of(const Op& op, const Rates& rates) {
 class RankStreams {
  public:
   RankStreams(const TimedProgram& program, const Mesh& mesh) : program_(program), spans_(program.ops.size()) {
-    for (size_t i = 0; i < program.ops.size(); ++i) streams_[int(program.ops[i].stream)].ops.push_back(int32_t(i));
+    for (size_t i = 0; i < program.ops.size(); ++i) streams_[int(program[i].stream)].ops.push_back(int32_t(i));
     for (const std::string& name : program.axes) axes_.push_back(mesh[name]);
   }
 
@@ -58,7 +58,7 @@ class RankStreams {
     const Lane& lane = streams_[size_t(stream)];
     if (lane.running || lane.done == lane.ops.size()) return nullptr;
     const auto op = size_t(lane.ops[lane.done]);
-    return meets(op) && ready(op) ? &program_.ops[op] : nullptr;
+    return meets(op) && ready(op) ? &program_[op] : nullptr;
   }
 
   // Begins what can begin but that.
@@ -109,7 +109,7 @@ class RankStreams {
   };
 
   bool meets(size_t op) const {
-    const int axis = program_.ops[op].axis;
+    const int axis = program_[op].axis;
     return axis >= 0 && axes_[size_t(axis)].size > 1;
   }
   bool ready(size_t op) const {
@@ -121,8 +121,8 @@ class RankStreams {
   void start(Lane& lane) {
     const size_t op = size_t(lane.ops[lane.done]);
     lane.running = true;
-    lane.left = program_.ops[op].seconds;
-    lane.processors = program_.ops[op].processors;
+    lane.left = program_[op].seconds;
+    lane.processors = program_[op].processors;
     spans_[op].start = now_;
   }
 
@@ -214,15 +214,17 @@ class Clock {
 }  // namespace
 
 TimedProgram timed(const Program& program, const MemoryPlan& plan, const Rates& rates) {
-  TimedProgram result{.ops = {}, .waits = plan_waits(program, plan), .axes = {}, .processors = rates.processors};
-  std::unordered_map<uint64_t, double> known;  // ops that take as long: of other microbatches and blocks
+  TimedProgram result{
+      .ops = {}, .alike = {}, .waits = plan_waits(program, plan), .axes = {}, .processors = rates.processors};
+  std::unordered_map<uint64_t, int32_t> known;  // by signature: which of them
   result.ops.reserve(program.ops.size());
   for (const Op& op : program.ops) {
     const OpView view(program, op);
-    const auto [seconds, is_new] = known.try_emplace(signature(view), 0);
-    if (is_new) seconds->second = seconds_of(view, rates);
-    TimedProgram::Op& made = result.ops.emplace_back(
-        TimedProgram::Op{.stream = op.stream, .seconds = seconds->second, .processors = processors_of(op, rates)});
+    const auto [number, is_new] = known.try_emplace(signature(view), int32_t(result.alike.size()));
+    result.ops.push_back(number->second);
+    if (!is_new) continue;
+    TimedProgram::Op& made = result.alike.emplace_back(TimedProgram::Op{
+        .stream = op.stream, .seconds = seconds_of(view, rates), .processors = processors_of(op, rates)});
     if (!is_exchange(op.stream) || !op.attributes.has("axis")) continue;
     const std::string axis = op.attributes.string("axis");
     const auto found = std::find(result.axes.begin(), result.axes.end(), axis);
@@ -267,10 +269,11 @@ Prediction predict(const Program& program, const MemoryPlan& plan, const Rates& 
 }
 
 std::string text_of(const TimedProgram& program) {
-  Json::Array ops, axes;
+  Json::Array alike, ops, axes;
+  for (const TimedProgram::Op& op : program.alike)
+    alike.push_back(Json::Array{int64_t(op.stream), int64_t{op.axis}, int64_t{op.offset}, op.seconds, op.processors});
   for (size_t i = 0; i < program.ops.size(); ++i) {
-    const TimedProgram::Op& op = program.ops[i];
-    Json::Array one{int64_t(op.stream), int64_t{op.axis}, int64_t{op.offset}, op.seconds, op.processors};
+    Json::Array one{int64_t{program.ops[i]}};
     for (const Wait& wait : program.waits[i]) {
       one.push_back(int64_t(wait.stream));
       one.push_back(int64_t{wait.count});
@@ -278,34 +281,43 @@ std::string text_of(const TimedProgram& program) {
     ops.push_back(std::move(one));
   }
   for (const std::string& axis : program.axes) axes.push_back(axis);
-  return Json(Json::Array{std::move(ops), std::move(axes), program.processors}).dump();
+  return Json(Json::Array{std::move(alike), std::move(ops), std::move(axes), program.processors}).dump();
 }
 
 TimedProgram timed_from(const std::string& text) {
+  const auto require = [](bool is_so, const char* what) {
+    if (!is_so) throw Error(std::string("times of a program: ") + what + ".", ExitCode::failed);
+  };
+  const auto stream = [&](const Json& json) {
+    const int64_t number = json.integer("stream");
+    require(number >= 0 && number < kStreams, "no such stream");
+    return Stream(number);
+  };
   const Json json = Json::parse(text, "times of a program");
   const Json::Array& parts = json.array("times");
-  if (parts.size() != 3) throw Error("times of a program: not three parts.", ExitCode::failed);
+  require(parts.size() == 4, "not four parts");
   TimedProgram program;
-  program.processors = parts[2].number("processors");
-  for (const Json& axis : parts[1].array("axes")) program.axes.push_back(axis.string("axis"));
-  for (const Json& one : parts[0].array("ops")) {
+  for (const Json& axis : parts[2].array("axes")) program.axes.push_back(axis.string("axis"));
+  program.processors = parts[3].number("processors");
+  for (const Json& one : parts[0].array("alike")) {
     const Json::Array& fields = one.array("op");
-    if (fields.size() < 5 || fields.size() % 2 == 0) throw Error("times of a program: not an op.", ExitCode::failed);
-    const auto stream = [](const Json& json) {
-      const int64_t number = json.integer("stream");
-      if (number < 0 || number >= kStreams) throw Error("times of a program: no such stream.", ExitCode::failed);
-      return Stream(number);
-    };
+    require(fields.size() == 5, "not an op");
     const int64_t axis = fields[1].integer("axis");
-    if (axis < -1 || axis >= int64_t(program.axes.size()))
-      throw Error("times of a program: no such axis.", ExitCode::failed);
-    program.ops.push_back({.stream = stream(fields[0]),
-                           .axis = int8_t(axis),
-                           .offset = int32_t(fields[2].integer("offset")),
-                           .seconds = fields[3].number("seconds"),
-                           .processors = fields[4].number("processors")});
+    require(axis >= -1 && axis < int64_t(program.axes.size()), "no such axis");
+    program.alike.push_back({.stream = stream(fields[0]),
+                             .axis = int8_t(axis),
+                             .offset = int32_t(fields[2].integer("offset")),
+                             .seconds = fields[3].number("seconds"),
+                             .processors = fields[4].number("processors")});
+  }
+  for (const Json& one : parts[1].array("ops")) {
+    const Json::Array& fields = one.array("op");
+    require(fields.size() % 2 == 1, "not an op and its waits");
+    const int64_t number = fields[0].integer("op");
+    require(number >= 0 && number < int64_t(program.alike.size()), "no such op");
+    program.ops.push_back(int32_t(number));
     std::vector<Wait> waits;
-    for (size_t i = 5; i < fields.size(); i += 2)
+    for (size_t i = 1; i < fields.size(); i += 2)
       waits.push_back({stream(fields[i]), int32_t(fields[i + 1].integer("count"))});
     program.waits.push_back(waits);
   }

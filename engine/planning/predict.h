@@ -43,7 +43,9 @@ struct TimedProgram {
     int32_t offset = 0;                  // of a send or receive: how many coordinates on the other one is
     double seconds = 0, processors = 0;  // by itself, and what it takes of the machine meanwhile
   };
-  std::vector<Op> ops;
+  const Op& operator[](size_t i) const { return alike[size_t(ops[i])]; }
+  std::vector<int32_t> ops;  // each an index in `alike`: of other microbatches and blocks they take as long
+  std::vector<Op> alike;
   Waits waits;
   std::vector<std::string> axes;
   double processors = 0;  // of the machine; 0: no op takes any from another

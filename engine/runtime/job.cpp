@@ -63,7 +63,7 @@ std::optional<double> predict_with_others(World& world, const Mesh& mesh, RunPla
     for (int program = 0; p == 0 && program < count; ++program) {
       double busy = 0;
       for (size_t i = 0; i < all[size_t(program)].ops.size(); ++i)
-        if (all[size_t(program)].ops[i].stream == Stream::compute)
+        if (all[size_t(program)][i].stream == Stream::compute)
           busy += spans[size_t(program)][i].finish - spans[size_t(program)][i].start;
       busiest = std::max(busiest, busy);
     }
