@@ -155,7 +155,7 @@ TEST(PipelineSearch, TheSearchSaysHowMuchMemoryWouldDo) {
   Problem problem{.stages = 3, .microbatches = 5, .memory = 99};
   problem.costs.assign(3, {.activation = 100, .weight_activation = 40});
   EXPECT_EQ(refusal([&] { zero_bubble(problem); }),
-            "schedule zero_bubble would keep at least 100 bytes of activations on a stage, and there is room for 99. "
+            "schedule auto would keep at least 100 bytes of activations on a stage, and there is room for 99. "
             "Raise device.memory, make data.micro_batch smaller, or take more stages.");
   problem.memory = 100;
   EXPECT_EQ(refusal([&] { zero_bubble(problem); }), "");
