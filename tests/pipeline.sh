@@ -42,20 +42,22 @@ cat plain.toml - >pipeline.toml <<<'[plugins.pipeline]'
 for micro_batch in 1 6; do
   expect 0 '' "$strata" train plain.toml --set run.directory=plain$micro_batch --set data.micro_batch=$micro_batch
 done
-for stages in 2 3 5; do
-  for schedule in gpipe 1f1b zero_bubble_h1 zero_bubble_h2; do
-    for micro_batch in 1 6; do
-      run=run$stages$schedule$micro_batch
-      expect 0 '' "$strata" train pipeline.toml --set run.directory=$run --set mesh.pipeline=$stages \
-        --set plugins.pipeline.schedule=\"$schedule\" --set data.micro_batch=$micro_batch
-      losses plain$micro_batch/log.jsonl | cmp - <(losses $run/log.jsonl) ||
-        fail "$stages stages, $schedule, micro_batch $micro_batch: $(losses $run/log.jsonl)"
-    done
-    "$strata" export plain.toml exported-$run --checkpoint $run >out
-    [[ -d exported ]] || "$strata" export plain.toml exported --checkpoint plain6 >out
-    cmp exported/model.safetensors exported-$run/model.safetensors || fail "the export of $run differs"
-  done
-done
+# Threads take many more of such cases: Pipeline.RandomStagesAgreeWithOneRank.
+train_stages() {  # STAGES SCHEDULE MICRO_BATCH
+  local run=run$1$2$3
+  expect 0 '' "$strata" train pipeline.toml --set run.directory=$run --set mesh.pipeline=$1 \
+    --set plugins.pipeline.schedule=\"$2\" --set data.micro_batch=$3
+  losses plain$3/log.jsonl | cmp - <(losses $run/log.jsonl) ||
+    fail "$1 stages, $2, micro_batch $3: $(losses $run/log.jsonl)"
+  "$strata" export plain.toml exported-$run --checkpoint $run >out
+  [[ -d exported$3 ]] || "$strata" export plain.toml exported$3 --checkpoint plain$3 >out
+  cmp exported$3/model.safetensors exported-$run/model.safetensors || fail "the export of $run differs"
+}
+for schedule in gpipe 1f1b zero_bubble_h1 zero_bubble_h2; do train_stages 3 $schedule 1; done
+train_stages 2 zero_bubble_h2 1
+train_stages 5 1f1b 1
+train_stages 2 1f1b 6
+train_stages 3 gpipe 6
 
 # Several chunks a stage, which no stage count needs to divide; few microbatches, and more than stages.
 chunked() {  # STAGES SCHEDULE CHUNKS MICRO_BATCH
@@ -71,9 +73,9 @@ chunked 2 breadth_first 4 1
 chunked 3 interleaved 3 1
 chunked 4 interleaved 2 12
 chunked 4 breadth_first 2 4
-for stages in 2 3 4; do chunked $stages zero_bubble_v 0 1; done
+for stages in 2 4; do chunked $stages zero_bubble_v 0 1; done
 chunked 3 zero_bubble_v 2 6
-for stages in 2 4; do chunked $stages auto 0 1; done
+chunked 2 auto 0 1
 chunked 3 auto 2 2
 
 # Beside other strategies, bit for bit. composed NAME PLUGINS SETS...: [plugins.NAME] tables and what else is set of the pipeline
