@@ -169,8 +169,7 @@ class Fabric final : public Communicator {
   };
 
   void must(int64_t code, const char* call) {
-    if (code < 0)
-      end(Error(std::string("libfabric: ") + call + ": " + fi_strerror(int(-code)) + ".", ExitCode::failed));
+    if (code < 0) end(Error(failed(call, int(-code)) + ".", ExitCode::failed));
   }
 
   void open() {
@@ -255,19 +254,24 @@ class Fabric final : public Communicator {
                                     : fi_tsend(endpoint_.value, data, size_t(bytes), nullptr, peers_[size_t(peer)],
                                                full, &context->for_provider);
       if (code == 0) break;
-      if (code != -FI_EAGAIN) lost(name_of(peer), int(-code));
+      if (code != -FI_EAGAIN) lost(gone(peer, int(-code)));
       if (!take_completions(0)) give_up(began);
     }
     ++pending_[slot];
     if (!receives) bytes_sent_ += bytes;
   }
 
+  std::string gone(int peer, int error) const { return "rank " + name_of(peer) + " is gone: " + fi_strerror(error); }
+  static std::string failed(const char* call, int error) {
+    return std::string("libfabric: ") + call + ": " + fi_strerror(error);
+  }
+
   // A way to a rank broke. What the rendezvous says of it tells more, and may come a moment later.
-  [[noreturn]] void lost(const std::string& peer, int error) {
-    for (int i = 0; i < 100 && !abort_.raised.load(std::memory_order_acquire); ++i)
+  [[noreturn]] void lost(const std::string& what) {
+    for (int i = 0; i < 300 && !abort_.raised.load(std::memory_order_acquire); ++i)
       std::this_thread::sleep_for(std::chrono::milliseconds(10));
     if (abort_.raised.load(std::memory_order_acquire)) end(ended_by(abort_.text, where()));
-    fail("rank " + peer + " is gone: " + fi_strerror(error));
+    fail(what);
   }
 
   // Takes what is complete, waiting at most so many milliseconds for the first.
@@ -280,9 +284,10 @@ class Fabric final : public Communicator {
       fi_cq_err_entry error{};
       fi_cq_readerr(completions_.value, &error, 0);
       const auto* context = static_cast<Context*>(error.op_context);
-      lost(context ? name_of(context->peer) : "?", error.err);
+      lost(context ? gone(context->peer, error.err) : failed("fi_cq_readerr", error.err));
     }
-    must(count, "fi_cq_read");
+    // So does a connection that closes while libfabric looks at it (ENOENT, seen in 1.17): it names no rank.
+    if (count < 0) lost(failed("fi_cq_read", int(-count)));
     for (ssize_t i = 0; i < count; ++i) {
       auto* context = static_cast<Context*>(entries[i].op_context);
       --pending_[context->slot];
