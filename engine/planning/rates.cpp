@@ -152,6 +152,7 @@ Json to_json(const Rates& rates) {
   all.emplace_back("kernels", to_json(rates.kernels));
   all.emplace_back("links", std::move(links));
   all.emplace_back("assumed", std::move(assumed));
+  all.emplace_back("disturbed", rates.disturbed);
   return all;
 }
 
@@ -166,6 +167,7 @@ Rates rates_from(const Json& json) {
                          .latency = member(link, "latency").number("latency"),
                          .samples = samples_from(member(link, "samples"))};
   for (const Json& name : member(json, "assumed").array("assumed")) rates.assumed.insert(name.string("assumed"));
+  rates.disturbed = member(json, "disturbed").boolean("disturbed");
   return rates;
 }
 

@@ -46,6 +46,8 @@ struct Rates {
   std::map<std::string, Link, std::less<>> links{};  // by axis of the mesh
   // What is not measured but from a data sheet or a guess: names as in kFigures, and "link AXIS".
   std::set<std::string> assumed{};
+  // Some that matter here were measured while other programs had the processors: times are predicted too long.
+  bool disturbed = false;
 };
 
 // The figures by the names that reports and files use.

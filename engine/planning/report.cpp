@@ -179,6 +179,7 @@ Json::Object rates_json(const Rates& rates) {
   Json::Array assumed;
   for (const std::string& name : rates.assumed) assumed.push_back(name);
   all.emplace_back("assumed", std::move(assumed));
+  all.emplace_back("disturbed", rates.disturbed);
   return all;
 }
 
@@ -227,6 +228,12 @@ std::string assumed_text(const Rates& rates) {
          (data_sheet ? " (an H100's data sheet: there is no such device here)" : "");
 }
 
+std::string disturbed_text(const Rates& rates) {
+  return rates.disturbed ? "measured while other programs had the processors: predicted times may be too long; "
+                           "measured again by a command that starts a minute later, or corrected by a run"
+                         : "";
+}
+
 std::string rates_text(const PlannedProgram& planned) {
   const Rates& rates = planned.rates;
   std::string text = "rates used\n";
@@ -251,6 +258,7 @@ std::string rates_text(const PlannedProgram& planned) {
                         rate_text(bandwidth, "B/s"), mark("link " + axis));
   }
   if (const std::string assumed = assumed_text(rates); !assumed.empty()) text += "  " + assumed + "\n";
+  if (rates.disturbed) text += "  " + disturbed_text(rates) + "\n";
   return text;
 }
 

@@ -54,5 +54,7 @@ std::string rate_text(double rate, const char* unit);
 std::string rates_text(const PlannedProgram& planned);
 // Only that: "assumed, not measured: …"; empty when all is measured.
 std::string assumed_text(const Rates& rates);
+// Says so where rates were measured on a busy machine; otherwise empty.
+std::string disturbed_text(const Rates& rates);
 
 }  // namespace strata

@@ -8,9 +8,11 @@
 #include <cstring>
 #include <map>
 #include <set>
+#include <tuple>
 
 #include "base/clock.h"
 #include "engine/program/signature.h"
+#include "engine/runtime/processor_wait.h"
 #include "memory/arena.h"
 #include "strata/convert.h"
 
@@ -145,7 +147,7 @@ class BoundOp {
   }
 
   // Seconds of a few runs, the middle one.
-  double typical(double until) {
+  KernelTime typical(double until, bool may_be_disturbed) {
     for (const Place& place : places_) {
       std::byte* next = place.memory;
       for (const Tensor& tensor : op_.program.tensors) {
@@ -156,6 +158,7 @@ class BoundOp {
     constexpr double kEnough = 2e-3;
     std::vector<double> all;
     double spent = 0;
+    const ProcessorWait wait;
     if (op_.expected < kEnough) places_.back().launch();  // threads awake, code in the cache
     for (size_t run = 0; run < 2 * places_.size() || run < 3; ++run) {
       const double began = seconds_now();
@@ -165,9 +168,11 @@ class BoundOp {
       spent += seconds;
       if ((run > 0 && spent > kEnough) || began + seconds > until) break;
     }
+    const double waited = wait.share();
     const auto middle = all.begin() + int64_t(all.size() - 1) / 2;
     std::nth_element(all.begin(), middle, all.end());
-    return *middle;
+    return may_be_disturbed && waited > kDisturbed ? KernelTime{std::max(op_.expected, *middle * (1 - waited)), true}
+                                                   : KernelTime{*middle};
   }
 
  private:
@@ -224,9 +229,9 @@ std::vector<LoneOp> lone_ops(const Program& program, const Rates& rates) {
   return result;
 }
 
-std::vector<double> measure_kernels(const std::vector<LoneOp>& ops, const std::string& backend, int threads,
-                                    int host_threads, int64_t working_set, double seconds) {
-  std::vector<double> best(ops.size(), 0);
+std::vector<KernelTime> measure_kernels(const std::vector<LoneOp>& ops, const std::string& backend, int threads,
+                                        int host_threads, int64_t working_set, double seconds, bool may_be_disturbed) {
+  std::vector<KernelTime> best(ops.size());
   if (ops.empty()) return best;
   int64_t pool_bytes = std::clamp<int64_t>(working_set, 1 << 20, 2 * last_cache());
   for (const LoneOp& op : ops) pool_bytes = std::max(pool_bytes, BoundOp::stride_of(op));
@@ -241,10 +246,13 @@ std::vector<double> measure_kernels(const std::vector<LoneOp>& ops, const std::s
       const bool on_host = op.view().op().stream == Stream::host;
       if (seconds_now() + 2 * op.expected > until || !op.view().op().kind->kernels.contains(backend)) continue;
       try {
-        const double taken = BoundOp(op, backend, on_host ? host : compute, pool.base(), pool_bytes).typical(until);
-        best[i] = best[i] == 0 ? taken : std::min(best[i], taken);
+        const KernelTime taken =
+            BoundOp(op, backend, on_host ? host : compute, pool.base(), pool_bytes).typical(until, may_be_disturbed);
+        if (best[i].seconds == 0 ||
+            std::tie(taken.disturbed, taken.seconds) < std::tie(best[i].disturbed, best[i].seconds))
+          best[i] = taken;
       } catch (const std::exception&) {  // cannot run by itself: priced by its cost
-        best[i] = 0;
+        best[i] = {};
       }
     }
   }

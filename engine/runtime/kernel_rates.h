@@ -23,11 +23,20 @@ struct LoneOp {
 // first that a step spends most of its time with. Ops that cannot be made small enough are left out.
 std::vector<LoneOp> lone_ops(const Program& program, const Rates& rates);
 
+struct KernelTime {
+  double seconds = 0;      // 0: not run
+  bool disturbed = false;  // in every try other programs had the processors: less what threads waited for them
+  bool operator==(const KernelTime&) const = default;
+};
+
 // Runs each op a few times in two rounds, until `seconds` are over, and gives the fewest seconds of each, in the order
-// of `ops`; 0 for those that were not run. Kernels are those of a backend that is not asynchronous. Each run has other
-// memory than the one before, in turns through as much as `working_set` (bytes; what a step of the program uses), up to
-// a few times the last cache: what would be in a cache in a step is in it here.
-std::vector<double> measure_kernels(const std::vector<LoneOp>& ops, const std::string& backend, int threads,
-                                    int host_threads, int64_t working_set, double seconds);
+// of `ops`, those of a try that nothing disturbed first. `may_be_disturbed`: false where threads that wait for a
+// processor are what the run will be, since its ranks have more threads than there are processors. Kernels are those of
+// a backend that is not asynchronous. Each run has other memory than the one before, in turns through as much as
+// `working_set` (bytes; what a step of the program uses), up to a few times the last cache: what would be in a cache in
+// a step is in it here.
+std::vector<KernelTime> measure_kernels(const std::vector<LoneOp>& ops, const std::string& backend, int threads,
+                                        int host_threads, int64_t working_set, double seconds,
+                                        bool may_be_disturbed = true);
 
 }  // namespace strata

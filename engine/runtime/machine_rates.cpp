@@ -23,11 +23,13 @@
 #include <thread>
 
 #include "base/clock.h"
+#include "engine/program/signature.h"
 #include "engine/runtime/cache_path.h"
 #include "engine/runtime/device_rates.h"
 #include "engine/runtime/kernel_rates.h"
 #include "engine/runtime/link_rates.h"
 #include "engine/runtime/peak.h"
+#include "engine/runtime/processor_wait.h"
 #include "engine/runtime/rates_cache.h"
 #include "memory/arena.h"
 #include "memory/nvme_store.h"
@@ -137,6 +139,9 @@ class Companions {
   std::vector<pid_t> children_;
 };
 
+// Whether a thread that waits for a processor waits for another program, and not for one of this run.
+bool has_processors(const RatesWanted& wanted) { return wanted.threads * wanted.ranks_here <= processors(); }
+
 // FLOP/s of a product that is large, by the kernel that programs use.
 double product_rate(const RatesWanted& wanted, DType dtype) {
   Program program;
@@ -144,8 +149,9 @@ double product_rate(const RatesWanted& wanted, DType dtype) {
   constexpr int64_t kSize = 768;
   build.emit("linear", {build.data("x", {kSize, kSize}, dtype), build.data("w", {kSize, kSize}, dtype)});
   const std::vector<LoneOp> ops = lone_ops(program, {});
-  const std::vector<double> seconds = measure_kernels(ops, wanted.backend, wanted.threads, 1, 1 << 24, 0.15);
-  return seconds.empty() || seconds[0] == 0 ? 0 : ops[0].cost.flops / seconds[0];
+  const std::vector<KernelTime> times =
+      measure_kernels(ops, wanted.backend, wanted.threads, 1, 1 << 24, 0.15, has_processors(wanted));
+  return times.empty() || times[0].seconds == 0 ? 0 : ops[0].cost.flops / times[0].seconds;
 }
 
 double copy_rate() {
@@ -160,8 +166,10 @@ double copy_rate() {
 // Where only reference kernels run, nothing here says how fast they are: what they took in runs does.
 std::vector<Tried> measure_processor(const RatesWanted& wanted) {
   std::vector<Tried> tries;
+  const ProcessorWait wait;
   const auto add = [&](const char* name, double value) {
-    if (value > 0) tries.push_back({.name = name, .value = value});
+    if (value > 0)
+      tries.push_back({.name = name, .value = value, .disturbed = has_processors(wanted) && wait.share() > kDisturbed});
   };
   double peak = 0, half_peak = 0;
   for (int i = 0; i < 6; ++i) {
@@ -359,13 +367,15 @@ class Inquiry {
     int64_t working_set = 0;
     for (const Tensor& tensor : wanted_.program->tensors) working_set += tensor.part_of ? 0 : tensor.bytes();
     const auto all = [&](double seconds) {
-      return measure_kernels(ops, wanted_.backend, wanted_.threads, wanted_.host_threads, working_set, seconds);
+      return measure_kernels(ops, wanted_.backend, wanted_.threads, wanted_.host_threads, working_set, seconds,
+                             has_processors(wanted_));
     };
     const Companions companions(companions_of(wanted_), [&] { all(kBudget); });
-    const std::vector<double> seconds = all(std::max(1.0, left()));
+    const std::vector<KernelTime> times = all(std::max(1.0, left()));
     std::vector<Tried> tries;
     for (size_t i = 0; i < ops.size(); ++i)
-      if (seconds[i] > 0) tries.push_back({ops[i].name, ops[i].cost.flops, ops[i].cost.bytes, seconds[i]});
+      if (const auto [seconds, disturbed] = times[i]; seconds > 0)
+        tries.push_back({ops[i].name, ops[i].cost.flops, ops[i].cost.bytes, seconds, disturbed});
     cache_.add(machine_, tries);
   }
 
@@ -394,8 +404,17 @@ class Inquiry {
     return rates;
   }
 
-  static void take(const std::vector<Kept>& list, Rates& rates) {
+  // The names of kernels that the program runs, and of the machine's figures.
+  bool matters(const Kept& kept) const {
+    if (kept.flops == 0 && kept.bytes == 0) return true;
+    const auto ops = wanted_.program ? distinct_ops(*wanted_.program) : std::vector<std::pair<const Op*, int64_t>>();
+    return std::any_of(ops.begin(), ops.end(),
+                       [&](const auto& op) { return kernel_name(OpView(*wanted_.program, *op.first)) == kept.name; });
+  }
+
+  void take(const std::vector<Kept>& list, Rates& rates) const {
     for (const Kept& kept : list) {
+      if (kept.disturbed && !rates.disturbed) rates.disturbed = matters(kept);
       if (kept.flops > 0 || kept.bytes > 0) {
         rates.kernels[kept.name].push_back({kept.flops, kept.bytes, kept.value});
         continue;

@@ -65,6 +65,7 @@ Json to_json(const std::vector<Kept>& list) {
                        {"bytes", kept.bytes}, {is_time(kept) ? "seconds" : "rate", kept.value},
                        {"tries", kept.tries}, {"measured", kept.measured},
                        {"tried", kept.tried}};
+    if (kept.disturbed) entry.emplace_back("disturbed", true);
     if (!kept.recent.empty()) entry.emplace_back("recent", Json::Array(kept.recent.begin(), kept.recent.end()));
     array.push_back(std::move(entry));
   }
@@ -84,6 +85,7 @@ Kept kept_from(const Json& json) {
   kept.value = number(is_time(kept) ? "seconds" : "rate");
   kept.tries = int64_t(number("tries")), kept.measured = int64_t(number("measured"));
   kept.tried = int64_t(number("tried"));
+  if (const Json* disturbed = json.find("disturbed")) kept.disturbed = disturbed->boolean("disturbed");
   if (const Json* recent = json.find("recent"))
     for (const Json& seconds : recent->array("recent")) kept.recent.push_back(seconds.number("recent"));
   if (is_op(kept) == kept.recent.empty()) throw Error("an op without its tries, or a figure with such.");
@@ -147,6 +149,7 @@ bool RatesCache::stale(const Kept& kept) const {
 bool RatesCache::due(const std::string& key, const Tried& what) const {
   const Kept* kept = find(key, what);
   if (!kept || stale(*kept)) return true;
+  if (kept->disturbed) return clock_() - kept->tried >= 60;
   return kept->tries < kTries && clock_() - kept->tried >= (int64_t{60} << (2 * std::max<int64_t>(0, kept->tries - 1)));
 }
 
@@ -165,9 +168,11 @@ void RatesCache::add(const std::string& key, const std::vector<Tried>& tries) {
       list.push_back({tried, 1, now, now, is_op(tried) ? std::vector{tried.value} : std::vector<double>{}});
       continue;
     }
-    const bool old = stale(*found);
-    found->tries = old ? 1 : found->tries + 1;
+    const bool old = stale(*found) || (is_time(tried) && found->disturbed && !tried.disturbed);
     found->tried = now;
+    if (!old && is_time(tried) && tried.disturbed && !found->disturbed) continue;
+    found->tries = old ? 1 : found->tries + 1;
+    found->disturbed = tried.disturbed && (old || found->disturbed);
     double value = tried.value;
     if (is_op(tried)) {
       std::vector<double>& recent = found->recent;
@@ -175,6 +180,7 @@ void RatesCache::add(const std::string& key, const std::vector<Tried>& tries) {
       if (int64_t(recent.size()) >= kRecent) recent.erase(recent.begin());
       recent.push_back(tried.value);
       value = believed(recent);
+      if (tried.disturbed && !old) value = std::min(value, found->value);
     } else if (!old) {
       value = is_time(tried) ? std::min(value, found->value) : std::max(value, found->value);
     }

@@ -1,7 +1,8 @@
 // What was measured on this machine, kept from run to run. Of a figure the best of tries spread over time, since other
 // work on a machine only ever makes it slower. Of what an op takes the middle one of the last five: not what it took
-// in a good moment, which steps do not reach in all their ops at once, nor while the machine was busy. One JSON file,
-// replaced whole; any number of processes may use it at once.
+// in a good moment, which steps do not reach in all their ops at once, nor while the machine was busy. What was
+// measured while other programs had the processors is *disturbed*: used while there is nothing else, and measured
+// again. One JSON file, replaced whole; any number of processes may use it at once.
 #pragma once
 #include <cstdint>
 #include <functional>
@@ -16,6 +17,7 @@ struct Tried {
   std::string name;
   double flops = 0, bytes = 0;
   double value = 0;  // of a figure a rate, the larger the better; of an op, and of "launch", seconds
+  bool disturbed = false;
 };
 
 // What is believed after several; `value` is the best, or of an op the middle one of `recent`.
@@ -37,7 +39,8 @@ class RatesCache {
   const Kept* find(const std::string& key, const Tried& what) const;
 
   // Whether it should be measured: never was; or the best is older than a month; or fewer than kTries tries were made,
-  // and the last is longer ago than a minute, which quadruples with each.
+  // and the last is longer ago than a minute, which quadruples with each; or all were disturbed, the last longer ago
+  // than a minute.
   bool due(const std::string& key, const Tried& what) const;
 
   // Adds tries to what is known, also to what other processes have written meanwhile. What is older than a month gives

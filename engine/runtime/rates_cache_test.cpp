@@ -67,6 +67,32 @@ TEST(RatesCache, BelievesOfAnOpTheMiddleOneOfFive) {
   }
 }
 
+// What a busy machine took is used while there is nothing else, measured again after a minute, and forgotten then.
+TEST(RatesCache, PrefersWhatNothingDisturbed) {
+  const Folder folder;
+  int64_t now = kBegin;
+  const auto cache = [&] { return RatesCache(folder.file(), [&] { return now; }); };
+  const auto add = [&](double seconds, bool disturbed) {
+    cache().add("machine", {{.name = "add f32", .bytes = 12e6, .value = seconds, .disturbed = disturbed},
+                            {.name = "flops", .value = 1 / seconds, .disturbed = disturbed}});
+    const RatesCache kept = cache();
+    return std::tuple(kept.find("machine", kAdd)->value, kept.find("machine", kAdd)->disturbed,
+                      kept.find("machine", kFlops)->value, kept.find("machine", kFlops)->disturbed);
+  };
+  EXPECT_EQ(add(4, true), std::tuple(4, true, 0.25, true));
+  EXPECT_FALSE(cache().due("machine", kAdd));
+  now += 60;
+  EXPECT_TRUE(cache().due("machine", kAdd));
+  EXPECT_TRUE(cache().due("machine", kFlops));
+  for (int i = 0; i < 5; ++i) EXPECT_EQ(add(8, true), std::tuple(4, true, 0.25, true));
+  now += 60;
+  EXPECT_TRUE(cache().due("machine", kAdd));                    // however many tries there were
+  EXPECT_EQ(add(5, false), std::tuple(5, false, 0.25, false));  // a rate that a busy machine reached is real
+  EXPECT_EQ(add(2, true), std::tuple(5, false, 0.5, false));
+  EXPECT_EQ(add(3, false), std::tuple(3, false, 0.5, false));
+  EXPECT_EQ(cache().find("machine", kAdd)->recent, (std::vector<double>{5, 3}));
+}
+
 TEST(RatesCache, ForgetsAfterAMonth) {
   const Folder folder;
   int64_t now = kBegin;

@@ -1,7 +1,12 @@
 // Measuring rates: every op of real programs runs by itself, links are measured between processes, and what is known is
 // corrected by runs. Nothing here depends on how fast the machine is.
+#include <sys/prctl.h>
+#include <sys/wait.h>
+
 #include <cmath>
+#include <csignal>
 #include <cstdlib>
+#include <thread>
 
 #include "comm/world.h"
 #include "engine/planning/predict.h"
@@ -24,10 +29,10 @@ std::string toml(const std::string& plugins) {
 void expect_all_run(const Program& program, int threads) {
   const std::vector<LoneOp> ops = lone_ops(program, {});
   EXPECT_GT(ops.size(), 10u);
-  const std::vector<double> seconds = measure_kernels(ops, "cpu", threads, 1, 1 << 20, 600);
+  const std::vector<KernelTime> times = measure_kernels(ops, "cpu", threads, 1, 1 << 20, 600);
   for (size_t i = 0; i < ops.size(); ++i) {
-    EXPECT_GT(seconds[i], 0) << ops[i].name;
-    EXPECT_TRUE(std::isfinite(seconds[i])) << ops[i].name;
+    EXPECT_GT(times[i].seconds, 0) << ops[i].name;
+    EXPECT_TRUE(std::isfinite(times[i].seconds)) << ops[i].name;
   }
 }
 
@@ -39,6 +44,32 @@ TEST(KernelRates, EveryOpOfAProgramRunsByItself) {
     const test::Runner runner(toml(plugins));
     expect_all_run(runner.built.program, 2);
   }
+}
+
+// Each thread of this process gets a part of the processors while children spin, more of them than there are.
+TEST(KernelRates, SayWhatOtherProgramsDisturbed) {
+  const int processors = std::max(1, int(std::thread::hardware_concurrency()));
+  std::vector<pid_t> spinning;
+  for (int i = 0; i < 3 * processors; ++i) {
+    const pid_t child = fork();
+    if (child == 0) {
+      prctl(PR_SET_PDEATHSIG, SIGKILL);
+      for (volatile int64_t turns = 0;; turns = turns + 1) {
+      }
+    }
+    spinning.push_back(child);
+  }
+  Program program;
+  Builder build(program);
+  build.emit("linear", {build.data("x", {512, 512}, DType::f32), build.data("w", {512, 512}, DType::f32)});
+  const std::vector<LoneOp> ops = lone_ops(program, {});
+  bool disturbed = false;  // a lucky try may not be
+  for (int i = 0; i < 200 && !disturbed; ++i)
+    disturbed = measure_kernels(ops, "cpu", processors, 1, 1 << 20, 600)[0].disturbed;
+  EXPECT_TRUE(disturbed);
+  for (int i = 0; i < 3; ++i)
+    EXPECT_FALSE(measure_kernels(ops, "cpu", processors, 1, 1 << 20, 600, false)[0].disturbed);
+  for (pid_t child : spinning) kill(child, SIGKILL), waitpid(child, nullptr, 0);
 }
 
 // Too large to be run for a measurement: smaller, but still what the kind's shape rule allows, and one of each.
@@ -59,8 +90,8 @@ TEST(KernelRates, LargeOpsAreMadeSmaller) {
   EXPECT_GT(ops[1].cost.bytes, 16 << 20);
   EXPECT_EQ(ops[2].cost.bytes, 3 * 64 * 4);
   for (const LoneOp& op : ops) verify(op.program, "making it smaller");
-  EXPECT_EQ(measure_kernels(ops, "cpu", 1, 1, 1 << 20, 0), std::vector<double>(3, 0));  // no time, no figures
-  EXPECT_EQ(measure_kernels(ops, "nothing", 1, 1, 1 << 20, 600), std::vector<double>(3, 0));
+  EXPECT_EQ(measure_kernels(ops, "cpu", 1, 1, 1 << 20, 0), std::vector<KernelTime>(3));  // no time, no figures
+  EXPECT_EQ(measure_kernels(ops, "nothing", 1, 1, 1 << 20, 600), std::vector<KernelTime>(3));
 }
 
 void expect_samples(const Samples& samples) {

@@ -107,6 +107,7 @@ void TrainingReport::print_predictions() const {
     print_prediction(p);
   }
   if (const std::string assumed = assumed_text(planned_.rates); !assumed.empty()) fmt::print("{}\n", assumed);
+  if (planned_.rates.disturbed) fmt::print("rates: {}\n", disturbed_text(planned_.rates));
 }
 
 void TrainingReport::print_prediction(size_t program) const {
