@@ -61,7 +61,9 @@ class Gpt final : public strata::Plugin {
     dropout_ = stage.goal() == strata::Goal::train ? config_.dropout : 0;
     stage.define("embedding", [this](Builder& b, TensorId tokens) { return embedding(b, tokens); });
     stage.define("attention", [this](Builder& b, TensorId x) { return attention(b, x); });
-    stage.define("mlp", [this](Builder& b, TensorId x) { return mlp(b, x); });
+    stage.define("mlp", [this, &stage](Builder& b, TensorId x) { return mlp(b, x, stage); });
+    // From the normalized input of "mlp" to its result before dropout.
+    stage.define("feed_forward", [this](Builder& b, TensorId normed) { return feed_forward(b, normed); });
     // "attention" and "mlp" are the branches, from the residual stream to what is added to it.
     stage.define("block", [&stage](Builder& b, TensorId x) {
       x = residual(b, b.add_onto(x, stage.call("attention", b, x)));
@@ -161,8 +163,7 @@ class Gpt final : public strata::Plugin {
 
   // The product that ends a branch.
   TensorId back(Builder& b, TensorId x, std::string_view name, const Dimension& inner) {
-    const Projection projection{name, config_.hidden, kHidden, inner, config_.bias, residual_deviation()};
-    return drop(b, linear(b, x, projection), std::string(name) + ".dropout");
+    return linear(b, x, {name, config_.hidden, kHidden, inner, config_.bias, residual_deviation()});
   }
 
   TensorId embedding(Builder& b, TensorId tokens) {
@@ -198,12 +199,17 @@ class Gpt final : public strata::Plugin {
       rotary.set("inverse", int64_t{0});
       qkv = b.emit("rotary", {qkv}, rotary);
     }
-    return back(b, b.emit("attention", {qkv}, heads), "attention_output", query_heads());
+    const TensorId result = back(b, b.emit("attention", {qkv}, heads), "attention_output", query_heads());
+    return drop(b, result, "attention_output.dropout");
   }
 
-  TensorId mlp(Builder& b, TensorId x) {
+  TensorId mlp(Builder& b, TensorId x, const strata::ModelStage& stage) {
     const TensorId normed = norm(b, x, "norm2");
     const auto scope = b.scope("mlp");
+    return drop(b, stage.call("feed_forward", b, normed), "down.dropout");
+  }
+
+  TensorId feed_forward(Builder& b, TensorId normed) {
     const auto into = [&](std::string_view name) {
       return linear(b, normed, {.name = name, .size = config_.ffn, .out = kFfn, .in = kHidden, .bias = config_.bias});
     };

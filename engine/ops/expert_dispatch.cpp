@@ -1,0 +1,274 @@
+// Tokens on their way to experts and back: where each goes (expert_slots), its copies sorted by expert
+// (expert_dispatch), and what comes of them put together (expert_combine). The last two are each other's gradients.
+//
+// A slot is a row of the sorted copies. With a capacity an expert takes no more rows than that, first choices of all
+// tokens before second ones (Lepikhin et al., arXiv 2006.16668); a choice that finds no room has slot -1, is not
+// computed and adds nothing. Slots are filled without gaps, so that nothing is computed for rows that nobody has.
+#include <cstring>
+
+#include "engine/ops/registration.h"
+#include "engine/ops/vector.h"
+
+namespace strata::expert_dispatch {
+namespace {
+
+constexpr int64_t kMostChoices = int64_t{1} << 30;  // slots are i32
+
+bool is_integer(const OpView& v, int i) { return v.has_input(i) && v.input(i).dtype == DType::i32; }
+
+// Choices of a token that went to each expert and how many found room, then where each expert's rows begin, then slots.
+void assign_slots(const Binding& b) {
+  const int64_t k = b.columns(0), tokens = b.rows(0), experts = b.attributes().integer("experts"),
+                capacity = b.attributes().integer("capacity");
+  const auto* choices = b.in<int32_t>(0);
+  auto *slots = b.out<int32_t>(0), *offsets = b.out<int32_t>(1);
+  std::memset(offsets, 0, size_t(experts + 1) * 4);
+  for (int64_t j = 0; j < k; ++j)
+    for (int64_t t = 0; t < tokens; ++t) {
+      const int32_t e = choices[t * k + j];
+      const bool room = e >= 0 && (capacity == 0 || offsets[e + 1] < capacity);
+      slots[t * k + j] = room ? offsets[e + 1]++ : -1;
+    }
+  for (int64_t e = 0; e < experts; ++e) offsets[e + 1] += offsets[e];
+  for (int64_t i = 0; i < tokens * k; ++i)
+    if (slots[i] >= 0) slots[i] += offsets[choices[i]];
+}
+
+void register_slots() {
+  const Kernel kernel{[](const Binding& b) -> Launch { return [b] { assign_slots(b); }; }};
+  register_kind(
+      {.name = "expert_slots",
+       .summary = "choices i32 (…, k) of experts, -1: none -> slots i32 (…, k), -1: dropped, and offsets i32 (E + 1) "
+                  "of experts in them; attributes experts = E, capacity (0: any number)",
+       .shape = [](const OpView& v) -> std::vector<TensorSpec> {
+         require(v.inputs() == 1 && is_integer(v, 0) && elements(v.input(0).shape) <= kMostChoices &&
+                     v.attributes().has("experts") && v.attributes().integer("experts") > 0 &&
+                     v.attributes().has("capacity") && v.attributes().integer("capacity") >= 0,
+                 v, "choices i32 (…, k), at most 2^30, and attributes experts and capacity");
+         return {like(v.input(0)), {{v.attributes().integer("experts") + 1}, DType::i32}};
+       },
+       .kernels = {{"cpu", kernel}, {"reference", kernel}}});
+}
+
+// Rows that slots can be: no more than choices, and than what experts take.
+int64_t rows_of_slots(const OpView& v) {
+  const int64_t choices = elements(v.input(1).shape), capacity = v.attributes().integer("capacity");
+  const int64_t experts = v.input(2).shape[0] - 1;
+  return capacity == 0 || capacity > choices / experts ? choices : experts * capacity;
+}
+
+bool has_slots(const OpView& v, int i) { return is_integer(v, i) && is_integer(v, i + 1); }
+bool weights_fit(const OpView& v) {
+  return v.inputs() == 3 || (v.inputs() == 4 && v.has_input(3) && v.input(3).shape == v.input(1).shape &&
+                             v.input(3).dtype == v.input(0).dtype);
+}
+
+STRATA_SIMD void add_scaled(float* sum, const float* x, float factor, int64_t n) {
+  simd::map(n, [&](int64_t i, int64_t c) STRATA_INLINE_LAMBDA {
+    simd::put(sum + i, simd::get(sum + i, c) + simd::get(x + i, c) * factor, c);
+  });
+}
+STRATA_SIMD float dot(const float* x, const float* y, int64_t n) {
+  simd::F sum{};
+  simd::map(n, [&](int64_t i, int64_t c) STRATA_INLINE_LAMBDA { sum += simd::get(x + i, c) * simd::get(y + i, c); });
+  return simd::sum(sum);
+}
+
+constexpr int64_t kChunk = 512;  // of a row of 16-bit numbers as f32
+
+// Chunks of `columns`: body(begin, count).
+template <class Body>
+void by_chunks(int64_t columns, Body&& body) {
+  for (int64_t c = 0; c < columns; c += kChunk) body(c, std::min(kChunk, columns - c));
+}
+float number(const Binding& b, int input, int64_t i) {
+  float value;
+  to_f32(b.input(input).dtype, at(b.in<void>(input), b.input(input).dtype, i), &value, 1);
+  return value;
+}
+
+// y (S, C): each token's row to its slots, times their weights if there are any.
+void dispatch(const Binding& b) {
+  const DType type = b.input(0).dtype;
+  const int64_t columns = b.columns(0), k = b.columns(1), bytes = columns * size_of(type);
+  const auto *slots = b.in<int32_t>(1), *offsets = b.in<int32_t>(2);
+  const bool weighted = b.has_input(3);
+  b.threads().split(b.rows(0), 16, [&](int64_t t, int64_t end) {
+    alignas(64) float x[kChunk], y[kChunk];
+    for (; t < end; ++t)
+      for (int64_t j = 0; j < k; ++j) {
+        const int64_t slot = slots[t * k + j];
+        if (slot < 0) continue;
+        if (!weighted) {
+          std::memcpy(at(b.out<void>(0), type, slot * columns), at(b.in<void>(0), type, t * columns), size_t(bytes));
+          continue;
+        }
+        const float weight = number(b, 3, t * k + j);
+        by_chunks(columns, [&](int64_t c, int64_t n) {
+          to_f32(type, at(b.in<void>(0), type, t * columns + c), x, n);
+          for (int64_t i = 0; i < n; ++i) y[i] = weight * x[i];
+          from_f32(type, y, at(b.out<void>(0), type, slot * columns + c), n);
+        });
+      }
+  });
+  const int64_t filled = offsets[b.input(2).shape[0] - 1];
+  std::memset(at(b.out<void>(0), type, filled * columns), 0, size_t((b.output(0).shape[0] - filled) * bytes));
+}
+
+// y (…, C): the rows of each token's slots, times weights, in the order of its choices.
+void combine(const Binding& b) {
+  const DType type = b.input(0).dtype;
+  const int64_t columns = b.columns(0), k = b.columns(1);
+  const auto* slots = b.in<int32_t>(1);
+  b.threads().split(b.rows(1), 16, [&](int64_t t, int64_t end) {
+    alignas(64) float x[kChunk], y[kChunk];
+    for (; t < end; ++t)
+      by_chunks(columns, [&](int64_t c, int64_t n) {
+        void* const to = at(b.out<void>(0), type, t * columns + c);
+        if (b.accumulates(0))
+          to_f32(type, to, y, n);
+        else
+          std::memset(y, 0, sizeof y);
+        for (int64_t j = 0; j < k; ++j) {
+          const int64_t slot = slots[t * k + j];
+          if (slot < 0) continue;
+          to_f32(type, at(b.in<void>(0), type, slot * columns + c), x, n);
+          add_scaled(y, x, b.has_input(3) ? number(b, 3, t * k + j) : 1.0f, n);
+        }
+        from_f32(type, y, to, n);
+      });
+  });
+}
+
+// dw (…, k): of each choice dy (…, C) times the row of its slot in y (S, C).
+void weight_gradient(const Binding& b) {
+  const DType type = b.input(0).dtype;
+  const int64_t columns = b.columns(0), k = b.columns(2);
+  const auto* slots = b.in<int32_t>(2);
+  b.threads().split(b.rows(0), 16, [&](int64_t t, int64_t end) {
+    alignas(64) float dy[kChunk], y[kChunk];
+    for (; t < end; ++t)
+      for (int64_t j = 0; j < k; ++j) {
+        const int64_t slot = slots[t * k + j];
+        float sum = 0;
+        if (slot >= 0)
+          by_chunks(columns, [&](int64_t c, int64_t n) {
+            to_f32(type, at(b.in<void>(0), type, t * columns + c), dy, n);
+            to_f32(type, at(b.in<void>(1), type, slot * columns + c), y, n);
+            sum += dot(dy, y, n);
+          });
+        from_f32(type, &sum, at(b.out<void>(0), type, t * k + j), 1);
+      }
+  });
+}
+
+template <class T>
+void plain_dispatch(const Binding& b) {
+  const int64_t columns = b.columns(0);
+  std::fill_n(b.out<T>(0), elements(b.output(0).shape), T(0));
+  for (int64_t i = 0; i < elements(b.input(1).shape); ++i)
+    if (const int64_t slot = b.in<int32_t>(1)[i]; slot >= 0)
+      for (int64_t c = 0; c < columns; ++c)
+        b.out<T>(0)[slot * columns + c] =
+            b.in<T>(0)[i / b.columns(1) * columns + c] * (b.has_input(3) ? b.in<T>(3)[i] : T(1));
+}
+
+template <class T>
+void plain_combine(const Binding& b) {
+  const int64_t columns = b.columns(0);
+  if (!b.accumulates(0)) std::fill_n(b.out<T>(0), elements(b.output(0).shape), T(0));
+  for (int64_t i = 0; i < elements(b.input(1).shape); ++i)
+    if (const int64_t slot = b.in<int32_t>(1)[i]; slot >= 0)
+      for (int64_t c = 0; c < columns; ++c)
+        b.out<T>(0)[i / b.columns(1) * columns + c] +=
+            b.in<T>(0)[slot * columns + c] * (b.has_input(3) ? b.in<T>(3)[i] : T(1));
+}
+
+template <class T>
+void plain_weight_gradient(const Binding& b) {
+  const int64_t columns = b.columns(0);
+  for (int64_t i = 0; i < elements(b.input(2).shape); ++i) {
+    T sum = 0;
+    if (const int64_t slot = b.in<int32_t>(2)[i]; slot >= 0)
+      for (int64_t c = 0; c < columns; ++c)
+        sum += b.in<T>(0)[i / b.columns(2) * columns + c] * b.in<T>(1)[slot * columns + c];
+    b.out<T>(0)[i] = sum;
+  }
+}
+
+void register_dispatch() {
+  register_kind(
+      {.name = "expert_dispatch",
+       .summary = "x (…, C), slots i32 (…, k), offsets i32 (E + 1), [weights (…, k)] -> y (S, C): row t to its slots; "
+                  "attribute capacity",
+       .shape = [](const OpView& v) -> std::vector<TensorSpec> {
+         require(v.inputs() >= 3 && v.has_input(0) && is_float(v.input(0)) && has_slots(v, 1) && weights_fit(v) &&
+                     v.rows(0) == v.rows(1) && v.attributes().has("capacity"),
+                 v, "x (…, C), slots i32 (…, k), offsets i32 (E + 1) and at most weights (…, k) of x's type");
+         return {{{rows_of_slots(v), v.columns(0)}, v.input(0).dtype}};
+       },
+       .gradient =
+           [](Differentiation& d) {
+             STRATA_CHECK(!d.forward().has_input(3));  // only the gradient of expert_combine has weights
+             d.set(0, d.build().emit("expert_combine", {d.output_gradient(0), d.input(1), d.input(2)},
+                                     d.forward().attributes()));
+           },
+       .half = true,
+       .kernels = {{"cpu", cpu_kernel(dispatch)}, {"reference", reference_kernel([](const Binding& b, auto zero) {
+                                                     plain_dispatch<decltype(zero)>(b);
+                                                   })}}});
+}
+
+void combine_gradients(Differentiation& d) {
+  const TensorId dy = d.output_gradient(0);
+  if (d.needs(3)) d.set(3, d.build().emit("expert_combine_weight_gradient", {dy, d.input(0), d.input(1)}));
+  if (!d.needs(0)) return;
+  std::vector<TensorId> inputs{dy, d.input(1), d.input(2)};
+  if (d.forward().has_input(3)) inputs.push_back(d.input(3));
+  d.set(0, d.build().emit("expert_dispatch", inputs, d.forward().attributes()));
+}
+
+void register_combine() {
+  register_kind(
+      {.name = "expert_combine",
+       .summary = "y (S, C), slots i32 (…, k), offsets i32 (E + 1), [weights (…, k)] -> x (…, C): sum of a token's "
+                  "slots; attribute capacity",
+       .shape = [](const OpView& v) -> std::vector<TensorSpec> {
+         require(v.inputs() >= 3 && v.has_input(0) && is_float(v.input(0)) && v.input(0).shape.size() == 2 &&
+                     has_slots(v, 1) && weights_fit(v) && v.attributes().has("capacity") &&
+                     v.input(0).shape[0] == rows_of_slots(v),
+                 v, "y (S, C), slots i32 (…, k), offsets i32 (E + 1) and at most weights (…, k) of y's type");
+         Shape shape = v.input(1).shape;
+         shape.back() = v.columns(0);
+         return {{shape, v.input(0).dtype}};
+       },
+       .gradient = combine_gradients,
+       .accumulates = 1,
+       .half = true,
+       .kernels = {{"cpu", cpu_kernel(combine)}, {"reference", reference_kernel([](const Binding& b, auto zero) {
+                                                    plain_combine<decltype(zero)>(b);
+                                                  })}}});
+  register_kind(
+      {.name = "expert_combine_weight_gradient",
+       .summary = "dy (…, C), y (S, C), slots i32 (…, k) -> dw (…, k): of each choice dy times the row of its slot",
+       .shape = [](const OpView& v) -> std::vector<TensorSpec> {
+         require(v.inputs() == 3 && v.has_input(0) && is_float(v.input(0)) && v.has_input(1) &&
+                     v.input(1).dtype == v.input(0).dtype && v.input(1).shape.size() == 2 &&
+                     v.columns(1) == v.columns(0) && is_integer(v, 2) && v.rows(2) == v.rows(0),
+                 v, "dy (…, C), y (S, C) and slots i32 (…, k)");
+         return {{v.input(2).shape, v.input(0).dtype}};
+       },
+       .half = true,
+       .kernels = {{"cpu", cpu_kernel(weight_gradient)},
+                   {"reference",
+                    reference_kernel([](const Binding& b, auto zero) { plain_weight_gradient<decltype(zero)>(b); })}}});
+}
+
+const AtLoad expert_dispatch_registered([] {
+  register_slots();
+  register_dispatch();
+  register_combine();
+});
+
+}  // namespace
+}  // namespace strata::expert_dispatch

@@ -1,0 +1,326 @@
+// The kinds of mixtures of experts: a whole layer against plain loops, its gradients against central differences in
+// double, CPU kernels against those, in f32 and 16 bits and for any number of threads; slots and losses by hand.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <random>
+
+#include "engine/planning/memory_plan.h"
+#include "engine/program/autodiff.h"
+#include "engine/runtime/executor.h"
+#include "strata/builder.h"
+#include "strata/convert.h"
+
+namespace strata {
+namespace {
+
+struct LayerSizes {
+  int64_t tokens, hidden, experts, k, ffn, capacity;
+  bool normalize;
+};
+
+// x and the weights of router, up, gate and down, in the order of `inputs`.
+struct ExpertLayer {
+  Program program;
+  std::vector<TensorId> inputs, gradients;
+  TensorId cotangent, y, loss, slots, offsets;
+};
+
+constexpr double kBalance = 0.3, kZ = 0.2, kScale = 0.5;
+
+ExpertLayer build_layer(const LayerSizes& s, DType type) {
+  ExpertLayer layer;
+  Builder b(layer.program);
+  const Shape shapes[] = {{1, s.tokens, s.hidden},
+                          {s.experts, s.hidden},
+                          {s.experts * s.hidden, s.ffn},
+                          {s.experts * s.hidden, s.ffn},
+                          {s.experts * s.hidden, s.ffn}};
+  for (const Shape& shape : shapes)
+    layer.inputs.push_back(b.data("in" + std::to_string(layer.inputs.size()), shape, type));
+  const auto in = [&](int i) { return layer.inputs[size_t(i)]; };
+  const TensorId logits = b.emit("router_logits", {in(0), in(1)});
+  const auto routed = b.emit_all("route", {logits}, {{"k", s.k}, {"normalize", int64_t(s.normalize)}});
+  layer.loss = b.emit("router_loss", {logits, routed[1]}, {{"balance", kBalance}, {"z", kZ}, {"scale", kScale}});
+  const auto slots = b.emit_all("expert_slots", {routed[1]}, {{"experts", s.experts}, {"capacity", s.capacity}});
+  layer.slots = slots[0], layer.offsets = slots[1];
+  const Attributes capacity{{"capacity", s.capacity}};
+  const TensorId rows = b.emit("expert_dispatch", {in(0), slots[0], slots[1]}, capacity);
+  const TensorId up = b.emit("grouped_linear", {rows, in(2), slots[1]});
+  const TensorId gate = b.emit("grouped_linear", {rows, in(3), slots[1]});
+  const TensorId back = b.emit("grouped_linear_transposed", {b.emit("swiglu", {gate, up}), in(4), slots[1]});
+  const TensorId weights =
+      is_half(type) ? b.emit("cast", {routed[0]}, {{"dtype", std::string(name_of(type))}}) : routed[0];
+  layer.y = b.emit("expert_combine", {back, slots[0], slots[1], weights}, capacity);
+  b.accumulate_onto(0, in(0));  // the residual stream
+  layer.cotangent = b.data("cotangent", b[layer.y].shape, type);
+  layer.gradients = differentiate(layer.program, {{layer.y, layer.cotangent}, {layer.loss, {}}}, layer.inputs).wanted;
+  for (TensorId id : {layer.y, layer.loss, layer.slots, layer.offsets}) layer.program[id].step_output = true;
+  for (TensorId id : layer.gradients) layer.program[id].step_output = true;
+  verify(layer.program, "test");
+  return layer;
+}
+
+using Numbers = std::vector<std::vector<double>>;
+
+std::vector<double> values_of(const Executor& executor, const Program& program, TensorId id) {
+  std::vector<double> values;
+  for (int64_t i = 0; i < elements(program[id].shape); ++i) {
+    const void* const data = executor.pointer(id);
+    float narrow = 0;
+    if (program[id].dtype == DType::i32)
+      narrow = float(static_cast<const int32_t*>(data)[i]);
+    else if (program[id].dtype != DType::f64)
+      to_f32(program[id].dtype, at(data, program[id].dtype, i), &narrow, 1);
+    values.push_back(program[id].dtype == DType::f64 ? static_cast<const double*>(data)[i] : double(narrow));
+  }
+  return values;
+}
+
+// y, the loss, then the gradients. Memory holds NaN before: whatever is read must have been written.
+Numbers run_layer(const ExpertLayer& layer, const std::string& backend, const Numbers& inputs, int threads = 2) {
+  Threads team(threads);
+  const MemoryPlan plan = plan_memory(layer.program, backend, threads);
+  Storage storage(layer.program, plan);
+  Executor executor(layer.program, plan, storage, backend, team);
+  std::vector<TensorId> filled = layer.inputs;
+  filled.push_back(layer.cotangent);
+  for (size_t i = 0; i < filled.size(); ++i)
+    for (size_t n = 0; n < inputs[i].size(); ++n) {
+      const DType type = layer.program[filled[i]].dtype;
+      const auto value = float(inputs[i][n]);
+      if (type == DType::f64)
+        static_cast<double*>(executor.pointer(filled[i]))[n] = inputs[i][n];
+      else
+        from_f32(type, &value, at(executor.pointer(filled[i]), type, int64_t(n)), 1);
+    }
+  executor.run_poisoned();
+  Numbers results;
+  for (TensorId id : {layer.y, layer.loss}) results.push_back(values_of(executor, layer.program, id));
+  for (TensorId id : layer.gradients) results.push_back(values_of(executor, layer.program, id));
+  return results;
+}
+
+// Of a size that takes nearly no choice to the edge of another: a tie within rounding would route otherwise.
+Numbers draw_inputs(const LayerSizes& s, uint32_t seed) {
+  std::mt19937 random(seed);
+  std::normal_distribution<double> normal;
+  Numbers inputs;
+  const int64_t matrix = s.experts * s.hidden * s.ffn;
+  for (int64_t count : {s.tokens * s.hidden, s.experts * s.hidden, matrix, matrix, matrix, s.tokens * s.hidden}) {
+    inputs.emplace_back();
+    for (int64_t i = 0; i < count; ++i) inputs.back().push_back(double(float(normal(random))));
+  }
+  return inputs;
+}
+
+// Token by token, in the words of the papers.
+struct PlainLayer {
+  std::vector<double> y;
+  double loss;
+};
+PlainLayer plain_layer(const LayerSizes& s, const Numbers& in) {
+  PlainLayer result{in[0], 0};
+  std::vector<double> taken(size_t(s.experts)), chosen(taken), mean(taken);
+  std::vector<std::vector<int64_t>> choices;
+  std::vector<std::vector<double>> probabilities;
+  double squares = 0;
+  for (int64_t t = 0; t < s.tokens; ++t) {
+    std::vector<double> logits, p;
+    double sum = 0;
+    for (int64_t e = 0; e < s.experts; ++e) {
+      double logit = 0;
+      for (int64_t c = 0; c < s.hidden; ++c) logit += in[0][t * s.hidden + c] * in[1][e * s.hidden + c];
+      logits.push_back(logit), sum += std::exp(logit);
+    }
+    for (double logit : logits) p.push_back(std::exp(logit) / sum);
+    std::vector<int64_t> order(static_cast<size_t>(s.experts));
+    for (int64_t e = 0; e < s.experts; ++e) order[e] = e, mean[e] += p[e] / double(s.tokens);
+    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return p[a] > p[b]; });
+    order.resize(size_t(s.k));
+    for (int64_t e : order) chosen[e] += 1 / double(s.tokens);
+    squares += std::log(sum) * std::log(sum) / double(s.tokens);
+    choices.push_back(order), probabilities.push_back(p);
+  }
+  for (int64_t j = 0; j < s.k; ++j)
+    for (int64_t t = 0; t < s.tokens; ++t) {
+      const int64_t e = choices[t][j];
+      if (s.capacity > 0 && taken[e] >= double(s.capacity)) continue;
+      taken[e] += 1;
+      double weight = probabilities[t][e], all = 0;
+      for (int64_t other : choices[t]) all += probabilities[t][other];
+      if (s.normalize) weight /= all;
+      for (int64_t f = 0; f < s.ffn; ++f) {
+        double up = 0, gate = 0;
+        for (int64_t c = 0; c < s.hidden; ++c) {
+          const int64_t at = (e * s.hidden + c) * s.ffn + f;
+          up += in[0][t * s.hidden + c] * in[2][at], gate += in[0][t * s.hidden + c] * in[3][at];
+        }
+        const double inner = gate / (1 + std::exp(-gate)) * up;
+        for (int64_t c = 0; c < s.hidden; ++c)
+          result.y[t * s.hidden + c] += weight * inner * in[4][(e * s.hidden + c) * s.ffn + f];
+      }
+    }
+  double even = 0;
+  for (int64_t e = 0; e < s.experts; ++e) even += double(s.experts) * chosen[e] * mean[e];
+  result.loss = kScale * (kBalance * even + kZ * squares);
+  return result;
+}
+
+const std::vector<LayerSizes> kLayers = {{7, 5, 3, 2, 6, 0, true},       {7, 5, 3, 2, 6, 0, false},
+                                         {33, 15, 8, 2, 17, 3, true},    {33, 15, 8, 1, 17, 1, false},
+                                         {1, 3, 1, 1, 1, 0, false},      {16, 17, 4, 4, 31, 0, false},
+                                         {140, 16, 5, 3, 259, 20, true}, {9, 300, 2, 1, 7, 0, true}};
+
+std::string sizes_text(const LayerSizes& s) {
+  return std::to_string(s.tokens) + " tokens of " + std::to_string(s.hidden) + ", " + std::to_string(s.k) + " of " +
+         std::to_string(s.experts) + " experts of " + std::to_string(s.ffn) + ", capacity " +
+         std::to_string(s.capacity) + (s.normalize ? ", normalized" : "");
+}
+
+TEST(ExpertKinds, LayersAreWhatThePapersSay) {
+  for (const LayerSizes& s : kLayers) {
+    SCOPED_TRACE(sizes_text(s));
+    const Numbers inputs = draw_inputs(s, 11);
+    const PlainLayer plain = plain_layer(s, inputs);
+    const Numbers got = run_layer(build_layer(s, DType::f64), "reference", inputs);
+    double scale = 1;
+    for (double value : plain.y) scale = std::max(scale, std::abs(value));
+    for (size_t i = 0; i < plain.y.size(); ++i) ASSERT_NEAR(got[0][i], plain.y[i], 1e-12 * scale) << i;
+    ASSERT_NEAR(got[1][0], plain.loss, 1e-12 * (1 + std::abs(plain.loss)));
+  }
+}
+
+TEST(ExpertKinds, GradientsAreThoseOfCentralDifferences) {
+  for (const LayerSizes& s : kLayers) {
+    if (s.tokens > 100 || s.hidden > 100) continue;
+    SCOPED_TRACE(sizes_text(s));
+    const Numbers inputs = draw_inputs(s, 5);
+    const Numbers want = run_layer(build_layer(s, DType::f64), "reference", inputs);
+    const auto objective = [&](const Numbers& in) {
+      const PlainLayer layer = plain_layer(s, in);
+      double sum = layer.loss;
+      for (size_t i = 0; i < layer.y.size(); ++i) sum += layer.y[i] * in[5][i];
+      return sum;
+    };
+    std::mt19937 random(3);
+    for (size_t i = 0; i < 5; ++i)
+      for (int probe = 0; probe < 8; ++probe) {
+        constexpr double kStep = 1e-5;  // truncation is O(h²), cancellation 1e-16·|f|/h with |f| up to 1e3
+        const size_t at = random() % inputs[i].size();
+        Numbers moved = inputs;
+        moved[i][at] += kStep;
+        const double up = objective(moved);
+        moved[i][at] -= 2 * kStep;
+        const double slope = (up - objective(moved)) / (2 * kStep);
+        EXPECT_NEAR(want[2 + i][at], slope, 1e-6 * (10 + std::abs(slope))) << "input " << i << " element " << at;
+      }
+  }
+}
+
+void expect_near(const Numbers& got, const Numbers& want, double tolerance) {
+  for (size_t r = 0; r < want.size(); ++r) {
+    double scale = 1;
+    for (double value : want[r]) scale = std::max(scale, std::abs(value));
+    for (size_t i = 0; i < want[r].size(); ++i)
+      ASSERT_NEAR(got[r][i], want[r][i], tolerance * scale) << "result " << r << " element " << i;
+  }
+}
+
+// Single precision: sums of up to a few hundred terms of random sign at 2^-24 a term.
+TEST(ExpertKinds, CpuKernelsAgreeWithTheReference) {
+  for (const LayerSizes& s : kLayers) {
+    SCOPED_TRACE(sizes_text(s));
+    const Numbers inputs = draw_inputs(s, 7);
+    const Numbers want = run_layer(build_layer(s, DType::f64), "reference", inputs);
+    const ExpertLayer single = build_layer(s, DType::f32);
+    const Numbers got = run_layer(single, "cpu", inputs);
+    ASSERT_NO_FATAL_FAILURE(expect_near(got, want, 2e-5));
+    EXPECT_EQ(run_layer(single, "cpu", inputs), got) << "the same again";
+    for (int threads : {1, 3}) EXPECT_EQ(run_layer(single, "cpu", inputs, threads), got) << threads << " threads";
+  }
+}
+
+// What is rounded to 16 bits on the way: rows, both products, their nonlinearity, the sum; weights of the chosen.
+TEST(ExpertKinds, SixteenBits) {
+  for (const DType half : {DType::bf16, DType::f16})
+    for (const LayerSizes& s : kLayers) {
+      SCOPED_TRACE(sizes_text(s) + ", " + std::string(name_of(half)));
+      Numbers inputs = draw_inputs(s, 9);
+      for (auto& list : inputs)
+        for (double& value : list) {
+          auto wide = float(value / 4);  // products of four factors stay within the range of f16
+          uint16_t bits;
+          from_f32(half, &wide, &bits, 1);
+          to_f32(half, &bits, &wide, 1);
+          value = double(wide);
+        }
+      const Numbers want = run_layer(build_layer(s, DType::f64), "reference", inputs);
+      const Numbers got = run_layer(build_layer(s, half), "cpu", inputs);
+      ASSERT_NO_FATAL_FAILURE(expect_near(got, want, half == DType::bf16 ? 0x1p-5 : 0x1p-8));
+    }
+}
+
+struct Slots {
+  std::vector<double> slots, offsets;
+};
+Slots slots_of(const std::vector<int32_t>& choices, int64_t k, int64_t experts, int64_t capacity) {
+  Program program;
+  Builder b(program);
+  const TensorId in = b.data("choices", {int64_t(choices.size()) / k, k}, DType::i32);
+  const auto out = b.emit_all("expert_slots", {in}, {{"experts", experts}, {"capacity", capacity}});
+  for (TensorId id : out) program[id].step_output = true;
+  Threads threads(1);
+  const MemoryPlan plan = plan_memory(program, "cpu", 1);
+  Storage storage(program, plan);
+  Executor executor(program, plan, storage, "cpu", threads);
+  std::copy(choices.begin(), choices.end(), static_cast<int32_t*>(executor.pointer(in)));
+  executor.run();
+  return {values_of(executor, program, out[0]), values_of(executor, program, out[1])};
+}
+
+// First choices of all tokens come before second ones, in the order of tokens.
+TEST(ExpertKinds, SlotsAreSortedByExpertAndFilledByPriority) {
+  const std::vector<int32_t> choices = {2, 0, 0, 2, 2, 1, 2, 0};
+  const Slots all = slots_of(choices, 2, 4, 0);
+  EXPECT_EQ(all.offsets, (std::vector<double>{0, 3, 4, 8, 8}));
+  EXPECT_EQ(all.slots, (std::vector<double>{4, 1, 0, 7, 5, 3, 6, 2}));
+  const Slots some = slots_of(choices, 2, 4, 2);
+  EXPECT_EQ(some.offsets, (std::vector<double>{0, 2, 3, 5, 5}));
+  EXPECT_EQ(some.slots, (std::vector<double>{3, 1, 0, -1, 4, 2, -1, -1}));
+  const Slots none = slots_of({-1, 1, -1, -1}, 2, 2, 0);  // -1: no second expert
+  EXPECT_EQ(none.offsets, (std::vector<double>{0, 0, 1}));
+  EXPECT_EQ(none.slots, (std::vector<double>{-1, 0, -1, -1}));
+}
+
+// Equal logits go to the first experts; NaN to some, so that nothing is written outside.
+TEST(ExpertKinds, RoutesTiesAndNaN) {
+  Program program;
+  Builder b(program);
+  const TensorId logits = b.data("logits", {3, 4}, DType::f32);
+  const auto out = b.emit_all("route", {logits}, {{"k", int64_t{2}}, {"normalize", int64_t{0}}});
+  for (TensorId id : out) program[id].step_output = true;
+  Threads threads(1);
+  const MemoryPlan plan = plan_memory(program, "cpu", 1);
+  Storage storage(program, plan);
+  Executor executor(program, plan, storage, "cpu", threads);
+  const float values[] = {1, 1, 1, 1, NAN, NAN, NAN, NAN, 0, NAN, 2, 2};
+  std::copy(std::begin(values), std::end(values), static_cast<float*>(executor.pointer(logits)));
+  executor.run();
+  EXPECT_EQ(values_of(executor, program, out[1]), (std::vector<double>{0, 1, 0, 1, 2, 3}));
+  EXPECT_EQ(values_of(executor, program, out[0])[0], 0.25);
+  EXPECT_TRUE(std::isnan(values_of(executor, program, out[0])[2]));
+}
+
+TEST(ExpertKinds, ShapesAreChecked) {
+  Program program;
+  Builder b(program);
+  const TensorId x = b.data("x", {6, 4}, DType::f32), w = b.data("w", {9, 5}, DType::f32),
+                 offsets = b.data("offsets", {4}, DType::i32), logits = b.data("logits", {2, 3}, DType::f32);
+  EXPECT_THROW(b.emit("grouped_linear", {x, w, offsets}), Error);  // 9 rows are 3 of 3 experts, not 4
+  EXPECT_THROW(b.emit("route", {logits}, {{"k", int64_t{4}}, {"normalize", int64_t{1}}}), Error);
+}
+
+}  // namespace
+}  // namespace strata

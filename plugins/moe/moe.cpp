@@ -1,0 +1,242 @@
+// Mixture of experts (Shazeer et al., arXiv 1701.06538): in chosen blocks the feed-forward layer becomes several, the
+// experts, of which a router chooses a few for each token. Here is the composition; the kinds are the engine's
+// (engine/ops/router.cpp, expert_dispatch.cpp, grouped_linear.cpp), and strategies need to know nothing of experts.
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <iterator>
+#include <set>
+
+#include "strata/plugin.h"
+
+namespace {
+
+using strata::Builder;
+using strata::Dimension;
+using strata::Error;
+using strata::Initializer;
+using strata::TensorId;
+
+// Inputs: losses of routers, as many as attribute `losses` says, then the offsets (E + 1) of layers' experts, whose
+// tokens made `choices` choices each.
+void report(const strata::Binding& b) {
+  const int losses = int(b.attributes().integer("losses"));
+  double loss = 0, dropped = 0, load = 0;
+  for (int i = 0; i < losses; ++i) loss += double(*b.in<float>(i));
+  for (int i = losses; i < b.inputs(); ++i) {
+    const int64_t experts = b.input(i).shape[0] - 1;
+    const auto* offsets = b.in<int32_t>(i);
+    int32_t most = 0;
+    for (int64_t e = 0; e < experts; ++e) most = std::max(most, offsets[e + 1] - offsets[e]);
+    const double choices = double(b.attributes().integer("choices"));
+    dropped += 1 - double(offsets[experts]) / choices;
+    load += double(most) / choices * double(experts);
+  }
+  const double share = b.attributes().real("share");  // of the means over all ranks' layers
+  *b.out<double>(0) = loss;
+  *b.out<double>(1) = dropped * share;
+  *b.out<double>(2) = load * share;
+}
+
+void register_report() {
+  const auto bind = [](const strata::Binding& b) -> strata::Launch { return [b] { report(b); }; };
+  strata::register_kind(
+      {.name = "expert_report",
+       .summary = "losses f32 (1)…, offsets i32 (E + 1)… -> f64 (1): their sum; dropped share of choices; load of the "
+                  "busiest expert; attributes losses (number), choices, share",
+       .shape = [](const strata::OpView& v) -> std::vector<strata::TensorSpec> {
+         strata::require(v.attributes().has("losses") && v.inputs() > v.attributes().integer("losses") &&
+                             v.attributes().has("choices") && v.attributes().has("share"),
+                         v, "losses and offsets, and attributes losses, choices and share");
+         return std::vector<strata::TensorSpec>(3, {{1}, strata::DType::f64});
+       },
+       .kernels = {{"cpu", {bind}}, {"reference", {bind}}}});
+}
+
+class Experts final : public strata::Plugin {
+ public:
+  Experts() { register_report(); }
+
+  void options(strata::Options& o) override {
+    constexpr double most = double(strata::kMostElements);
+    o.add("experts", experts_, "feed-forward layers to choose from").range(1, 65536);
+    o.add("k", k_, "experts that a token goes to").range(1, 65536).unit("experts");
+    o.add("blocks", blocks_, "blocks that have experts, counted from 0; empty: all of them");
+    o.add("ffn", ffn_, "inner width of an expert; 0: 4 x the width of the residual stream").range(0, most);
+    o.add("activation", activation_, "nonlinearity of experts").choices({"swiglu", "gelu", "relu", "squared_relu"});
+    o.add("shared", shared_, "inner width of an expert that every token goes to besides; 0: none").range(0, most);
+    o.add("normalize", normalize_,
+          "weights of the chosen experts: a softmax over the chosen; false: over all experts, so they add up to less "
+          "than 1");
+    o.add("capacity_factor", capacity_factor_,
+          "an expert takes at most this many times its even share of a microbatch's choices, and what comes on top is "
+          "dropped; 0: no choice is ever dropped")
+        .range(0, 65536)
+        .may_change();
+    o.add("balance", balance_, "factor of the loss that evens out the load of experts (arXiv 2101.03961)")
+        .non_negative()
+        .may_change();
+    o.add("z_loss", z_loss_, "factor of the loss that keeps the router's logits small (arXiv 2202.08906)")
+        .non_negative()
+        .may_change();
+    o.add("deviation", deviation_, "standard deviation of first weights").positive().may_change();
+  }
+
+  strata::Capabilities capabilities() const override {
+    // Where the loss is scaled, and what a stage of a pipeline keeps, must be known when losses are added (forward).
+    return {.provides = {"changes the model"}, .after = {"unscaled_gradients", "splits over pipeline"}};
+  }
+
+  void model(strata::ModelStage& stage) override {
+    if (k_ > experts_)
+      throw Error("k = " + std::to_string(k_) + " chooses more experts for a token than the " +
+                  std::to_string(experts_) + " there are; lower k, or raise experts.");
+    replaced_.clear();
+    const strata::BatchShape batch = stage.batch();
+    const bool trains = stage.goal() == strata::Goal::train;
+    stage.wrap("feed_forward", [=, this](Builder& b, TensorId x, const strata::ModelStage::Module& inner) {
+      if (!blocks_.empty() && std::find(blocks_.begin(), blocks_.end(), b.block_index) == blocks_.end())
+        return inner(b, x);
+      replaced_.insert(b.block_index);
+      return layer(b, x, trains, batch);
+    });
+  }
+
+  // The losses of the routers are where differentiation starts, too. Of a pipeline each stage has its own.
+  void forward(strata::ProgramStage& stage) override {
+    require_replaced();
+    if (stage.mesh.size(strata::kSequenceAxis) > 1)
+      throw Error(
+          "experts share out all tokens of a microbatch, but mesh.sequence divides those of a sequence among ranks, "
+          "which is not built; set it to 1, or leave the plugin out.");
+    if (stage.goal != strata::Goal::train) return;
+    for (const strata::Op& op : stage.program.ops)
+      if (op.kind->name == "router_loss") stage.roots.push_back({op.outputs[0], stage.loss_gradient});
+  }
+
+  // What the log says of the step. Stages of a pipeline have layers of their own, and no log in common.
+  void gradients(strata::GradientStage& stage) override {
+    Builder& build = stage.build();
+    std::vector<TensorId> losses, offsets;
+    int64_t choices = 0;
+    for (const strata::Op& op : build.program().ops) {
+      if (op.kind->name == "router_loss" && op.step_part == strata::StepPart::forward) losses.push_back(op.outputs[0]);
+      if (op.kind->name != "expert_slots" || op.step_part != strata::StepPart::forward) continue;
+      offsets.push_back(op.outputs[1]);
+      choices = strata::elements(build[op.inputs[0]].shape);
+    }
+    reports_ = stage.mesh().programs().size == 1 && !offsets.empty();
+    if (!reports_) return;
+    const int ranks = stage.mesh().size(strata::kDataAxis);
+    const double share = 1 / (double(offsets.size()) * ranks);
+    const strata::Attributes attributes{{"losses", int64_t(losses.size())}, {"choices", choices}, {"share", share}};
+    losses.insert(losses.end(), offsets.begin(), offsets.end());
+    build.role = strata::Role::workspace;
+    std::vector<TensorId> values = build.emit_all("expert_report", losses, attributes, {}, "moe.report");
+    if (ranks > 1)
+      values = build.emit_all("all_reduce", values,
+                              {{"axis", std::string(strata::kDataAxis)}, {"reduction", std::string("sum")}});
+    for (size_t i = 0; i < values.size(); ++i) {
+      build.program().rename(values[i], std::string(kReports[i]));
+      build.program()[values[i]].step_output = true;
+    }
+  }
+
+  void step_end(strata::StepContext& context) override {
+    for (size_t i = 0; reports_ && i < std::size(kReports); ++i) context.log(kReports[i], context.scalar(kReports[i]));
+  }
+
+ private:
+  static constexpr std::string_view kReports[] = {"moe_loss", "moe_dropped", "moe_load"};
+
+  void require_replaced() const {
+    if (replaced_.empty() && blocks_.empty())
+      throw Error("the model has no module \"feed_forward\" that experts could take the place of.");
+    for (const int64_t block : blocks_)
+      if (!replaced_.contains(block))
+        throw Error("blocks names block " + std::to_string(block) +
+                    ", but the model has no feed-forward layer there; blocks are counted from 0.");
+  }
+
+  // Choices that an expert takes of a microbatch; 0: any number.
+  int64_t capacity(int64_t tokens) const {
+    if (capacity_factor_ == 0) return 0;
+    const double room = std::floor(capacity_factor_ * double(tokens) * double(k_) / double(experts_));
+    if (room < 1)
+      throw Error("plugins.moe.capacity_factor = " + std::to_string(capacity_factor_) + " leaves each of " +
+                  std::to_string(experts_) + " experts room for none of the " + std::to_string(tokens) +
+                  " tokens of a microbatch, so all would be dropped; raise it, or set it to 0, which drops none.");
+    return int64_t(std::min(room, double(tokens) * double(k_)));
+  }
+
+  TensorId weight(Builder& b, std::string_view name, int64_t rows, int64_t columns, strata::Dimensions dimensions,
+                  std::vector<int64_t> fused = {}) const {
+    const TensorId id = b.parameter(std::string(name) + ".weight", {rows, columns},
+                                    {Initializer::Kind::normal, deviation_}, std::move(dimensions));
+    b.program()[id].lasting.change([&](strata::Lasting& lasting) { lasting.fused = fused; });
+    return id;
+  }
+
+  // From the up projection, and where there is one the gate, to what goes down.
+  TensorId activate(Builder& b, const std::function<TensorId(std::string_view)>& into) const {
+    const TensorId up = into("up");
+    return activation_ == "swiglu" ? b.emit("swiglu", {into("gate"), up}) : b.emit(activation_, {up});
+  }
+
+  TensorId layer(Builder& b, TensorId x, bool trains, const strata::BatchShape& batch) const {
+    const int64_t hidden = b[x].shape.back(), tokens = strata::elements(b[x].shape) / hidden;
+    const int64_t room = capacity(tokens);
+    const TensorId logits =
+        b.emit("router_logits", {x, weight(b, "router", experts_, hidden, {"routes", "hidden"})}, {}, "router.logits");
+    const std::vector<TensorId> routed =
+        b.emit_all("route", {logits}, {{"k", k_}, {"normalize", int64_t(normalize_)}}, {}, "router.weights");
+    if (trains && (balance_ > 0 || z_loss_ > 0)) {
+      // The step's loss is the mean over microbatches, of all ranks.
+      const double scale = double(batch.micro_batch) / double(batch.sequences());
+      b.emit("router_loss", {logits, routed[1]}, {{"balance", balance_}, {"z", z_loss_}, {"scale", scale}},
+             "router.loss");
+    }
+    const TensorId result = experts(b, x, routed[0], routed[1], room);
+    return shared_ > 0 ? b.add_onto(shared_expert(b, x), result) : result;
+  }
+
+  TensorId experts(Builder& b, TensorId x, TensorId weights, TensorId choices, int64_t room) const {
+    const auto scope = b.scope("experts");
+    const int64_t hidden = b[x].shape.back(), inner = ffn_ > 0 ? ffn_ : 4 * hidden;
+    const strata::Attributes capacity{{"capacity", room}};
+    const std::vector<TensorId> slots =
+        b.emit_all("expert_slots", {choices}, {{"experts", experts_}, {"capacity", room}}, {}, "slots");
+    const TensorId rows = b.emit("expert_dispatch", {x, slots[0], slots[1]}, capacity, "rows");
+    const auto matrices = [&](std::string_view name) {
+      return weight(b, name, strata::elements({experts_, hidden}), inner, {{"experts", hidden}, "ffn"},
+                    std::vector<int64_t>(size_t(experts_), hidden));
+    };
+    const TensorId between = activate(b, [&](std::string_view name) {
+      return b.emit("grouped_linear", {rows, matrices(name), slots[1]}, {}, std::string(name) + ".out");
+    });
+    const TensorId back = b.emit("grouped_linear_transposed", {between, matrices("down"), slots[1]}, {}, "down.out");
+    return b.emit("expert_combine", {back, slots[0], slots[1], weights}, capacity, "out");
+  }
+
+  TensorId shared_expert(Builder& b, TensorId x) const {
+    const auto scope = b.scope("shared");
+    const int64_t hidden = b[x].shape.back();
+    const TensorId between = activate(b, [&](std::string_view name) {
+      return b.emit("linear", {x, weight(b, name, shared_, hidden, {"ffn", "hidden"}), {}}, {},
+                    std::string(name) + ".out");
+    });
+    return b.emit("linear", {between, weight(b, "down", hidden, shared_, {"hidden", "ffn"}), {}}, {}, "down.out");
+  }
+
+  int64_t experts_ = 8, k_ = 2, ffn_ = 0, shared_ = 0;
+  std::vector<int64_t> blocks_{};
+  std::string activation_ = "swiglu";
+  bool normalize_ = true;
+  double capacity_factor_ = 0, balance_ = 0.01, z_loss_ = 0, deviation_ = 0.02;
+  bool reports_ = false;
+  std::set<int64_t> replaced_{};  // of the program that is being planned
+};
+
+}  // namespace
+
+STRATA_PLUGIN(Experts, "moe", "1.0.0", "mixture of experts: a router chooses a few feed-forward layers for each token")
