@@ -233,6 +233,17 @@ sys.exit(not (planned < peak < planned * 1.03 + 150 * 2**20 and size(rows["arena
 PY
 fi
 
+# What a run did, as a table and curves, and for TensorBoard.
+expect 0 '' "$strata" report run --html report.html
+grep -q 'curves: report.html' out || fail "report: $(cat out)"
+grep -q '<h2>Loss</h2>' report.html || fail "no curve of the loss"
+expect 0 '' "$strata" train config.toml --set run.directory=watched --set run.tensorboard=true
+[[ -s $(ls watched/tensorboard/events.out.tfevents.*) ]] || fail "no events: $(find watched)"
+expect 2 'no such log' "$strata" report nothing --html none.html
+[[ ! -e none.html ]] || fail "a page of nothing"
+printf 'nonsense\n' >>watched/log.jsonl
+expect 2 'watched/log.jsonl:7' "$strata" report watched
+
 # Divergence: named, and the checkpoint before stays.
 expect 1 'The first tensor that was not finite' "$strata" train config.toml --set run.directory=diverged --set plugins.adamw.learning_rate=1e30 --set run.checkpoint_every=1
 ls diverged/step-* >/dev/null || fail "no checkpoint before the divergence"

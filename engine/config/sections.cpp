@@ -27,6 +27,8 @@ void declare(Options& options, RunSection& run) {
       .non_negative()
       .unit("steps");
   options.add("validate_batches", run.validate_batches, "microbatches of one validation").positive();
+  options.add("tensorboard", run.tensorboard,
+              "write each step for TensorBoard, too, into the folder tensorboard of run.directory");
   options.add("log_every", run.log_every, "steps between progress lines").positive().unit("steps");
   options.add("initialize", run.initialize,
               "checkpoint, run or imported folder whose parameters to start from; empty: random");

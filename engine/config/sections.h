@@ -22,6 +22,7 @@ struct RunSection {
   int64_t validate_every = 0;
   int64_t validate_batches = 8;
   int64_t log_every = 1;
+  bool tensorboard = false;
   std::string initialize;
   std::vector<std::string> plugin_path;
   bool reproducible = false;

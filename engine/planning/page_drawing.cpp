@@ -6,6 +6,38 @@
 #include <numeric>
 
 namespace strata::page {
+namespace {
+
+constexpr std::string_view kStyle = R"(
+:root { color-scheme: light dark; --text: #1a1a1a; --soft: #666; --line: #ccc; --back: #fff; }
+@media (prefers-color-scheme: dark) { :root { --text: #e6e6e6; --soft: #a0a0a0; --line: #444; --back: #16181c; } }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--text); background: var(--back); margin: 2em auto;
+  max-width: 1120px; padding: 0 1em; }
+h1 { font-size: 1.5em; } h2 { font-size: 1.2em; margin-top: 2em; } h3 { font-size: 1em; margin-bottom: .2em; }
+p { color: var(--soft); margin: .2em 0 .6em; max-width: 75ch; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; white-space: nowrap; font-size: .82em; }
+th, td { padding: .25em .45em; text-align: right; border-bottom: 1px solid var(--line); }
+th:first-child, td:first-child { text-align: left; }
+.held { margin: .4em 0 1.2em; } .held i, .key i { display: inline-block; width: .8em; height: .8em; margin-right: .4em;
+  border-radius: 2px; }
+svg { width: 100%; height: auto; display: block; }
+svg text { font: 12px system-ui, sans-serif; fill: var(--text); } svg .soft { fill: var(--soft); }
+svg .axis { stroke: var(--line); stroke-width: 1; } svg .mark { stroke: var(--text); stroke-dasharray: 3 3; }
+svg .budget { stroke: var(--text); stroke-width: 2; } svg .spread { stroke: var(--soft); stroke-width: 1.5; }
+svg .best { fill: var(--text); } svg .other { fill: var(--back); stroke: var(--text); stroke-width: 1.5; }
+.key span { display: inline-block; margin-right: 1.2em; font-size: .88em; }
+details { margin: 1em 0; } summary { cursor: pointer; font-weight: 600; font-size: 1.1em; }
+)";
+
+}  // namespace
+
+std::string page_head(std::string_view title) {
+  return fmt::format(
+      "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\n<meta name=\"viewport\" "
+      "content=\"width=device-width\">\n<title>{}</title>\n<style>{}</style></head><body>\n",
+      escaped(title), kStyle);
+}
 
 std::string escaped(std::string_view text) {
   std::string result;

@@ -1,4 +1,4 @@
-// What all drawings of the memory page share: text that HTML takes, figures for people, axes with round ticks, colours.
+// What all drawings of the pages share: text that HTML takes, figures for people, axes with round ticks, colours.
 #pragma once
 #include <fmt/format.h>
 
@@ -22,6 +22,7 @@ inline constexpr std::string_view kRoleColors[kRoles] = {"#0072b2", "#e69f00", "
 inline constexpr std::string_view kForward = "#c9b8ea", kBackward = "#8a63c9", kUpdate = "#4b2c82", kAgain = "#8c564b",
                                   kMove = "#8fbc5a", kStall = "#d55e00", kLost = "#dddddd";
 
+std::string page_head(std::string_view title);  // of an HTML page, to the beginning of its body
 std::string escaped(std::string_view text);
 std::string readable(std::string_view name);  // "optimizer_state" -> "optimizer state"
 std::string seconds_text(double seconds);

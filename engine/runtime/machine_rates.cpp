@@ -23,7 +23,6 @@
 #include <thread>
 
 #include "base/clock.h"
-#include "engine/program/signature.h"
 #include "engine/runtime/cache_path.h"
 #include "engine/runtime/device_rates.h"
 #include "engine/runtime/kernel_rates.h"
@@ -401,20 +400,28 @@ class Inquiry {
         link.samples[kept.name].push_back({0, kept.bytes, kept.value});
       if (link.samples.empty()) rates.assumed.insert("link " + axis.name);
     }
+    rates.disturbed = disturbed(rates);
     return rates;
   }
 
-  // The names of kernels that the program runs, and of the machine's figures.
-  bool matters(const Kept& kept) const {
-    if (kept.flops == 0 && kept.bytes == 0) return true;
-    const auto ops = wanted_.program ? distinct_ops(*wanted_.program) : std::vector<std::pair<const Op*, int64_t>>();
-    return std::any_of(ops.begin(), ops.end(),
-                       [&](const auto& op) { return kernel_name(OpView(*wanted_.program, *op.first)) == kept.name; });
+  // Whether a figure or what an op of the program takes was measured in vain.
+  bool disturbed(const Rates& rates) const {
+    const std::vector<Kept>& all = cache_.of(machine_);
+    const auto is_disturbed = [](const Kept& kept) { return kept.disturbed; };
+    if (std::none_of(all.begin(), all.end(), is_disturbed)) return false;  // nearly always
+    const auto is_figure = [](const Kept& kept) { return kept.flops == 0 && kept.bytes == 0; };
+    if (std::any_of(all.begin(), all.end(), [&](const Kept& kept) { return kept.disturbed && is_figure(kept); }))
+      return true;
+    if (!wanted_.program) return false;
+    const std::vector<LoneOp> ops = lone_ops(*wanted_.program, rates);
+    return std::any_of(ops.begin(), ops.end(), [&](const LoneOp& op) {
+      const Kept* kept = cache_.find(machine_, {.name = op.name, .flops = op.cost.flops, .bytes = op.cost.bytes});
+      return kept && kept->disturbed;
+    });
   }
 
-  void take(const std::vector<Kept>& list, Rates& rates) const {
+  static void take(const std::vector<Kept>& list, Rates& rates) {
     for (const Kept& kept : list) {
-      if (kept.disturbed && !rates.disturbed) rates.disturbed = matters(kept);
       if (kept.flops > 0 || kept.bytes > 0) {
         rates.kernels[kept.name].push_back({kept.flops, kept.bytes, kept.value});
         continue;

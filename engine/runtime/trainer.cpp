@@ -16,6 +16,7 @@
 #include "engine/data/token_file.h"
 #include "engine/planning/trace.h"
 #include "engine/runtime/assembly.h"
+#include "engine/runtime/event_file.h"
 #include "engine/runtime/feed.h"
 #include "engine/runtime/job.h"
 #include "engine/runtime/log.h"
@@ -119,6 +120,7 @@ class Loop {
       begin();
     require_same_start(world_, step_);
     if (first_rank()) log_.emplace(session_.run.directory + "/log.jsonl", step_);
+    if (first_rank() && session_.run.tensorboard) events_.emplace(session_.run.directory + "/tensorboard", step_);
     stop_before_first_step();  // and all have loaded
     if (resume && !stopping_) tell(fmt::format("resuming after step {} from {}", step_, newest));
   }
@@ -200,6 +202,7 @@ class Loop {
       share_stop();
     }
     if (log_) warn(log_->write(fields));
+    if (events_) warn(events_->write(step_, fields));
     if (first_rank() && (due(session_.run.log_every) || last_step())) progress_.show(progress_line(seconds));
   }
 
@@ -320,6 +323,7 @@ class Loop {
   std::optional<RunDirectory> directory_;  // of rank 0; outlives what saves there
   std::optional<Saver> saver_;
   std::optional<StepLog> log_;
+  std::optional<EventFile> events_;
   Progress progress_;
   std::optional<double> busiest_predicted_;  // seconds that a stage of a pipeline computes in a step; of rank 0
   int64_t step_ = 0, samples_ = 0;

@@ -46,7 +46,8 @@ StepLog::Fields TrainingReport::add_step(size_t program, double seconds, bool la
   flops_.push_back(planned.built.model_flops / seconds);
   StepLog::Fields fields{{"tokens_per_second", tokens_per_second(seconds)},
                          {"seconds", seconds},
-                         {"peak_share", peak_share(program, seconds)}};
+                         {"peak_share", peak_share(program, seconds)},
+                         {"memory_bytes", double(resident_bytes())}};
   const Stalls& stalls = assembly_.executor_of(program).stalls();
   if (may_stall(planned.program()) && times(last_step)) {
     fields.push_back({"waiting_for_nvme", stalls.storage()});

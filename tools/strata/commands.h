@@ -52,6 +52,12 @@ struct CheckArguments : ConfigArguments {
 };
 int check_command_main(const CheckArguments& arguments);
 
+struct ReportArguments {
+  std::vector<std::string> runs;
+  std::string html = "report.html", along = "steps";
+};
+int report_command_main(const ReportArguments& arguments);
+
 struct PluginsArguments {
   std::string name;
   std::vector<std::string> paths;

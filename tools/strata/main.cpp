@@ -109,6 +109,19 @@ void add_check(CLI::App& parent, CheckArguments& arguments, Action& action) {
   command->callback([&arguments, &action] { action = [&arguments] { return check_command_main(arguments); }; });
 }
 
+void add_report(CLI::App& parent, ReportArguments& arguments, Action& action) {
+  CLI::App* command = parent.add_subcommand(
+      "report",
+      "Show what runs did: a table, and one page with curves of loss, gradient norm, tokens/s,\nmemory and stalls, "
+      "several runs over each other.");
+  command->add_option("runs", arguments.runs, "folders of runs (run.directory), or their log.jsonl")->required();
+  command->add_option("--html", arguments.html, "page to write")->capture_default_str();
+  command->add_option("--along", arguments.along, "what the horizontal axis counts")
+      ->capture_default_str()
+      ->check(CLI::IsMember({"steps", "tokens", "seconds"}));
+  command->callback([&arguments, &action] { action = [&arguments] { return report_command_main(arguments); }; });
+}
+
 void add_plugins(CLI::App& parent, PluginsArguments& arguments, Action& action) {
   CLI::App* command = parent.add_subcommand("plugins", "List the plugins found, or show one with its options.");
   command->add_option("name", arguments.name, "plugin to show");
@@ -199,6 +212,7 @@ struct Arguments {
   BenchMemoryArguments bench_memory;
   BenchKernelsArguments bench_kernels;
   CheckArguments check;
+  ReportArguments report;
   PluginsArguments plugins;
   NewPluginArguments new_plugin;
   PrepareArguments data_prepare;
@@ -216,6 +230,7 @@ void add_commands(CLI::App& app, Arguments& arguments, Action& action) {
   add_bench_memory(*bench, arguments.bench_memory, action);
   add_bench_kernels(*bench, arguments.bench_kernels, action);
   add_check(app, arguments.check, action);
+  add_report(app, arguments.report, action);
   add_plugins(app, arguments.plugins, action);
   add_new_plugin(app, arguments.new_plugin, action);
   CLI::App* data = app.add_subcommand("data", "Work with training data.");
