@@ -42,7 +42,8 @@ ExpertLayer build_layer(const LayerSizes& s, DType type) {
   const auto in = [&](int i) { return layer.inputs[size_t(i)]; };
   const TensorId logits = b.emit("router_logits", {in(0), in(1)});
   const auto routed = b.emit_all("route", {logits}, {{"k", s.k}, {"normalize", int64_t(s.normalize)}});
-  layer.loss = b.emit("router_loss", {logits, routed[1]}, {{"balance", kBalance}, {"z", kZ}, {"scale", kScale}});
+  layer.loss = b.emit("router_loss", {logits, routed[1]},
+                      {{"balance", kBalance}, {"z", kZ}, {"counted", s.k}, {"scale", kScale}});
   const auto slots = b.emit_all("expert_slots", {routed[1]}, {{"experts", s.experts}, {"capacity", s.capacity}});
   layer.slots = slots[0], layer.offsets = slots[1];
   const Attributes capacity{{"capacity", s.capacity}};

@@ -287,22 +287,22 @@ void register_route() {
                  })});
 }
 
-// scale·(balance·E·Σ_e f_e·P_e + z·mean (log Σ exp l)²): f_e is the number of choices of expert e by the number of
-// tokens, P_e the mean of its probability (arXiv 2101.03961, equations 4 to 6; router z-loss: arXiv 2202.08906,
-// equation 5).
+// scale·(balance·E·Σ_e f_e·P_e + z·mean (log Σ exp l)²): f_e is the number of choices of expert e (of each token the
+// first `counted`) by the number of tokens, P_e the mean of its probability (arXiv 2101.03961, equations 4 to 6; router
+// z-loss: arXiv 2202.08906, equation 5).
 struct LossTerms {
   explicit LossTerms(const Binding& b)
       : balance(b.attributes().real("balance")), z(b.attributes().real("z")), scale(b.attributes().real("scale")) {}
   double balance, z, scale;
 };
 
-// Choices of each expert; `share` (E).
-template <class T>
-void count_choices(const int32_t* choices, int64_t tokens, int64_t k, int64_t experts, T* share) {
-  std::fill_n(share, experts, T(0));
-  for (int64_t i = 0; i < tokens * k; ++i)
-    if (choices[i] >= 0) share[choices[i]] += T(1);
-  for (int64_t e = 0; e < experts; ++e) share[e] /= T(tokens);
+// Of each expert the number of choices by the number of tokens; of a token the first `counted` ones.
+void count_choices(const Binding& b, double* share) {
+  const int64_t experts = b.columns(0), tokens = b.rows(0), k = b.columns(1);
+  std::fill_n(share, experts, 0.0);
+  for (int64_t t = 0; t < tokens; ++t)
+    for (int64_t j = 0; j < b.attributes().integer("counted"); ++j) share[b.in<int32_t>(1)[t * k + j]] += 1;
+  for (int64_t e = 0; e < experts; ++e) share[e] /= double(tokens);
 }
 
 // A block of tokens: sums of probabilities (E), then of squares of log Σ exp.
@@ -326,7 +326,7 @@ void router_loss(const Binding& b) {
               sums + block * (experts + 1));
   });
   double* const share = sums + blocks * (experts + 1);
-  count_choices(b.in<int32_t>(1), tokens, b.columns(1), experts, share);
+  count_choices(b, share);
   for (int64_t block = 1; block < blocks; ++block)
     for (int64_t e = 0; e <= experts; ++e) sums[e] += sums[block * (experts + 1) + e];
   double even = 0;
@@ -341,7 +341,7 @@ void router_loss_gradient(const Binding& b) {
   const LossTerms terms(b);
   const double factor = terms.scale / double(tokens) * (b.has_input(2) ? *b.in<double>(2) : 1.0);
   auto* const share = b.workspace<double>();
-  count_choices(b.in<int32_t>(1), tokens, b.columns(1), experts, share);
+  count_choices(b, share);
   b.threads().split(tokens, 16, [&](int64_t t, int64_t end) {
     for (; t < end; ++t) {
       const T* logits = b.in<T>(0) + t * experts;
@@ -360,7 +360,8 @@ void router_loss_gradient(const Binding& b) {
 int64_t loss_workspace(const OpView& v, int) { return (blocks_of(v.rows(0)) + 1) * (v.columns(0) + 1) * 8; }
 bool is_loss_of(const OpView& v) {
   const Attributes& a = v.attributes();
-  return are_logits(v, 0) && are_choices(v, 1, 0) && a.has("balance") && a.has("z") && a.has("scale");
+  return are_logits(v, 0) && are_choices(v, 1, 0) && a.has("balance") && a.has("z") && a.has("scale") &&
+         a.has("counted") && a.integer("counted") >= 1 && a.integer("counted") <= v.columns(1);
 }
 
 // The same loops in either precision; f64 is what tests compare with.
@@ -375,10 +376,10 @@ void register_loss() {
   register_kind(
       {.name = "router_loss",
        .summary = "logits f32 (…, E), choices i32 (…, k) -> f32 (1): balance of load and size of logits; attributes "
-                  "balance, z, scale",
+                  "balance, z, counted, scale",
        .shape = [](const OpView& v) -> std::vector<TensorSpec> {
          require(v.inputs() == 2 && is_loss_of(v), v,
-                 "logits f32 (…, E), choices i32 (…, k) and attributes balance, z and scale");
+                 "logits f32 (…, E), choices i32 (…, k) and attributes balance, z, counted and scale");
          return {{{1}, v.input(0).dtype}};
        },
        .gradient =

@@ -8,6 +8,7 @@
 #include <set>
 
 #include "strata/plugin.h"
+#include "strata/random.h"
 
 namespace {
 
@@ -60,25 +61,42 @@ class Experts final : public strata::Plugin {
   void options(strata::Options& o) override {
     constexpr double most = double(strata::kMostElements);
     o.add("experts", experts_, "feed-forward layers to choose from").range(1, 65536);
-    o.add("k", k_, "experts that a token goes to").range(1, 65536).unit("experts");
+    o.add("k", k_, "experts that a token goes to; 0: 2, with router switch 1").range(0, 65536).unit("experts");
+    o.add("router", router_,
+          "topk: the k largest; switch: the largest, weighed by its probability (arXiv 2101.03961); gshard: the two "
+          "largest, the second by chance (arXiv 2006.16668); shazeer: noisy top-k (arXiv 1701.06538)")
+        .choices({"topk", "switch", "gshard", "shazeer"});
     o.add("blocks", blocks_, "blocks that have experts, counted from 0; empty: all of them");
     o.add("ffn", ffn_, "inner width of an expert; 0: 4 x the width of the residual stream").range(0, most);
     o.add("activation", activation_, "nonlinearity of experts").choices({"swiglu", "gelu", "relu", "squared_relu"});
     o.add("shared", shared_, "inner width of an expert that every token goes to besides; 0: none").range(0, most);
-    o.add("normalize", normalize_,
-          "weights of the chosen experts: a softmax over the chosen; false: over all experts, so they add up to less "
-          "than 1");
+    o.add(
+        "normalize", normalize_,
+        "with router topk, weights of the chosen experts: a softmax over the chosen; false: over all experts, so they "
+        "add up to less than 1");
     o.add("capacity_factor", capacity_factor_,
           "an expert takes at most this many times its even share of a microbatch's choices, and what comes on top is "
           "dropped; 0: no choice is ever dropped")
         .range(0, 65536)
         .may_change();
-    o.add("balance", balance_, "factor of the loss that evens out the load of experts (arXiv 2101.03961)")
+    o.add("jitter", jitter_,
+          "in training, the router's input is multiplied by uniform numbers of 1 - jitter to 1 + jitter")
+        .range(0, 1)
+        .may_change();
+    o.add("dropout", dropout_, "probability of dropping an element between an expert's two products")
+        .range(0, 0.99)
+        .may_change();
+    o.add("balance", balance_,
+          "factor of the loss that evens out the load of experts (arXiv 2101.03961); not with router shazeer")
         .non_negative()
         .may_change();
     o.add("z_loss", z_loss_, "factor of the loss that keeps the router's logits small (arXiv 2202.08906)")
         .non_negative()
         .may_change();
+    o.add("importance", importance_, "with router shazeer, factor of the loss of importance")
+        .non_negative()
+        .may_change();
+    o.add("load", load_, "with router shazeer, factor of the loss of load").non_negative().may_change();
     o.add("deviation", deviation_, "standard deviation of first weights").positive().may_change();
   }
 
@@ -88,17 +106,21 @@ class Experts final : public strata::Plugin {
   }
 
   void model(strata::ModelStage& stage) override {
+    if (k_ == 0) k_ = router_ == "switch" ? 1 : 2;
+    if ((router_ == "switch" && k_ != 1) || (router_ == "gshard" && k_ != 2))
+      throw Error("router = \"" + router_ + "\" chooses " + (router_ == "switch" ? "one expert" : "two experts") +
+                  " for a token, but k = " + std::to_string(k_) + "; leave k out, or take router = \"topk\".");
     if (k_ > experts_)
       throw Error("k = " + std::to_string(k_) + " chooses more experts for a token than the " +
                   std::to_string(experts_) + " there are; lower k, or raise experts.");
     replaced_.clear();
-    const strata::BatchShape batch = stage.batch();
-    const bool trains = stage.goal() == strata::Goal::train;
-    stage.wrap("feed_forward", [=, this](Builder& b, TensorId x, const strata::ModelStage::Module& inner) {
+    batch_ = stage.batch();
+    trains_ = stage.goal() == strata::Goal::train;
+    stage.wrap("feed_forward", [this](Builder& b, TensorId x, const strata::ModelStage::Module& inner) {
       if (!blocks_.empty() && std::find(blocks_.begin(), blocks_.end(), b.block_index) == blocks_.end())
         return inner(b, x);
       replaced_.insert(b.block_index);
-      return layer(b, x, trains, batch);
+      return layer(b, x);
     });
   }
 
@@ -111,7 +133,7 @@ class Experts final : public strata::Plugin {
           "which is not built; set it to 1, or leave the plugin out.");
     if (stage.goal != strata::Goal::train) return;
     for (const strata::Op& op : stage.program.ops)
-      if (op.kind->name == "router_loss") stage.roots.push_back({op.outputs[0], stage.loss_gradient});
+      if (is_loss(op)) stage.roots.push_back({op.outputs[0], stage.loss_gradient});
   }
 
   // What the log says of the step. Stages of a pipeline have layers of their own, and no log in common.
@@ -120,7 +142,7 @@ class Experts final : public strata::Plugin {
     std::vector<TensorId> losses, offsets;
     int64_t choices = 0;
     for (const strata::Op& op : build.program().ops) {
-      if (op.kind->name == "router_loss" && op.step_part == strata::StepPart::forward) losses.push_back(op.outputs[0]);
+      if (is_loss(op)) losses.push_back(op.outputs[0]);
       if (op.kind->name != "expert_slots" || op.step_part != strata::StepPart::forward) continue;
       offsets.push_back(op.outputs[1]);
       choices = strata::elements(build[op.inputs[0]].shape);
@@ -183,21 +205,85 @@ class Experts final : public strata::Plugin {
     return activation_ == "swiglu" ? b.emit("swiglu", {into("gate"), up}) : b.emit(activation_, {up});
   }
 
-  TensorId layer(Builder& b, TensorId x, bool trains, const strata::BatchShape& batch) const {
-    const int64_t hidden = b[x].shape.back(), tokens = strata::elements(b[x].shape) / hidden;
-    const int64_t room = capacity(tokens);
-    const TensorId logits =
-        b.emit("router_logits", {x, weight(b, "router", experts_, hidden, {"routes", "hidden"})}, {}, "router.logits");
-    const std::vector<TensorId> routed =
-        b.emit_all("route", {logits}, {{"k", k_}, {"normalize", int64_t(normalize_)}}, {}, "router.weights");
-    if (trains && (balance_ > 0 || z_loss_ > 0)) {
-      // The step's loss is the mean over microbatches, of all ranks.
-      const double scale = double(batch.micro_batch) / double(batch.sequences());
-      b.emit("router_loss", {logits, routed[1]}, {{"balance", balance_}, {"z", z_loss_}, {"scale", scale}},
+  static bool is_loss(const strata::Op& op) {
+    const std::string& kind = op.kind->name;
+    return kind == "router_loss" || kind == "importance_loss" || kind == "load_loss";
+  }
+
+  TensorId layer(Builder& b, TensorId x) const {
+    const int64_t hidden = b[x].shape.back();
+    const int64_t room = capacity(strata::elements(b[x].shape) / hidden);
+    const Routed routed = router_ == "shazeer" ? noisy_routes(b, x) : routes(b, x);
+    const TensorId result = experts(b, x, routed.weights, routed.choices, room);
+    return shared_ > 0 ? b.add_onto(shared_expert(b, x), result) : result;
+  }
+
+  struct Routed {
+    TensorId weights, choices;
+  };
+
+  // Seed and step, and the attributes with a stream for this site.
+  static std::vector<TensorId> drawn(Builder& b, std::vector<TensorId> inputs, std::string_view site,
+                                     strata::Attributes& attributes) {
+    inputs.push_back(b.scalar(strata::kSeedScalar));
+    inputs.push_back(b.scalar(strata::kStepScalar));
+    attributes.set("stream", int64_t(strata::stream_of(b.scoped(site))));
+    return inputs;
+  }
+
+  TensorId logits(Builder& b, TensorId x, std::string_view name, Initializer first) const {
+    const TensorId w =
+        b.parameter(std::string(name) + ".weight", {experts_, b[x].shape.back()}, first, {"routes", "hidden"});
+    return b.emit("router_logits", {x, w}, {}, std::string(name) + ".logits");
+  }
+
+  // The step's loss is the mean over microbatches, of all ranks.
+  double share_of_step() const { return double(batch_.micro_batch) / double(batch_.sequences()); }
+
+  Routed routes(Builder& b, TensorId x) const {
+    if (trains_ && jitter_ > 0) {
+      strata::Attributes attributes{{"epsilon", jitter_}};
+      const std::vector<TensorId> inputs = drawn(b, {x}, "router.jitter", attributes);
+      x = b.emit("jitter", inputs, attributes, "router.in");
+    }
+    const TensorId all = logits(b, x, "router", {Initializer::Kind::normal, deviation_});
+    const bool normalize = router_ == "gshard" || (router_ == "topk" && normalize_);
+    const std::vector<TensorId> made =
+        b.emit_all("route", {all}, {{"k", k_}, {"normalize", int64_t(normalize)}}, {}, "router.weights");
+    Routed routed{made[0], made[1]};
+    if (!trains_) return routed;
+    if (balance_ > 0 || z_loss_ > 0) {
+      const bool gshard = router_ == "gshard";  // there it is a mean over experts, of first choices
+      const double balance = gshard ? balance_ / double(experts_ * experts_) : balance_;
+      b.emit("router_loss", {all, routed.choices},
+             {{"balance", balance}, {"z", z_loss_}, {"counted", gshard ? int64_t{1} : k_}, {"scale", share_of_step()}},
              "router.loss");
     }
-    const TensorId result = experts(b, x, routed[0], routed[1], room);
-    return shared_ > 0 ? b.add_onto(shared_expert(b, x), result) : result;
+    if (router_ == "gshard") {
+      strata::Attributes attributes;
+      const std::vector<TensorId> inputs = drawn(b, {routed.weights, routed.choices}, "router.second", attributes);
+      routed.choices = b.emit("second_by_chance", inputs, attributes, "router.choices");
+    }
+    return routed;
+  }
+
+  // Weights are zero at first, as in the paper: then noise alone decides, and evenly.
+  Routed noisy_routes(Builder& b, TensorId x) const {
+    const TensorId clean = logits(b, x, "router", {}), spread = logits(b, x, "noise", {});
+    TensorId noisy = clean;
+    if (trains_) {
+      strata::Attributes attributes;
+      const std::vector<TensorId> inputs = drawn(b, {clean, spread}, "router.noise", attributes);
+      noisy = b.emit("noisy_logits", inputs, attributes, "router.noisy");
+    }
+    const std::vector<TensorId> made =
+        b.emit_all("route", {noisy}, {{"k", k_}, {"normalize", int64_t{1}}}, {}, "router.weights");
+    if (trains_ && importance_ > 0)
+      b.emit("importance_loss", made, {{"experts", experts_}, {"scale", importance_ * share_of_step()}},
+             "router.importance");
+    if (trains_ && load_ > 0 && k_ < experts_)  // otherwise all are chosen
+      b.emit("load_loss", {clean, spread, noisy, made[1]}, {{"scale", load_ * share_of_step()}}, "router.load");
+    return {made[0], made[1]};
   }
 
   TensorId experts(Builder& b, TensorId x, TensorId weights, TensorId choices, int64_t room) const {
@@ -211,9 +297,14 @@ class Experts final : public strata::Plugin {
       return weight(b, name, strata::elements({experts_, hidden}), inner, {{"experts", hidden}, "ffn"},
                     std::vector<int64_t>(size_t(experts_), hidden));
     };
-    const TensorId between = activate(b, [&](std::string_view name) {
+    TensorId between = activate(b, [&](std::string_view name) {
       return b.emit("grouped_linear", {rows, matrices(name), slots[1]}, {}, std::string(name) + ".out");
     });
+    if (trains_ && dropout_ > 0) {
+      strata::Attributes attributes{{"probability", dropout_}};
+      const std::vector<TensorId> inputs = drawn(b, {between}, "dropout", attributes);
+      between = b.emit("dropout", inputs, attributes, "dropout");
+    }
     const TensorId back = b.emit("grouped_linear_transposed", {between, matrices("down"), slots[1]}, {}, "down.out");
     return b.emit("expert_combine", {back, slots[0], slots[1], weights}, capacity, "out");
   }
@@ -228,13 +319,17 @@ class Experts final : public strata::Plugin {
     return b.emit("linear", {between, weight(b, "down", hidden, shared_, {"hidden", "ffn"}), {}}, {}, "down.out");
   }
 
-  int64_t experts_ = 8, k_ = 2, ffn_ = 0, shared_ = 0;
+  int64_t experts_ = 8, k_ = 0, ffn_ = 0, shared_ = 0;
+  std::string router_ = "topk";
   std::vector<int64_t> blocks_{};
   std::string activation_ = "swiglu";
   bool normalize_ = true;
   double capacity_factor_ = 0, balance_ = 0.01, z_loss_ = 0, deviation_ = 0.02;
+  double jitter_ = 0, dropout_ = 0, importance_ = 0.1, load_ = 0.1;
+  strata::BatchShape batch_{};  // of the program that is being planned
+  bool trains_ = false;
   bool reports_ = false;
-  std::set<int64_t> replaced_{};  // of the program that is being planned
+  std::set<int64_t> replaced_{};  // blocks
 };
 
 }  // namespace

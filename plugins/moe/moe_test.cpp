@@ -37,12 +37,14 @@ ExpertsCase draw_case(Random& random, const std::string& folder) {
   const auto experts = test::draw(random, 1, 9);
   c.model = pick({"hidden = 60\nheads = 3\n", "hidden = 32\nheads = 4\ndropout = 0.1\n",
                   "hidden = 24\nheads = 2\npositions = \"rotary\"\nnorm = \"rms_norm\"\nbias = false\n"});
-  c.experts = "experts = " + std::to_string(experts) +
-              "\nk = " + std::to_string(test::draw(random, 1, std::min<int64_t>(experts, 3))) +
-              "\nffn = " + pick({"17", "40"}) + "\n" + pick({"", "normalize = false\n"}) + pick({"", "shared = 13\n"}) +
-              pick({"", "blocks = [1]\n"}) + pick({"", "capacity_factor = 1.0\n", "capacity_factor = 0.7\n"}) +
-              pick({"", "z_loss = 0.01\n", "balance = 0.0\n"}) +
-              pick({"", "activation = \"gelu\"\n", "activation = \"squared_relu\"\n"});
+  const std::string router = pick({"topk", "topk", experts > 1 ? "gshard" : "topk", "switch", "shazeer"});
+  const auto k = test::draw(random, 1, std::min<int64_t>(experts, 3));
+  c.experts = "experts = " + std::to_string(experts) + "\nrouter = \"" + router + "\"\nffn = " + pick({"17", "40"}) +
+              "\n" + (router == "topk" || router == "shazeer" ? "k = " + std::to_string(k) + "\n" : "") +
+              pick({"", "normalize = false\n"}) + pick({"", "shared = 13\n"}) + pick({"", "blocks = [1]\n"}) +
+              pick({"", "capacity_factor = 1.0\n", "capacity_factor = 0.9\n"}) +
+              pick({"", "z_loss = 0.01\n", "balance = 0.0\n"}) + pick({"", "jitter = 0.1\n"}) +
+              pick({"", "dropout = 0.2\n"}) + pick({"", "activation = \"gelu\"\n", "activation = \"squared_relu\"\n"});
   c.optimizer = pick({"[plugins.adamw]\n", "[plugins.adamw]\n", "[plugins.adafactor]\n", "[plugins.sm3]\n",
                       "[plugins.adamw8bit]\n"}) +
                 "learning_rate = 1e-3\n";
@@ -175,6 +177,8 @@ void expect_refused(const std::string& experts, const std::string& why, const st
 
 TEST(Experts, WrongOptionsAreErrors) {
   expect_refused("experts = 2\nk = 3\n", "chooses more experts for a token than the 2");
+  expect_refused("router = \"switch\"\nk = 2\n", "chooses one expert for a token, but k = 2");
+  expect_refused("router = \"gshard\"\nexperts = 1\n", "k = 2 chooses more experts");
   expect_refused("experts = 0\n", "plugins.moe.experts must be 1 to 65536");
   expect_refused("capacity_factor = 0.01\n", "room for none of the 22 tokens");
   expect_refused("blocks = [1, 2]\n", "block 2");
