@@ -12,7 +12,7 @@ cd "$work"
 cpack --config "$build/CPackConfig.cmake" -G DEB -B "$work/made" -D CPACK_DEBIAN_COMPRESSION_TYPE=gzip >log 2>&1 || { cat log; exit 1; }
 package=$(echo made/strata_*.deb)
 fields=$(dpkg-deb -f "$package" Depends Version Architecture)
-for library in libc6 dnnl libfabric libfmt libsentencepiece liburing libxxhash; do
+for library in libc6 dnnl libfabric libfmt libicu libpcre2 libsentencepiece liburing libxxhash; do
   [[ $fields == *$library* ]] || { echo "the package does not depend on $library: $fields"; exit 1; }
 done
 dpkg-deb -x "$package" root

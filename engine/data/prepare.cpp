@@ -13,11 +13,13 @@
 #include <filesystem>
 #include <memory>
 #include <optional>
+#include <span>
 #include <thread>
 
 #include "engine/data/text_reader.h"
 #include "engine/data/token_file.h"
 #include "engine/data/tokenizer.h"
+#include "engine/data/tokenizer_json/unicode.h"
 #include "strata/error.h"
 #include "strata/threads.h"
 
@@ -77,7 +79,8 @@ class Output {
   // files are gone before the first new one comes. `names` must end with what shows that all is there.
   void publish(const std::vector<std::string>& names) {
     std::error_code problem;
-    std::vector<fs::path> old{directory_ / "tokenizer.model", directory_ / "tokenizer.txt"};
+    std::vector<fs::path> old{directory_ / "tokenizer.json", directory_ / "tokenizer.model",
+                              directory_ / "tokenizer.txt"};
     for (fs::directory_iterator entry(directory_, problem), end; !problem && entry != end; entry.increment(problem))
       if (is_shard(entry->path().filename().string())) old.push_back(entry->path());
     if (problem) refuse(directory_, "cannot list the folder", problem);
@@ -185,16 +188,27 @@ std::string whole_file(const std::string& path) {
   return content;
 }
 
+// What is done with bytes that are no UTF-8.
+enum class BrokenText { taken, refused, replaced };
+
 struct Made {
   std::unique_ptr<Tokenizer> tokenizer;
   std::string name;  // of its file
+  BrokenText broken_text;
 };
 
 // Makes the tokenizer and writes into `folder` what load_tokenizer needs.
 Made make_tokenizer(const std::string& wanted, const std::vector<Input>& inputs, const fs::path& folder) {
-  if (wanted == "bytes") {
+  const std::string file = fs::is_directory(wanted) ? tokenizer_file(wanted) : wanted;
+  if (wanted == "bytes" || file.ends_with("tokenizer.txt")) {
+    if (wanted != "bytes") load_tokenizer(wanted);  // says what is wrong with it
     write_text(folder / "tokenizer.txt", "bytes\n");
-    return {byte_tokenizer(), "tokenizer.txt"};
+    return {byte_tokenizer(), "tokenizer.txt", BrokenText::taken};
+  }
+  if (file.ends_with(".json")) {
+    auto tokenizer = json_tokenizer(file);
+    write_text(folder / "tokenizer.json", whole_file(file));
+    return {std::move(tokenizer), "tokenizer.json", BrokenText::replaced};
   }
   const std::string model = (folder / "tokenizer.model").string();
   if (wanted.rfind("train:", 0) == 0) {
@@ -207,47 +221,140 @@ Made make_tokenizer(const std::string& wanted, const std::vector<Input>& inputs,
     for (const Input& input : inputs) paths.push_back(input.path);
     write_text(model, train_sentencepiece(paths, size));
   } else {
-    sentencepiece_tokenizer(wanted);  // refuses what is no model
-    write_text(model, whole_file(wanted));
+    sentencepiece_tokenizer(file);  // refuses what is no model
+    write_text(model, whole_file(file));
   }
-  return {sentencepiece_tokenizer(model), "tokenizer.model"};
+  return {sentencepiece_tokenizer(model), "tokenizer.model", BrokenText::refused};
 }
+
+// A document of any length in pieces, each encoded with some text after it. Where two of them have a cut in common, the
+// tokens before it are the first one's and those after it the second's: so the tokens are those of the whole. Two
+// without become one piece.
+class Document {
+ public:
+  struct Piece {
+    std::string text{};
+    int64_t bytes = 0;  // of the file
+    bool begins = false, ends = false;
+    std::optional<EncodedPart> encoded{};
+  };
+  bool ended() const { return !pieces_.empty() && pieces_.back().ends; }
+  void add(Piece piece) { pieces_.push_back(std::move(piece)); }
+
+  // Those that can be encoded and are not yet.
+  std::vector<size_t> to_encode() const {
+    std::vector<size_t> all;
+    for (size_t i = 0; i < pieces_.size(); ++i)
+      if (!pieces_[i].encoded && (pieces_[i].ends || i + 1 < pieces_.size())) all.push_back(i);
+    return all;
+  }
+  void encode(size_t i, const Tokenizer& tokenizer) {
+    Piece& piece = pieces_[i];
+    std::string text = piece.text;
+    if (!piece.ends) text += pieces_[i + 1].text.substr(0, text_after(pieces_[i + 1].text));
+    piece.encoded =
+        tokenizer.encode_part({.text = text, .own = piece.text.size(), .begins = piece.begins, .ends = piece.ends});
+  }
+  // Tells tokens, and the bytes of the file that they are for, as far as they are known. True when that is all.
+  template <class Tell>
+  bool write(Tell&& tell) {
+    while (!pieces_.empty() && pieces_[0].encoded) {
+      const Piece& first = pieces_[0];
+      const std::span<const int32_t> ids(first.encoded->ids);
+      const size_t from = taken_ == 0 ? 0 : cut_at(first, taken_)->token;
+      if (first.ends) {
+        tell(ids.subspan(from), first.bytes);
+        return true;
+      }
+      if (!pieces_[1].encoded) return false;
+      if (const auto cut = common_cut()) {
+        tell(ids.subspan(from, cut->token - from), first.bytes);
+        taken_ = cut->byte - first.text.size();
+        pieces_.erase(pieces_.begin());
+      } else {
+        join();
+      }
+    }
+    return false;
+  }
+
+ private:
+  // Bytes of the next piece that are looked at: up to a whole character.
+  static size_t text_after(std::string_view text) {
+    size_t size = std::min(TextPart::kAfter, text.size());
+    while (size < text.size() && size > 0 && (static_cast<unsigned char>(text[size]) & 0xC0) == 0x80) --size;
+    return size;
+  }
+  static const EncodedPart::Cut* cut_at(const Piece& piece, size_t byte) {
+    const auto& cuts = piece.encoded->cuts;
+    const auto found = std::partition_point(cuts.begin(), cuts.end(), [&](const auto& cut) { return cut.byte < byte; });
+    return found != cuts.end() && found->byte == byte ? &*found : nullptr;
+  }
+  std::optional<EncodedPart::Cut> common_cut() const {
+    const size_t size = pieces_[0].text.size();
+    for (const EncodedPart::Cut& cut : pieces_[0].encoded->cuts)
+      if (cut.byte > size && cut.byte >= taken_ && cut_at(pieces_[1], cut.byte - size)) return cut;
+    return {};
+  }
+  void join() {
+    pieces_[0].text += pieces_[1].text;
+    pieces_[0].bytes += pieces_[1].bytes;
+    pieces_[0].ends = pieces_[1].ends;
+    pieces_[0].encoded.reset();
+    pieces_.erase(pieces_.begin() + 1);
+  }
+
+  std::vector<Piece> pieces_;
+  size_t taken_ = 0;  // bytes of the first piece whose tokens are told
+};
 
 // Encodes text on all cores, a piece of it on each.
 class Encoder {
  public:
   using Done = std::function<void(int64_t bytes)>;
-  Encoder(const Tokenizer& tokenizer, bool needs_utf8, Done done)
-      : tokenizer_(tokenizer),
-        needs_utf8_(needs_utf8),
+  Encoder(const Made& made, Done done)
+      : tokenizer_(*made.tokenizer),
+        broken_text_(made.broken_text),
         done_(std::move(done)),
         threads_(int(std::max(1u, std::thread::hardware_concurrency()))) {}
 
-  // Appends the tokens of bytes [begin, end) of an input.
+  // Appends the tokens of bytes [begin, end) of an input, a document.
   void encode(const Input& input, int64_t begin, int64_t end, Shards& to) {
+    if (begin == end) return;
+    to.append(tokenizer_.document_begin());
     TextReader reader(input.path, begin, end);
-    std::vector<std::string> pieces(static_cast<size_t>(threads_.count()));
-    std::vector<std::vector<int32_t>> ids(pieces.size());
-    for (bool more = true; more;) {
-      size_t count = 0;
-      for (int64_t position = reader.position(); count < pieces.size(); position = reader.position(), ++count) {
-        more = reader.next(pieces[count]);
-        if (!more) break;
-        if (needs_utf8_) require_utf8(pieces[count], input.name, position);
-      }
-      threads_.each(int64_t(count), [&](int64_t i) { ids[size_t(i)] = tokenizer_.encode(pieces[size_t(i)]); });
-      for (size_t i = 0; i < count; ++i) {
-        to.append(ids[i]);
-        done_(int64_t(pieces[i].size()));
-      }
-    }
+    Document document;
+    do {
+      while (!document.ended() && document.to_encode().size() < size_t(threads_.count()))
+        document.add(read_piece(reader, input, begin, end));
+      const std::vector<size_t> all = document.to_encode();
+      threads_.each(int64_t(all.size()), [&](int64_t i) { document.encode(all[size_t(i)], tokenizer_); });
+    } while (!document.write([&](std::span<const int32_t> ids, int64_t bytes) {
+      to.append(ids);
+      done_(bytes);
+    }));
+    to.append(tokenizer_.document_end());
   }
+  int64_t replaced() const { return replaced_; }
 
  private:
+  Document::Piece read_piece(TextReader& reader, const Input& input, int64_t begin, int64_t end) {
+    const int64_t position = reader.position();
+    Document::Piece piece{.begins = position == begin};
+    STRATA_CHECK(reader.next(piece.text));
+    piece.bytes = int64_t(piece.text.size());
+    piece.ends = reader.position() == end;
+    if (broken_text_ == BrokenText::refused) require_utf8(piece.text, input.name, position);
+    if (broken_text_ == BrokenText::replaced && first_invalid_utf8(piece.text) != piece.text.npos)
+      piece.text = with_replacement_characters(piece.text, replaced_);
+    return piece;
+  }
+
   const Tokenizer& tokenizer_;
-  bool needs_utf8_;
+  BrokenText broken_text_;
   Done done_;
   Threads threads_;
+  int64_t replaced_ = 0;
 };
 
 void check(const PrepareArguments& arguments) {
@@ -280,7 +387,7 @@ PrepareResult prepare(const PrepareArguments& arguments) {
   Shards train(output.aside(), "train", wide, arguments.shard_tokens);
   Shards validation(output.aside(), "validation", wide, arguments.shard_tokens);
   int64_t bytes = 0;
-  Encoder encoder(*made.tokenizer, arguments.tokenizer != "bytes", [&](int64_t more) {
+  Encoder encoder(made, [&](int64_t more) {
     bytes += more;
     if (arguments.progress) arguments.progress(bytes, result.text_bytes);
   });
@@ -291,6 +398,7 @@ PrepareResult prepare(const PrepareArguments& arguments) {
   }
   train.close();
   validation.close();
+  result.replaced = encoder.replaced();
   result.train_tokens = train.tokens();
   result.validation_tokens = validation.tokens();
 

@@ -9,9 +9,9 @@
 namespace strata {
 
 struct PrepareArguments {
-  std::vector<std::string> inputs{};   // UTF-8 text ("bytes" takes any); "-" is standard input, once
+  std::vector<std::string> inputs{};   // UTF-8 text ("bytes" takes any), each a document; "-": standard input, once
   std::string output_directory{};      // made when missing
-  std::string tokenizer = "bytes";     // or a .model file, or "train:SIZE"
+  std::string tokenizer = "bytes";     // or a folder with tokenizer.json, that, a .model file, or "train:SIZE"
   double validation_fraction = 0.05;   // of each input's bytes: its end, from a line's start on
   int64_t shard_tokens = 100'000'000;  // tokens of a file at most
   // Called after each piece of about a megabyte with the bytes done and those there are, if set.
@@ -21,8 +21,12 @@ struct PrepareArguments {
 struct PrepareResult {
   std::vector<std::string> files;  // train_000.bin, …, validation_000.bin, …
   int64_t train_tokens = 0, validation_tokens = 0, text_bytes = 0, vocabulary = 0;
+  int64_t replaced = 0;  // places that are no UTF-8 and became U+FFFD
 };
 
+// The tokens are those of each input encoded as a whole (both parts of it, where it is cut in two), with what the
+// tokenizer puts around documents. With a tokenizer.json bytes that are no UTF-8 become U+FFFD, as Python's
+// errors="replace" has it.
 // Writes train_000.bin, … and validation_000.bin, … (uint16 tokens for vocabularies up to 65536, else uint32) and
 // the tokenizer (load_tokenizer) into the output directory, in place of an earlier run's, of which nothing stays.
 // Everything is made in the folder .preparing inside and moved at the very end, old files away first and train_000.bin

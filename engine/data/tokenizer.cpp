@@ -12,6 +12,7 @@
 #include <optional>
 
 #include "engine/data/text_reader.h"
+#include "engine/data/tokenizer_json/tokenizer_json.h"
 #include "strata/error.h"
 
 namespace strata {
@@ -23,6 +24,12 @@ class ByteTokenizer final : public Tokenizer {
     std::vector<int32_t> ids(text.size());
     std::transform(text.begin(), text.end(), ids.begin(), [](unsigned char byte) { return int32_t(byte); });
     return ids;
+  }
+  EncodedPart encode_part(const TextPart& part) const override {
+    EncodedPart result{.ids = encode(part.text)};
+    for (size_t byte = 0; byte < part.text.size(); ++byte)
+      if (part.wants_cut(byte)) result.cuts.push_back({byte, byte});
+    return result;
   }
   std::string decode(const std::vector<int32_t>& ids) const override {
     std::string text;
@@ -66,22 +73,24 @@ class SentencePieceTokenizer final : public Tokenizer {
     text_size(path);  // an Error when it cannot be read; SentencePiece prints one of its own
     if (!processor_.Load(path).ok())
       throw Error(path + ": is no SentencePiece model; name a .model file, \"bytes\" or \"train:SIZE\".");
-    parts_are_alike_ = encodes_parts_alike();
+    find_how_to_cut();
   }
-  std::vector<int32_t> encode(std::string_view text) const override {
-    if (!parts_are_alike_) return encode_at_once(text);
+  std::vector<int32_t> encode(std::string_view text) const override { return encode_part({.text = text}).ids; }
+  EncodedPart encode_part(const TextPart& part) const override {
     // SentencePiece keeps a queue of all the merges that it could do in a text: parts of some KiB stay in the caches
     // (4.2 against 1.3 MB/s for a text of 1 MiB).
-    constexpr size_t kPart = 4096;  // bytes, and up to the next line
-    std::vector<int32_t> ids;
-    for (size_t begin = 0; begin < text.size();) {
-      size_t end = begin + kPart < text.size() ? text.find('\n', begin + kPart) : text.npos;
-      end = std::min(text.find_first_not_of('\n', end), text.size());
-      const std::vector<int32_t> part = encode_at_once(text.substr(begin, end - begin));
-      ids.insert(ids.end(), part.begin(), part.end());
-      begin = end;
+    constexpr size_t kShort = 4096;  // bytes
+    EncodedPart result;
+    size_t begin = 0;
+    for (size_t at = 1; at < part.text.size(); ++at) {
+      const bool wanted = (!part.begins || !part.ends) && part.wants_cut(at);
+      if ((!wanted && at - begin < kShort) || !can_be_cut(part.text, at)) continue;
+      append(part.text, begin, at, result.ids);
+      if (wanted) result.cuts.push_back({at, result.ids.size()});
+      begin = at;
     }
-    return ids;
+    append(part.text, begin, part.text.size(), result.ids);
+    return result;
   }
   std::string decode(const std::vector<int32_t>& ids) const override {
     for (int32_t id : ids)
@@ -102,22 +111,45 @@ class SentencePieceTokenizer final : public Tokenizer {
       throw Error("SentencePiece cannot encode the text: " + reason(status) + ".");
     return {ids.begin(), ids.end()};
   }
-  // Is the text that ends before a line's start encoded as it is with that line after it? It is when no piece goes over
-  // a line's start, and when normalization neither marks the start of a text nor drops spaces and line ends there.
-  bool encodes_parts_alike() const {
+  // A text is cut where its tokens are those of the parts: at the start of a line, when no piece of the model goes over
+  // one and normalization neither marks the start of a text nor drops spaces and line ends there; or at a space between
+  // two words, when no piece goes over one. Where the model puts a space before every text, that takes its place.
+  void find_how_to_cut() {
+    lines_ = words_ = true;
     for (int id = 0; id < processor_.GetPieceSize(); ++id) {
       const std::string& piece = processor_.IdToPiece(id);
-      const size_t newline = piece.find('\n');
-      if (newline != piece.npos && piece.find_first_not_of('\n', newline) != piece.npos) return false;
+      const size_t newline = piece.find('\n'), word = piece.find_first_not_of(kSpace);
+      if (newline != piece.npos && piece.find_first_not_of('\n', newline) != piece.npos) lines_ = false;
+      if (word != piece.npos && piece.find(kSpace, word) != piece.npos) words_ = false;
     }
-    const std::string first = " a  \n\n", second = "  b \n";
-    std::vector<int32_t> parts = encode_at_once(first), more = encode_at_once(second);
-    parts.insert(parts.end(), more.begin(), more.end());
-    return parts == encode_at_once(first + second) && decode(parts) == first + second;
+    const std::string first = " a  \n\n", second = "  b \n", word = "a1  b c", next = " de";
+    lines_ = lines_ && together(first, second) == encode_at_once(first + second) &&
+             decode(together(first, second)) == first + second;
+    drop_space_ = together(word, next) != encode_at_once(word + next);
+    words_ = words_ && together(word, drop_space_ ? next.substr(1) : next) == encode_at_once(word + next);
+  }
+  std::vector<int32_t> together(const std::string& first, const std::string& second) const {
+    std::vector<int32_t> ids = encode_at_once(first), more = encode_at_once(second);
+    ids.insert(ids.end(), more.begin(), more.end());
+    return ids;
+  }
+  static bool is_letter_or_digit(char c) {
+    return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9');
+  }
+  bool can_be_cut(std::string_view text, size_t at) const {
+    if (lines_ && text[at - 1] == '\n' && text[at] != '\n') return true;
+    return words_ && text[at] == ' ' && is_letter_or_digit(text[at - 1]) && at + 1 < text.size() &&
+           is_letter_or_digit(text[at + 1]);
+  }
+  void append(std::string_view text, size_t begin, size_t end, std::vector<int32_t>& ids) const {
+    if (begin > 0 && text[begin] == ' ' && drop_space_) ++begin;
+    const std::vector<int32_t> more = encode_at_once(text.substr(begin, end - begin));
+    ids.insert(ids.end(), more.begin(), more.end());
   }
 
+  static constexpr const char* kSpace = "\xE2\x96\x81";  // U+2581, as pieces have it
   sentencepiece::SentencePieceProcessor processor_;
-  bool parts_are_alike_ = false;
+  bool lines_ = false, words_ = false, drop_space_ = false;
 };
 
 // Lines of text files for SentencePiece's trainer: of every line an equal chance, so that at most `most_bytes` of all
@@ -224,16 +256,52 @@ std::string train_sentencepiece(const std::vector<std::string>& text_files, int6
   return model;
 }
 
-std::unique_ptr<Tokenizer> load_tokenizer(const std::string& folder) {
-  const std::filesystem::path path(folder);
-  const std::filesystem::path model = path / "tokenizer.model";
-  if (std::filesystem::exists(model)) return sentencepiece_tokenizer(model.string());
-  std::string kind;
-  std::ifstream(path / "tokenizer.txt") >> kind;
-  if (kind == "bytes") return byte_tokenizer();
+std::unique_ptr<Tokenizer> json_tokenizer(const std::string& path) {
+  std::string text, piece;
+  for (TextReader reader(path, 0, text_size(path)); reader.next(piece);) text += piece;
+  return parse_tokenizer_json(text, path);
+}
+
+std::string tokenizer_file(const std::string& folder) {
+  for (const char* name : {"tokenizer.json", "tokenizer.model", "tokenizer.txt"})
+    if (const auto path = std::filesystem::path(folder) / name; std::filesystem::exists(path)) return path.string();
   throw Error(folder +
-              ": holds no tokenizer (tokenizer.model or tokenizer.txt, which strata data prepare writes); "
-              "name its folder with --tokenizer.");
+              ": holds no tokenizer (tokenizer.json, tokenizer.model, or tokenizer.txt, which strata data prepare "
+              "writes); name its folder with --tokenizer.");
+}
+
+std::unique_ptr<Tokenizer> load_tokenizer(const std::string& folder) {
+  const std::string path = tokenizer_file(folder);
+  if (path.ends_with(".json")) return json_tokenizer(path);
+  if (path.ends_with(".model")) return sentencepiece_tokenizer(path);
+  std::string kind;
+  std::ifstream(path) >> kind;
+  if (kind == "bytes") return byte_tokenizer();
+  throw Error(path + ": is not of strata data prepare, which writes \"bytes\" there.");
+}
+
+std::string decode_after(const Tokenizer& tokenizer, const std::vector<int32_t>& before,
+                         const std::vector<int32_t>& ids) {
+  std::string text;
+  std::vector<int32_t> known;
+  for (const int32_t id : before)
+    if (tokenizer.knows(id)) known.push_back(id);
+  size_t told = tokenizer.decode(known).size();
+  const auto tell = [&] {
+    const std::string all = tokenizer.decode(known);
+    text += all.substr(std::min(told, all.size()));
+    told = all.size();
+  };
+  for (const int32_t id : ids) {
+    if (tokenizer.knows(id)) {
+      known.push_back(id);
+      continue;
+    }
+    tell();
+    text += "<unknown id " + std::to_string(id) + ">";
+  }
+  tell();
+  return text;
 }
 
 }  // namespace strata

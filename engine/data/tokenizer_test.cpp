@@ -7,7 +7,9 @@
 #include <random>
 #include <regex>
 
+#include "engine/data/prepare.h"
 #include "engine/data/testing.h"
+#include "engine/data/token_file.h"
 
 namespace strata {
 namespace {
@@ -123,6 +125,31 @@ TEST_F(SentencePiece, IdsOutsideTheVocabularyAreErrors) {
                   " is outside the tokenizer's vocabulary of 400; the tokens are of another tokenizer.");
 }
 
+// A model as Llama's are: it puts a space before each text.
+TEST_F(SentencePiece, ASpaceBeforeEachTextIsBeforeDocumentsOnly) {
+  std::string model = folder().read("tokenizer.model");
+  const std::string no_space("\x18\0\x20\0", 4);  // add_dummy_prefix and remove_extra_whitespaces
+  const size_t at = model.rfind(no_space);
+  ASSERT_NE(at, model.npos);
+  model[at + 1] = 1;
+  const TestFolder work;
+  const auto tokenizer = sentencepiece_tokenizer(work.write("prefix.model", model));
+  const auto plain = load_tokenizer(folder().path());
+  ASSERT_EQ(tokenizer->encode("and the"), plain->encode(" and the"));
+  const std::string text = corpus(40000);
+  ASSERT_GT(text.size(), size_t{2 << 20});
+  EXPECT_TRUE(tokenizer->encode(text) == plain->encode(" " + text));
+  work.write("t.txt", text);
+  prepare({.inputs = {work / "t.txt"},
+           .output_directory = work / "out",
+           .tokenizer = work / "prefix.model",
+           .validation_fraction = 0});
+  const TokenFile file(work / "out/train_000.bin");
+  std::vector<int32_t> ids(size_t(file.tokens()));
+  file.read(0, file.tokens(), ids.data());
+  EXPECT_TRUE(ids == plain->encode(" " + text));
+}
+
 TEST_F(SentencePiece, TheSameTextTrainsTheSameModel) {
   EXPECT_TRUE(train_sentencepiece({folder() / "t.txt"}, 400) == folder().read("tokenizer.model"));
 }
@@ -206,12 +233,13 @@ TEST_F(SentencePiece, WhatIsNoModelIsAnError) {
 
 TEST(LoadTokenizer, FindsBytesAndMissesNothingSilently) {
   const TestFolder folder;
-  const std::string none = folder.path() +
-                           ": holds no tokenizer (tokenizer.model or tokenizer.txt, which strata data prepare writes); "
-                           "name its folder with --tokenizer.";
-  EXPECT_EQ(error_of(folder, [&] { load_tokenizer(folder.path()); }), none);
+  EXPECT_EQ(error_of(folder, [&] { load_tokenizer(folder.path()); }),
+            folder.path() +
+                ": holds no tokenizer (tokenizer.json, tokenizer.model, or tokenizer.txt, which strata data prepare "
+                "writes); name its folder with --tokenizer.");
   folder.write("tokenizer.txt", "bites\n");
-  EXPECT_EQ(error_of(folder, [&] { load_tokenizer(folder.path()); }), none);
+  EXPECT_EQ(error_of(folder, [&] { load_tokenizer(folder.path()); }),
+            "tokenizer.txt: is not of strata data prepare, which writes \"bytes\" there.");
   folder.write("tokenizer.txt", "bytes\n");
   EXPECT_EQ(load_tokenizer(folder.path())->vocabulary(), 256);
 }

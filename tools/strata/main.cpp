@@ -146,7 +146,7 @@ void add_data_prepare(CLI::App& parent, PrepareArguments& arguments, Action& act
   command->add_option("--output", arguments.output_directory, "folder to write")->required();
   command
       ->add_option("--tokenizer", arguments.tokenizer,
-                   "\"bytes\", a SentencePiece .model file, or \"train:SIZE\" to train one")
+                   "\"bytes\", a folder with tokenizer.json, a SentencePiece .model file, or \"train:SIZE\" to train one")
       ->capture_default_str();
   command->add_option("--validation", arguments.validation_fraction, "share of the text kept for validation")
       ->capture_default_str();
@@ -159,7 +159,7 @@ void add_generate(CLI::App& parent, GenerateArguments& arguments, Action& action
   add_config(*command, arguments);
   command->add_option("--checkpoint", arguments.checkpoint, "checkpoint folder (default: the newest in run.directory)");
   command->add_option("--tokenizer", arguments.tokenizer,
-                      "folder with tokenizer.txt or tokenizer.model (default: beside the training data)");
+                      "folder with tokenizer.json, tokenizer.model or tokenizer.txt (default: beside the training data)");
   command->add_option("--prompt", arguments.prompt, "text to go on from");
   command->add_option("--tokens", arguments.sampling.tokens, "tokens to sample")
       ->capture_default_str()

@@ -262,7 +262,7 @@ int generate_command_main(const GenerateArguments& arguments) {
   std::vector<int32_t> tokens = tokenizer->encode(arguments.prompt.empty() ? "\n" : arguments.prompt);
   std::vector<int32_t> sampled;
   generator.generate(tokens, arguments.sampling, [&](int32_t id) { sampled.push_back(id); });
-  fmt::print("{}{}\n", arguments.prompt, tokenizer->decode(sampled));
+  fmt::print("{}{}\n", arguments.prompt, decode_after(*tokenizer, tokens, sampled));
   return int(ExitCode::done);
 }
 
