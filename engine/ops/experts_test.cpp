@@ -6,6 +6,7 @@
 #include <cstring>
 #include <random>
 
+#include "engine/ops/experts_recorded.h"
 #include "engine/planning/memory_plan.h"
 #include "engine/program/autodiff.h"
 #include "engine/runtime/executor.h"
@@ -29,7 +30,7 @@ struct ExpertLayer {
 
 constexpr double kBalance = 0.3, kZ = 0.2, kScale = 0.5;
 
-ExpertLayer build_layer(const LayerSizes& s, DType type) {
+ExpertLayer build_layer(const LayerSizes& s, DType type, double z = kZ) {
   ExpertLayer layer;
   Builder b(layer.program);
   const Shape shapes[] = {{1, s.tokens, s.hidden},
@@ -43,7 +44,7 @@ ExpertLayer build_layer(const LayerSizes& s, DType type) {
   const TensorId logits = b.emit("router_logits", {in(0), in(1)});
   const auto routed = b.emit_all("route", {logits}, {{"k", s.k}, {"normalize", int64_t(s.normalize)}});
   layer.loss = b.emit("router_loss", {logits, routed[1]},
-                      {{"balance", kBalance}, {"z", kZ}, {"counted", s.k}, {"scale", kScale}});
+                      {{"balance", kBalance}, {"z", z}, {"counted", s.k}, {"scale", kScale}});
   const auto slots = b.emit_all("expert_slots", {routed[1]}, {{"experts", s.experts}, {"capacity", s.capacity}});
   layer.slots = slots[0], layer.offsets = slots[1];
   const Attributes capacity{{"capacity", s.capacity}};
@@ -217,6 +218,38 @@ TEST(ExpertKinds, GradientsAreThoseOfCentralDifferences) {
         const double slope = (up - objective(moved)) / (2 * kStep);
         EXPECT_NEAR(want[2 + i][at], slope, 1e-6 * (10 + std::abs(slope))) << "input " << i << " element " << at;
       }
+  }
+}
+
+// Beside y and the gradient of x there is the residual stream, and what comes through it.
+TEST(ExpertKinds, AgreeWithTransformers) {
+  const auto fill = [](int64_t rows, int64_t columns, const auto& value) {
+    std::vector<double> list;
+    for (int64_t i = 0; i < rows; ++i)
+      for (int64_t j = 0; j < columns; ++j) list.push_back(value(double(i), double(j)));
+    return list;
+  };
+  LayerSizes s{12, 5, 4, 2, 3, 0, true};
+  const int64_t matrix = s.experts * s.hidden * s.ffn;
+  const Numbers inputs = {fill(s.tokens, s.hidden, [](double t, double c) { return std::sin(1 + 7 * t + 3 * c); }),
+                          fill(s.experts, s.hidden, [](double e, double c) { return std::cos(2 + 5 * e + 11 * c); }),
+                          fill(1, matrix, [](double, double i) { return std::cos(0.9 * i + 2); }),
+                          fill(1, matrix, [](double, double i) { return std::sin(0.7 * i + 1); }),
+                          fill(1, matrix, [](double, double i) { return std::sin(1.3 * i + 3); }),
+                          fill(s.tokens, s.hidden, [](double t, double c) { return std::cos(5 * t + 3 * c); })};
+  for (const bool normalize : {true, false}) {
+    s.normalize = normalize;
+    const Numbers& want = normalize ? recorded_experts::kMixtral : recorded_experts::kQwen3;
+    for (const DType type : {DType::f64, DType::f32}) {
+      Numbers got = run_layer(build_layer(s, type, 0), type == DType::f64 ? "reference" : "cpu", inputs);
+      for (size_t i = 0; i < got[0].size(); ++i) got[0][i] -= inputs[0][i], got[2][i] -= inputs[5][i];
+      for (size_t r = 0; r < want.size(); ++r) {
+        ASSERT_EQ(got[r].size(), want[r].size());
+        for (size_t i = 0; i < want[r].size(); ++i)  // the recorded softmax is in f32
+          EXPECT_NEAR(got[r][i], want[r][i], 2e-6)
+              << "result " << r << " element " << i << (normalize ? "" : ", Qwen3");
+      }
+    }
   }
 }
 
