@@ -5,7 +5,8 @@ set -euo pipefail
 strata=$1/bin/strata
 work=$(mktemp -d)
 trap 'chmod -R u+w "$work"; rm -rf "$work"' EXIT
-. "$(dirname "$(realpath "$0")")/common.sh"
+tests=$(dirname "$(realpath "$0")")
+. "$tests/common.sh"
 cd "$work"
 
 prepare_data
@@ -187,6 +188,13 @@ expect 2 'for what run.save_behind copies, but host.memory allows 1.95 MiB' "$st
 # Generation, export and import.
 expect 0 '' "$strata" generate config.toml --tokens 20 --prompt 'line'
 [[ $(wc -c <out) -gt 20 ]] || fail "generate printed: $(cat out)"
+expect 2 'the prompt has 5000 tokens, but the window of the model (data.sequence_length) is' "$strata" generate config.toml --prompt "$(printf '%05000d' 0)"
+mkdir foreign && cp "$tests"/fuzz/tokenizer_json_fuzz/byte_level.json foreign/tokenizer.json
+expect 2 'foreign/tokenizer.json: is not the tokenizer that the training data was made with' "$strata" generate config.toml --tokenizer foreign
+expect 0 '' "$strata" data prepare text --output published --tokenizer foreign
+cmp foreign/tokenizer.json published/tokenizer.json || fail "the tokenizer is not beside the tokens"
+sed -i 's/"BPE"/"Unigram"/' foreign/tokenizer.json
+expect 2 'foreign/tokenizer.json: model.type: "Unigram" is not supported' "$strata" data prepare text --output published --tokenizer foreign
 expect 0 '' "$strata" export config.toml exported
 expect 0 '' "$strata" import exported imported
 expect 0 '' "$strata" train config.toml --set run.directory=tuned --set run.initialize=imported --set model.context=1024

@@ -102,8 +102,8 @@ class Output {
 // Shards of one split: prefix_000.bin, prefix_001.bin, …
 class Shards {
  public:
-  Shards(fs::path folder, std::string prefix, bool wide, int64_t limit)
-      : folder_(std::move(folder)), prefix_(std::move(prefix)), wide_(wide), limit_(limit) {}
+  Shards(fs::path folder, std::string prefix, bool wide, int64_t limit, uint64_t tokenizer)
+      : folder_(std::move(folder)), prefix_(std::move(prefix)), wide_(wide), limit_(limit), tokenizer_(tokenizer) {}
 
   void append(std::span<const int32_t> ids) {
     while (!ids.empty()) {
@@ -111,7 +111,7 @@ class Shards {
         char number[32];
         std::snprintf(number, sizeof number, "_%03zu.bin", names_.size());
         names_.push_back(prefix_ + number);
-        writer_.emplace((folder_ / names_.back()).string(), wide_);
+        writer_.emplace((folder_ / names_.back()).string(), wide_, tokenizer_);
       }
       const size_t count = std::min(ids.size(), size_t(limit_ - writer_->tokens()));
       writer_->append(ids.first(count));
@@ -132,6 +132,7 @@ class Shards {
   std::string prefix_;
   bool wide_;
   int64_t limit_;
+  uint64_t tokenizer_;  // checksum
   std::vector<std::string> names_;
   int64_t tokens_ = 0;
   std::optional<TokenFileWriter> writer_;
@@ -182,12 +183,6 @@ void write_text(const fs::path& path, const std::string& content) {
   file.commit();
 }
 
-std::string whole_file(const std::string& path) {
-  std::string content, piece;
-  for (TextReader reader(path, 0, text_size(path)); reader.next(piece);) content += piece;
-  return content;
-}
-
 // What is done with bytes that are no UTF-8.
 enum class BrokenText { taken, refused, replaced };
 
@@ -207,7 +202,7 @@ Made make_tokenizer(const std::string& wanted, const std::vector<Input>& inputs,
   }
   if (file.ends_with(".json")) {
     auto tokenizer = json_tokenizer(file);
-    write_text(folder / "tokenizer.json", whole_file(file));
+    write_text(folder / "tokenizer.json", whole_text(file));
     return {std::move(tokenizer), "tokenizer.json", BrokenText::replaced};
   }
   const std::string model = (folder / "tokenizer.model").string();
@@ -222,7 +217,7 @@ Made make_tokenizer(const std::string& wanted, const std::vector<Input>& inputs,
     write_text(model, train_sentencepiece(paths, size));
   } else {
     sentencepiece_tokenizer(file);  // refuses what is no model
-    write_text(model, whole_file(file));
+    write_text(model, whole_text(file));
   }
   return {sentencepiece_tokenizer(model), "tokenizer.model", BrokenText::refused};
 }
@@ -384,8 +379,9 @@ PrepareResult prepare(const PrepareArguments& arguments) {
   const Made made = make_tokenizer(arguments.tokenizer, inputs, output.aside());
   result.vocabulary = made.tokenizer->vocabulary();
   const bool wide = result.vocabulary > 65536;
-  Shards train(output.aside(), "train", wide, arguments.shard_tokens);
-  Shards validation(output.aside(), "validation", wide, arguments.shard_tokens);
+  const uint64_t checksum = tokenizer_checksum((output.aside() / made.name).string());
+  Shards train(output.aside(), "train", wide, arguments.shard_tokens, checksum);
+  Shards validation(output.aside(), "validation", wide, arguments.shard_tokens, checksum);
   int64_t bytes = 0;
   Encoder encoder(made, [&](int64_t more) {
     bytes += more;

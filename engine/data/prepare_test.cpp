@@ -125,6 +125,18 @@ TEST(Prepare, TextOfSeveralPiecesWithoutLinesIsNotChanged) {
   EXPECT_TRUE(decoded(folder / "out", "train_*") + decoded(folder / "out", "validation_*") == text);
 }
 
+TEST(Prepare, TokenFilesKnowTheirTokenizer) {
+  const TestFolder folder;
+  folder.write("t.txt", lines("the quick brown fox", 500));
+  prepare({.inputs = {folder / "t.txt"}, .output_directory = folder / "bytes"});
+  prepare({.inputs = {folder / "t.txt"}, .output_directory = folder / "pieces", .tokenizer = "train:330"});
+  const uint64_t bytes = tokenizer_checksum(folder / "bytes/tokenizer.txt");
+  const uint64_t pieces = tokenizer_checksum(folder / "pieces/tokenizer.model");
+  EXPECT_NE(bytes, pieces);
+  EXPECT_EQ(tokenizer_of({folder / "bytes/*.bin"}), bytes);
+  EXPECT_EQ(tokenizer_of({folder / "pieces/*.bin"}), pieces);
+}
+
 TEST(Prepare, ATrainedTokenizerIsLeftWithTheTokensAndCanBeUsedAgain) {
   const TestFolder folder;
   const std::string text = lines("the quick brown fox", 500);

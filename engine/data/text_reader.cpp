@@ -59,6 +59,12 @@ bool TextReader::next(std::string& piece) {
   return wanted > 0;
 }
 
+std::string whole_text(const std::string& path) {
+  std::string content, piece;
+  for (TextReader reader(path, 0, text_size(path)); reader.next(piece);) content += piece;
+  return content;
+}
+
 int64_t text_size(const std::string& path) {
   struct stat status {};
   if (stat(path.c_str(), &status) != 0) throw Error(path + ": cannot read it: " + std::strerror(errno) + ".");

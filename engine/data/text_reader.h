@@ -29,6 +29,9 @@ class TextReader {
   int64_t position_, end_;
 };
 
+// All of a file that is small.
+std::string whole_text(const std::string& path);
+
 // Size of a regular file in bytes. Throws Error when `path` is none or cannot be read.
 int64_t text_size(const std::string& path);
 

@@ -58,10 +58,11 @@ TokenFile::TokenFile(const std::string& path) : file_(path) {
   if (size < kHeader)
     throw Error(path + ": is no token file: it has " + std::to_string(size) +
                 " bytes, but the header alone takes 1024." + kRemedy);
-  int32_t header[3];
+  int32_t header[5];
   std::memcpy(header, file_.bytes().data(), sizeof header);
   width_ = token_width(path, header[0], header[1]);
   tokens_ = header[2];
+  tokenizer_ = uint64_t{uint32_t(header[4])} << 32 | uint32_t(header[3]);
   if (tokens_ <= 0)
     throw Error(path + ": its header says that it holds " + std::to_string(tokens_) + " tokens." + kRemedy);
   const int64_t expected = kHeader + tokens_ * width_;
@@ -121,14 +122,33 @@ std::vector<std::string> matches(const std::string& pattern) {
   return paths;
 }
 
+// The checksum that a file has in common with those before it, which `first` is of.
+void require_one_tokenizer(const TokenFile& file, uint64_t& common, std::string& first) {
+  if (file.tokenizer() == 0) return;
+  if (common != 0 && common != file.tokenizer())
+    throw Error(file.path() + ": was made with another tokenizer than " + first + "; prepare both with the same one.");
+  if (common == 0) common = file.tokenizer(), first = file.path();
+}
+
 }  // namespace
+
+uint64_t tokenizer_of(const std::vector<std::string>& patterns) {
+  uint64_t common = 0;
+  std::string first;
+  for (const std::string& pattern : patterns)
+    for (const std::string& path : matches(pattern)) require_one_tokenizer(TokenFile(path), common, first);
+  return common;
+}
 
 TokenDataset::TokenDataset(const std::vector<std::string>& patterns, int64_t vocabulary) {
   if (patterns.empty())
     throw Error(std::string("no token files are named; set data.train, such as [\"data/train_*.bin\"].") + kRemedy);
+  uint64_t common = 0;
+  std::string first;
   for (const std::string& pattern : patterns)
     for (const std::string& path : matches(pattern)) {
       const TokenFile& file = files_.emplace_back(path);
+      require_one_tokenizer(file, common, first);
       if (const int64_t at = file.first_at_least(vocabulary); at >= 0) {
         int32_t token;
         file.read(at, 1, &token);
@@ -145,7 +165,8 @@ int64_t TokenDataset::tokens() const {
   return sum;
 }
 
-TokenFileWriter::TokenFileWriter(const std::string& path, bool wide) : file_(path), wide_(wide) {
+TokenFileWriter::TokenFileWriter(const std::string& path, bool wide, uint64_t tokenizer)
+    : file_(path), wide_(wide), tokenizer_(tokenizer) {
   file_.write(std::string(size_t(kHeader), '\0'));
 }
 
@@ -163,7 +184,8 @@ void TokenFileWriter::append(std::span<const int32_t> tokens) {
 
 void TokenFileWriter::commit() {
   STRATA_CHECK(tokens_ > 0);
-  const int32_t header[3] = {wide_ ? kMagic32 : kMagic16, wide_ ? kVersion32 : kVersion16, int32_t(tokens_)};
+  const int32_t header[5] = {wide_ ? kMagic32 : kMagic16, wide_ ? kVersion32 : kVersion16, int32_t(tokens_),
+                             int32_t(uint32_t(tokenizer_)), int32_t(uint32_t(tokenizer_ >> 32))};
   file_.write_at(std::as_bytes(std::span(header)), 0);
   file_.commit();
 }

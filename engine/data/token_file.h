@@ -1,6 +1,7 @@
 // Token files in llm.c's .bin format (dev/data/data_common.py there): 256 int32 of header, then the tokens, little
 // endian. header[0] and [1] are magic and version: 20240520 and 1 for uint16 tokens, 20240801 and 7 for uint32;
-// header[2] is the number of tokens. Not text (prepare.h) and not which tokens come when (sampler.h).
+// header[2] is the number of tokens. header[3] and [4], zero in llm.c, are the checksum of the tokenizer's file
+// (tokenizer_checksum), or zero where it is not known. Not text (prepare.h) and not which tokens come when (sampler.h).
 #pragma once
 #include <cstdint>
 #include <span>
@@ -22,6 +23,7 @@ class TokenFile {
   explicit TokenFile(const std::string& path);
   const std::string& path() const { return file_.path(); }
   int64_t tokens() const { return tokens_; }
+  uint64_t tokenizer() const { return tokenizer_; }  // checksum, 0: not known
   // Copies tokens [offset, offset + count) to out[0..count); the range must lie in the file. Any thread may call it.
   void read(int64_t offset, int64_t count, int32_t* out) const;
   // Index of the first token whose id is not below `vocabulary`, or -1. Reads the whole file, at about 4 GB/s from the
@@ -31,14 +33,20 @@ class TokenFile {
  private:
   MappedFile file_;
   int64_t tokens_ = 0;
+  uint64_t tokenizer_ = 0;
   int width_ = 2;  // bytes of a token
 };
+
+// Checksum of the tokenizer that these files (patterns, as of TokenDataset) were made with; 0: not known. Throws Error
+// when they were made with different ones.
+uint64_t tokenizer_of(const std::vector<std::string>& patterns);
 
 // All token files of a data set, in the order named; a pattern with *, ? or [] gives its matches sorted by name.
 class TokenDataset {
  public:
   // Checks every token once against `vocabulary` (first_at_least). Throws Error for a pattern without a match, for
-  // what TokenFile refuses, and for a token outside the vocabulary (with file, index and id).
+  // what TokenFile refuses, and for a token outside the vocabulary (with file, index and id), and for files of
+  // different tokenizers.
   TokenDataset(const std::vector<std::string>& patterns, int64_t vocabulary);
   const std::vector<TokenFile>& files() const { return files_; }
   int64_t tokens() const;
@@ -53,7 +61,8 @@ class TokenFileWriter {
  public:
   static constexpr int64_t kMostTokens = INT32_MAX;  // the header's count is an int32
 
-  TokenFileWriter(const std::string& path, bool wide);  // wide: uint32 tokens, for vocabularies above 65536
+  // wide: uint32 tokens, for vocabularies above 65536. `tokenizer`: its checksum.
+  TokenFileWriter(const std::string& path, bool wide, uint64_t tokenizer = 0);
   void append(std::span<const int32_t> tokens);
   int64_t tokens() const { return tokens_; }
   void commit();  // at least one token must have been appended
@@ -61,6 +70,7 @@ class TokenFileWriter {
  private:
   AtomicFile file_;
   bool wide_;
+  uint64_t tokenizer_;
   int64_t tokens_ = 0;
   std::vector<uint16_t> narrow_;  // kept for its memory
 };

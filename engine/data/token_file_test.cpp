@@ -45,6 +45,24 @@ TEST(TokenFile, BytesAreThoseOfLlmC) {
   EXPECT_EQ(folder.read("b.bin"), file_with(20240801, 7, 2, std::string("\x01\0\0\0\x00\xf4\x01\x00", 8)));
 }
 
+TEST(TokenFile, FilesOfDifferentTokenizersAreNotOneDataSet) {
+  const TestFolder folder;
+  const auto write = [&](const std::string& name, uint64_t tokenizer) {
+    TokenFileWriter writer(folder / name, false, tokenizer);
+    writer.append(std::vector<int32_t>{1, 2});
+    writer.commit();
+  };
+  write("a.bin", 0xFEDCBA9876543210), write("b.bin", 0), write("c.bin", 0xFEDCBA9876543210);
+  EXPECT_EQ(TokenFile(folder / "a.bin").tokenizer(), 0xFEDCBA9876543210);
+  EXPECT_EQ(TokenFile(folder / "b.bin").tokenizer(), 0u) << "as llm.c writes them";
+  EXPECT_EQ(tokenizer_of({folder / "b.bin", folder / "[ac].bin"}), 0xFEDCBA9876543210);
+  EXPECT_EQ(TokenDataset({folder / "*.bin"}, 3).tokens(), 6);
+  write("c.bin", 0xFEDCBA9876543211);
+  const std::string refusal = "c.bin: was made with another tokenizer than a.bin; prepare both with the same one.";
+  EXPECT_EQ(error_of(folder, [&] { TokenDataset({folder / "*.bin"}, 3); }), refusal);
+  EXPECT_EQ(error_of(folder, [&] { tokenizer_of({folder / "*.bin"}); }), refusal);
+}
+
 TEST(TokenFile, RandomTokensComeBackFromRandomPieces) {
   const uint64_t seed = std::random_device{}();
   SCOPED_TRACE("seed " + std::to_string(seed));

@@ -3,6 +3,7 @@
 
 #include <sentencepiece_processor.h>
 #include <sentencepiece_trainer.h>
+#include <xxhash.h>
 
 #include <algorithm>
 #include <exception>
@@ -257,9 +258,12 @@ std::string train_sentencepiece(const std::vector<std::string>& text_files, int6
 }
 
 std::unique_ptr<Tokenizer> json_tokenizer(const std::string& path) {
-  std::string text, piece;
-  for (TextReader reader(path, 0, text_size(path)); reader.next(piece);) text += piece;
-  return parse_tokenizer_json(text, path);
+  return parse_tokenizer_json(whole_text(path), path);
+}
+
+uint64_t tokenizer_checksum(const std::string& file) {
+  const std::string text = whole_text(file);
+  return std::max<uint64_t>(XXH3_64bits(text.data(), text.size()), 1);
 }
 
 std::string tokenizer_file(const std::string& folder) {

@@ -69,5 +69,7 @@ std::unique_ptr<Tokenizer> json_tokenizer(const std::string& path);  // Error wi
 std::unique_ptr<Tokenizer> load_tokenizer(const std::string& folder);
 // Its file.
 std::string tokenizer_file(const std::string& folder);
+// XXH3 of a tokenizer's file, never 0: token files keep it, so that they go with their tokenizer only.
+uint64_t tokenizer_checksum(const std::string& file);
 
 }  // namespace strata

@@ -250,6 +250,36 @@ int check_command_main(const CheckArguments& arguments) {
   return int(ExitCode::done);
 }
 
+namespace {
+
+// Refuses a tokenizer that the model's data was not made with. Data that is elsewhere by now says nothing.
+void require_tokenizer_of_data(const std::string& file, const std::vector<std::string>& data) {
+  uint64_t made_with = 0;
+  try {
+    made_with = tokenizer_of(data);
+  } catch (const Error&) {
+  }
+  if (made_with != 0 && made_with != tokenizer_checksum(file))
+    throw Error(file +
+                ": is not the tokenizer that the training data was made with; name that one's folder with "
+                "--tokenizer.");
+}
+
+// As documents begin. Throws Error when it does not fit the model's window.
+std::vector<int32_t> prompt_tokens(const Tokenizer& tokenizer, const std::string& prompt, int64_t window) {
+  std::vector<int32_t> tokens = tokenizer.document_begin();
+  const std::vector<int32_t> text = tokenizer.encode(prompt.empty() && tokens.empty() ? "\n" : prompt);
+  tokens.insert(tokens.end(), text.begin(), text.end());
+  if (int64_t(tokens.size()) > window)
+    throw Error(
+        fmt::format("the prompt has {} tokens, but the window of the model (data.sequence_length) is {}; shorten "
+                    "the prompt or raise data.sequence_length.",
+                    tokens.size(), window));
+  return tokens;
+}
+
+}  // namespace
+
 int generate_command_main(const GenerateArguments& arguments) {
   const Session session(arguments.config, arguments.sets);
   const std::string checkpoint = arguments.checkpoint.empty() ? find_checkpoint(session.run.directory, "run.directory")
@@ -258,8 +288,9 @@ int generate_command_main(const GenerateArguments& arguments) {
   if (directory.empty() && !session.data.train.empty())
     directory = std::filesystem::path(session.data.train.front()).parent_path().string();
   const auto tokenizer = load_tokenizer(directory);
+  require_tokenizer_of_data(tokenizer_file(directory), session.data.train);
+  const std::vector<int32_t> tokens = prompt_tokens(*tokenizer, arguments.prompt, session.data.sequence_length);
   Generator generator(session, checkpoint);
-  std::vector<int32_t> tokens = tokenizer->encode(arguments.prompt.empty() ? "\n" : arguments.prompt);
   std::vector<int32_t> sampled;
   generator.generate(tokens, arguments.sampling, [&](int32_t id) { sampled.push_back(id); });
   fmt::print("{}{}\n", arguments.prompt, decode_after(*tokenizer, tokens, sampled));
