@@ -347,6 +347,32 @@ TEST(ExpertKinds, RoutesTiesAndNaN) {
   EXPECT_TRUE(std::isnan(values_of(executor, program, out[0])[2]));
 }
 
+// A bias takes part in the choice and not in the weights; whoever comes first need not be the most probable.
+TEST(ExpertKinds, BiasesChoose) {
+  Program program;
+  Builder b(program);
+  const TensorId logits = b.data("logits", {1, 3}, DType::f32), bias = b.data("bias", {3}, DType::f32),
+                 dw = b.data("dw", {1, 2}, DType::f32);
+  const auto out = b.emit_all("route", {logits, bias}, {{"k", int64_t{2}}, {"normalize", int64_t{1}}});
+  const TensorId dl = differentiate(program, {{out[0], dw}}, {logits}).wanted[0];
+  for (TensorId id : {out[0], out[1], dl}) program[id].step_output = true;
+  Threads threads(1);
+  const MemoryPlan plan = plan_memory(program, "cpu", 1);
+  Storage storage(program, plan);
+  Executor executor(program, plan, storage, "cpu", threads);
+  const auto set = [&](TensorId id, const std::vector<float>& values) {
+    std::copy(values.begin(), values.end(), static_cast<float*>(executor.pointer(id)));
+  };
+  set(logits, {0, 200, 1}), set(bias, {0, -2, 3}), set(dw, {1, 0});  // 0 and 1 are as improbable as can be
+  executor.run();
+  EXPECT_EQ(values_of(executor, program, out[1]), (std::vector<double>{2, 0}));
+  const double p = 1 / (1 + std::exp(-1.0));
+  EXPECT_NEAR(values_of(executor, program, out[0])[0], p, 1e-6);
+  EXPECT_NEAR(values_of(executor, program, dl)[2], p * (1 - p), 1e-6);
+  EXPECT_NEAR(values_of(executor, program, dl)[0], -p * (1 - p), 1e-6);
+  EXPECT_EQ(values_of(executor, program, dl)[1], 0.0);
+}
+
 TEST(ExpertKinds, ShapesAreChecked) {
   Program program;
   Builder b(program);

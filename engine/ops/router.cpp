@@ -187,13 +187,14 @@ T log_sum(const T* logits, int64_t n) {
   return most + std::log(sum);
 }
 
-// The k largest, the first of equals first. NaN is never larger, so that what comes of it is an expert all the same.
-template <class T>
-void choose(const T* logits, int64_t experts, int64_t k, int32_t* chosen) {
+// The k of the largest scores, the first of equals first. NaN is never larger, so that what comes of it is an expert
+// all the same.
+template <class Score>
+void choose(int64_t experts, int64_t k, int32_t* chosen, Score score) {
   for (int64_t j = 0; j < k; ++j) {
     int32_t best = -1;
     for (int32_t e = 0; e < experts; ++e)
-      if (std::find(chosen, chosen + j, e) == chosen + j && (best < 0 || logits[e] > logits[best])) best = e;
+      if (std::find(chosen, chosen + j, e) == chosen + j && (best < 0 || score(e) > score(best))) best = e;
     chosen[j] = best;
   }
 }
@@ -213,7 +214,12 @@ void route(const Binding& b, int64_t first, int64_t last) {
   for (int64_t t = first; t < last; ++t) {
     const T* logits = b.in<T>(0) + t * experts;
     int32_t* const chosen = b.out<int32_t>(1) + t * k;
-    choose(logits, experts, k, chosen);
+    if (const T* bias = b.in<T>(1)) {
+      const T all = log_sum(logits, experts);
+      choose(experts, k, chosen, [&](int64_t e) { return std::exp(logits[e] - all) + bias[e]; });
+    } else {
+      choose(experts, k, chosen, [&](int64_t e) { return logits[e]; });
+    }
     weigh(logits, experts, chosen, k, normalize, b.out<T>(0) + t * k);
   }
 }
@@ -229,7 +235,8 @@ void route_gradient(const Binding& b, int64_t first, int64_t last) {
     T* dl = b.out<T>(0) + t * experts;
     T all;
     if (normalize) {
-      T most = logits[chosen[0]], sum = 0;  // the largest comes first
+      T most = logits[chosen[0]], sum = 0;
+      for (int64_t j = 1; j < k; ++j) most = std::max(most, logits[chosen[j]]);
       for (int64_t j = 0; j < k; ++j) sum += std::exp(logits[chosen[j]] - most);
       all = most + std::log(sum);
     } else {
@@ -254,26 +261,33 @@ std::map<std::string, Kernel, std::less<>> by_tokens(int rows, Single single, Pl
           {"reference", reference_kernel([=](const Binding& b, auto zero) { plain(b, b.rows(rows), zero); })}};
 }
 
+// What is added to probabilities for the choice alone (Wang et al., arXiv 2408.15664).
+bool is_bias(const OpView& v) {
+  return v.has_input(1) && v.input(1).shape == Shape{v.columns(0)} && v.input(1).dtype == v.input(0).dtype;
+}
+
 void register_route() {
-  register_kind(
-      {.name = "route",
-       .summary = "logits f32 (…, E) -> weights f32 (…, k), choices i32 (…, k): the k largest; attributes k, normalize "
-                  "(1: a softmax over the chosen, 0: over all)",
-       .shape = [](const OpView& v) -> std::vector<TensorSpec> {
-         require(v.inputs() == 1 && are_logits(v, 0) && v.attributes().has("k") && v.attributes().has("normalize") &&
-                     v.attributes().integer("k") >= 1 && v.attributes().integer("k") <= v.columns(0),
-                 v, "logits f32 (…, E) and attributes k, of 1 to E, and normalize");
-         Shape shape = v.input(0).shape;
-         shape.back() = v.attributes().integer("k");
-         return {{shape, v.input(0).dtype}, {shape, DType::i32}};
-       },
-       .gradient =
-           [](Differentiation& d) {
-             d.set(0, d.build().emit("route_gradient", {d.output_gradient(0), d.input(0), d.output(1)},
-                                     {{"normalize", d.forward().attributes().integer("normalize")}}));
-           },
-       .kernels = by_tokens(0, route<float>,
-                            [](const Binding& b, int64_t rows, auto zero) { route<decltype(zero)>(b, 0, rows); })});
+  register_kind({.name = "route",
+                 .summary = "logits f32 (…, E), [bias f32 (E)] -> weights f32 (…, k), choices i32 (…, k): the k "
+                            "largest; attributes k, normalize "
+                            "(1: a softmax over the chosen, 0: over all)",
+                 .shape = [](const OpView& v) -> std::vector<TensorSpec> {
+                   require((v.inputs() == 1 || (v.inputs() == 2 && is_bias(v))) && are_logits(v, 0) &&
+                               v.attributes().has("k") && v.attributes().has("normalize") &&
+                               v.attributes().integer("k") >= 1 && v.attributes().integer("k") <= v.columns(0),
+                           v, "logits f32 (…, E) and attributes k, of 1 to E, and normalize");
+                   Shape shape = v.input(0).shape;
+                   shape.back() = v.attributes().integer("k");
+                   return {{shape, v.input(0).dtype}, {shape, DType::i32}};
+                 },
+                 .gradient =
+                     [](Differentiation& d) {
+                       d.set(0, d.build().emit("route_gradient", {d.output_gradient(0), d.input(0), d.output(1)},
+                                               {{"normalize", d.forward().attributes().integer("normalize")}}));
+                     },
+                 .kernels = by_tokens(0, route<float>, [](const Binding& b, int64_t rows, auto zero) {
+                   route<decltype(zero)>(b, 0, rows);
+                 })});
   register_kind({.name = "route_gradient",
                  .summary = "dweights f32 (…, k), logits f32 (…, E), choices i32 (…, k) -> dlogits f32 (…, E)",
                  .shape = [](const OpView& v) -> std::vector<TensorSpec> {

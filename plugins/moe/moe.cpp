@@ -7,6 +7,7 @@
 #include <iterator>
 #include <set>
 
+#include "plugins/moe/bias.h"
 #include "strata/plugin.h"
 #include "strata/random.h"
 
@@ -56,7 +57,10 @@ void register_report() {
 
 class Experts final : public strata::Plugin {
  public:
-  Experts() { register_report(); }
+  Experts() {
+    register_report();
+    strata::moe::register_bias_kinds();
+  }
 
   void options(strata::Options& o) override {
     constexpr double most = double(strata::kMostElements);
@@ -90,6 +94,10 @@ class Experts final : public strata::Plugin {
           "factor of the loss that evens out the load of experts (arXiv 2101.03961); not with router shazeer")
         .non_negative()
         .may_change();
+    o.add("bias_rate", bias_rate_,
+          "with routers topk and switch, step by which what is added to an expert's probability in the choice changes "
+          "after each update, towards an even load (arXiv 2408.15664); 0: nothing is added")
+        .range(0, 1);
     o.add("z_loss", z_loss_, "factor of the loss that keeps the router's logits small (arXiv 2202.08906)")
         .non_negative()
         .may_change();
@@ -110,6 +118,9 @@ class Experts final : public strata::Plugin {
     if ((router_ == "switch" && k_ != 1) || (router_ == "gshard" && k_ != 2))
       throw Error("router = \"" + router_ + "\" chooses " + (router_ == "switch" ? "one expert" : "two experts") +
                   " for a token, but k = " + std::to_string(k_) + "; leave k out, or take router = \"topk\".");
+    if (bias_rate_ > 0 && router_ != "topk" && router_ != "switch")
+      throw Error("bias_rate is of routers \"topk\" and \"switch\", but router = \"" + router_ +
+                  "\"; leave it out, or take one of those.");
     if (k_ > experts_)
       throw Error("k = " + std::to_string(k_) + " chooses more experts for a token than the " +
                   std::to_string(experts_) + " there are; lower k, or raise experts.");
@@ -163,6 +174,8 @@ class Experts final : public strata::Plugin {
       build.program()[values[i]].step_output = true;
     }
   }
+
+  void update(strata::UpdateStage& stage) override { strata::moe::update_biases(stage, bias_rate_); }
 
   void step_end(strata::StepContext& context) override {
     for (size_t i = 0; reports_ && i < std::size(kReports); ++i) context.log(kReports[i], context.scalar(kReports[i]));
@@ -248,8 +261,10 @@ class Experts final : public strata::Plugin {
     }
     const TensorId all = logits(b, x, "router", {Initializer::Kind::normal, deviation_});
     const bool normalize = router_ == "gshard" || (router_ == "topk" && normalize_);
+    std::vector<TensorId> scores{all};
+    if (bias_rate_ > 0) scores.push_back(b.state(b.scoped("router.bias"), {experts_}, strata::DType::f32));
     const std::vector<TensorId> made =
-        b.emit_all("route", {all}, {{"k", k_}, {"normalize", int64_t(normalize)}}, {}, "router.weights");
+        b.emit_all("route", scores, {{"k", k_}, {"normalize", int64_t(normalize)}}, {}, "router.weights");
     Routed routed{made[0], made[1]};
     if (!trains_) return routed;
     if (balance_ > 0 || z_loss_ > 0) {
@@ -325,7 +340,7 @@ class Experts final : public strata::Plugin {
   std::string activation_ = "swiglu";
   bool normalize_ = true;
   double capacity_factor_ = 0, balance_ = 0.01, z_loss_ = 0, deviation_ = 0.02;
-  double jitter_ = 0, dropout_ = 0, importance_ = 0.1, load_ = 0.1;
+  double jitter_ = 0, dropout_ = 0, bias_rate_ = 0, importance_ = 0.1, load_ = 0.1;
   strata::BatchShape batch_{};  // of the program that is being planned
   bool trains_ = false;
   bool reports_ = false;

@@ -44,6 +44,7 @@ ExpertsCase draw_case(Random& random, const std::string& folder) {
               pick({"", "normalize = false\n"}) + pick({"", "shared = 13\n"}) + pick({"", "blocks = [1]\n"}) +
               pick({"", "capacity_factor = 1.0\n", "capacity_factor = 0.9\n"}) +
               pick({"", "z_loss = 0.01\n", "balance = 0.0\n"}) + pick({"", "jitter = 0.1\n"}) +
+              (router == "topk" || router == "switch" ? pick({"", "bias_rate = 0.01\n"}) : "") +
               pick({"", "dropout = 0.2\n"}) + pick({"", "activation = \"gelu\"\n", "activation = \"squared_relu\"\n"});
   c.optimizer = pick({"[plugins.adamw]\n", "[plugins.adamw]\n", "[plugins.adafactor]\n", "[plugins.sm3]\n",
                       "[plugins.adamw8bit]\n"}) +
@@ -156,6 +157,8 @@ TEST(Experts, LearnAndShareTheLoad) {
   EXPECT_LT(even[1], 1.3);  // times the even share
   EXPECT_GT(uneven[1], 1.4);
   EXPECT_EQ(even[2], 0.0);
+  const auto pushed = last("experts = 4\nk = 1\nnormalize = false\nbalance = 0.0\nbias_rate = 0.01\n");
+  EXPECT_LT(pushed[1], 1.3);
   const auto full = last("experts = 4\nk = 4\ncapacity_factor = 0.5\n");  // all choose all: half finds room
   EXPECT_EQ(full[1], 0.5);
   EXPECT_EQ(full[2], 0.5);
@@ -179,6 +182,7 @@ TEST(Experts, WrongOptionsAreErrors) {
   expect_refused("experts = 2\nk = 3\n", "chooses more experts for a token than the 2");
   expect_refused("router = \"switch\"\nk = 2\n", "chooses one expert for a token, but k = 2");
   expect_refused("router = \"gshard\"\nexperts = 1\n", "k = 2 chooses more experts");
+  expect_refused("router = \"gshard\"\nbias_rate = 0.1\n", "bias_rate is of routers");
   expect_refused("experts = 0\n", "plugins.moe.experts must be 1 to 65536");
   expect_refused("capacity_factor = 0.01\n", "room for none of the 22 tokens");
   expect_refused("blocks = [1, 2]\n", "block 2");

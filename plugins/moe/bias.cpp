@@ -1,0 +1,73 @@
+// Counts of choices, summed over ranks, and the step of a bias; see bias.h.
+#include "plugins/moe/bias.h"
+
+#include <algorithm>
+#include <map>
+#include <vector>
+
+namespace strata::moe {
+namespace {
+
+void count(const Binding& b) {
+  auto* const counts = b.out<double>(0);
+  std::fill_n(counts, elements(b.output(0).shape), 0.0);
+  for (int i = 0; i < b.inputs(); ++i)
+    for (int64_t n = 0; n < elements(b.input(i).shape); ++n) counts[b.in<int32_t>(i)[n]] += 1;
+}
+
+void step(const Binding& b) {
+  const int64_t experts = elements(b.input(1).shape);
+  const auto* counts = b.in<double>(1);
+  double mean = 0;
+  for (int64_t e = 0; e < experts; ++e) mean += counts[e] / double(experts);
+  const auto rate = float(b.attributes().real("rate"));
+  for (int64_t e = 0; e < experts; ++e)
+    b.out<float>(0)[e] = b.in<float>(0)[e] + (counts[e] < mean ? rate : counts[e] > mean ? -rate : 0.0f);
+}
+
+Kernel kernel_of(void (*run)(const Binding&)) {
+  return {[run](const Binding& b) -> Launch { return [run, b] { run(b); }; }};
+}
+
+}  // namespace
+
+void register_bias_kinds() {
+  register_kind({.name = "expert_counts",
+                 .summary = "choices i32 (…, k)… -> f64 (E): how many of each expert; attribute experts",
+                 .shape = [](const OpView& v) -> std::vector<TensorSpec> {
+                   require(v.inputs() > 0 && v.attributes().has("experts"), v, "choices and attribute experts");
+                   for (int i = 0; i < v.inputs(); ++i)
+                     require(v.has_input(i) && v.input(i).dtype == DType::i32, v, "choices i32");
+                   return {{{v.attributes().integer("experts")}, DType::f64}};
+                 },
+                 .kernels = {{"cpu", kernel_of(count)}, {"reference", kernel_of(count)}}});
+  register_kind({.name = "balance_bias",
+                 .summary = "bias f32 (E), counts f64 (E) -> bias a step nearer to an even load; attribute rate",
+                 .shape = [](const OpView& v) -> std::vector<TensorSpec> {
+                   require(v.inputs() == 2 && v.has_input(0) && v.input(0).dtype == DType::f32 && v.has_input(1) &&
+                               v.input(1).dtype == DType::f64 && v.input(0).shape == v.input(1).shape &&
+                               v.attributes().has("rate"),
+                           v, "bias f32 (E), counts f64 (E) and attribute rate");
+                   return {{v.input(0).shape, DType::f32}};
+                 },
+                 .in_place = {{0, 0}},
+                 .kernels = {{"cpu", kernel_of(step)}, {"reference", kernel_of(step)}}});
+}
+
+void update_biases(UpdateStage& stage, double rate) {
+  Builder& build = stage.build();
+  std::map<TensorId, std::vector<TensorId>> choices;  // by bias
+  for (const Op& op : build.program().ops)
+    if (op.kind->name == "route" && op.step_part == StepPart::forward && op.inputs.size() == 2 && op.inputs[1])
+      choices[op.inputs[1]].push_back(op.outputs[1]);
+  for (const auto& [bias, list] : choices) {
+    build.role = Role::workspace;
+    TensorId counts = build.emit("expert_counts", list, {{"experts", elements(build[bias].shape)}});
+    if (stage.mesh().size(kDataAxis) > 1)
+      counts =
+          build.emit("all_reduce", {counts}, {{"axis", std::string(kDataAxis)}, {"reduction", std::string("sum")}});
+    build.emit_all("balance_bias", {bias, counts}, {{"rate", rate}}, {bias});
+  }
+}
+
+}  // namespace strata::moe
