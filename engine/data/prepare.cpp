@@ -21,6 +21,7 @@
 #include "engine/data/tokenizer.h"
 #include "engine/data/tokenizer_json/unicode.h"
 #include "strata/error.h"
+#include "strata/json.h"
 #include "strata/threads.h"
 
 namespace strata {
@@ -183,6 +184,58 @@ void write_text(const fs::path& path, const std::string& content) {
   file.commit();
 }
 
+bool has_json_lines(const Input& input) { return input.name.ends_with(".jsonl"); }
+
+// Where the second part of a file of lines begins: after the first line end past all but the last `fraction` of it.
+int64_t line_cut(const std::string& path, int64_t size, double fraction) {
+  TextReader reader(path, size - int64_t(double(size) * fraction), size);
+  std::string piece;
+  for (int64_t at = reader.position(); reader.next(piece); at = reader.position())
+    if (const size_t end = piece.find('\n'); end != piece.npos) return at + int64_t(end) + 1;
+  return size;
+}
+
+// The lines of part of a file, of any length, and where each begins.
+class LineReader {
+ public:
+  LineReader(const std::string& path, int64_t begin, int64_t end) : reader_(path, begin, end), line_begin_(begin) {}
+  bool next(std::string& line, int64_t& position) {
+    line.clear();
+    position = line_begin_;
+    for (;;) {
+      const size_t end = piece_.find('\n', at_);
+      line.append(piece_, at_, end - at_);
+      if (end != piece_.npos) {
+        at_ = end + 1;
+        line_begin_ += int64_t(line.size()) + 1;
+        return true;
+      }
+      at_ = 0;
+      if (reader_.next(piece_)) continue;
+      piece_.clear();
+      line_begin_ += int64_t(line.size());
+      return !line.empty();
+    }
+  }
+  int64_t position() const { return line_begin_; }
+
+ private:
+  TextReader reader_;
+  std::string piece_;
+  size_t at_ = 0;  // in it
+  int64_t line_begin_;
+};
+
+// The document of a line.
+std::string document_of(const std::string& line, const std::string& place) {
+  const Json json = Json::parse(line, place);
+  if (json.find("messages"))
+    throw Error(place + ": has messages, but chat templates are not supported; write each conversation as \"text\".");
+  const Json* text = json.find("text");
+  if (!text) throw Error(place + ": has no \"text\"; each line must be an object with one.");
+  return text->string(place + ": text");
+}
+
 // What is done with bytes that are no UTF-8.
 enum class BrokenText { taken, refused, replaced };
 
@@ -213,7 +266,11 @@ Made make_tokenizer(const std::string& wanted, const std::vector<Input>& inputs,
     if (problem != std::errc() || stop != end || size < 1 || size > INT32_MAX)
       throw Error("--tokenizer " + wanted + ": expected train:SIZE with a number of pieces, for example train:8000.");
     std::vector<std::string> paths;
-    for (const Input& input : inputs) paths.push_back(input.path);
+    for (const Input& input : inputs) {
+      if (has_json_lines(input))
+        throw Error(input.name + ": --tokenizer train:SIZE learns from text files; train it on those first.");
+      paths.push_back(input.path);
+    }
     write_text(model, train_sentencepiece(paths, size));
   } else {
     sentencepiece_tokenizer(file);  // refuses what is no model
@@ -307,16 +364,23 @@ class Document {
 class Encoder {
  public:
   using Done = std::function<void(int64_t bytes)>;
-  Encoder(const Made& made, Done done)
+  Encoder(const Made& made, const std::string& document_end, Done done)
       : tokenizer_(*made.tokenizer),
+        begin_(tokenizer_.document_begin()),
+        end_(document_end.empty() ? tokenizer_.document_end() : tokenizer_.encode(document_end)),
         broken_text_(made.broken_text),
         done_(std::move(done)),
-        threads_(int(std::max(1u, std::thread::hardware_concurrency()))) {}
+        threads_(int(std::max(1u, std::thread::hardware_concurrency()))) {
+    if (!document_end.empty() && end_.size() != 1)
+      throw Error("--document-end " + document_end + ": is " + std::to_string(end_.size()) +
+                  " tokens; name one, such as <|endoftext|>.");
+  }
 
-  // Appends the tokens of bytes [begin, end) of an input, a document.
+  // Appends the tokens of bytes [begin, end) of an input: a document, or one in each line.
   void encode(const Input& input, int64_t begin, int64_t end, Shards& to) {
     if (begin == end) return;
-    to.append(tokenizer_.document_begin());
+    if (has_json_lines(input)) return encode_lines(input, begin, end, to);
+    to.append(begin_);
     TextReader reader(input.path, begin, end);
     Document document;
     do {
@@ -328,11 +392,35 @@ class Encoder {
       to.append(ids);
       done_(bytes);
     }));
-    to.append(tokenizer_.document_end());
+    to.append(end_);
   }
   int64_t replaced() const { return replaced_; }
 
  private:
+  void encode_lines(const Input& input, int64_t begin, int64_t end, Shards& to) {
+    LineReader reader(input.path, begin, end);
+    std::vector<std::string> texts;
+    std::vector<std::vector<int32_t>> ids;
+    std::string line;
+    for (bool more = true; more;) {
+      const int64_t from = reader.position();
+      texts.clear();
+      for (int64_t at = from; at - from < TextReader::kPiece * threads_.count();) {
+        more = reader.next(line, at);
+        if (!more) break;
+        if (line.find_first_not_of(" \t\r") != line.npos)
+          texts.push_back(document_of(line, input.name + ": the line at byte " + std::to_string(at)));
+      }
+      ids.resize(texts.size());
+      threads_.each(int64_t(texts.size()), [&](int64_t i) { ids[size_t(i)] = tokenizer_.encode(texts[size_t(i)]); });
+      for (const std::vector<int32_t>& document : ids) {
+        to.append(begin_);
+        to.append(document);
+        to.append(end_);
+      }
+      if (reader.position() > from) done_(reader.position() - from);
+    }
+  }
   Document::Piece read_piece(TextReader& reader, const Input& input, int64_t begin, int64_t end) {
     const int64_t position = reader.position();
     Document::Piece piece{.begins = position == begin};
@@ -346,6 +434,7 @@ class Encoder {
   }
 
   const Tokenizer& tokenizer_;
+  std::vector<int32_t> begin_, end_;  // around each document
   BrokenText broken_text_;
   Done done_;
   Threads threads_;
@@ -383,12 +472,13 @@ PrepareResult prepare(const PrepareArguments& arguments) {
   Shards train(output.aside(), "train", wide, arguments.shard_tokens, checksum);
   Shards validation(output.aside(), "validation", wide, arguments.shard_tokens, checksum);
   int64_t bytes = 0;
-  Encoder encoder(made, [&](int64_t more) {
+  Encoder encoder(made, arguments.document_end, [&](int64_t more) {
     bytes += more;
     if (arguments.progress) arguments.progress(bytes, result.text_bytes);
   });
   for (const Input& input : inputs) {
-    const int64_t cut = cut_position(input.path, input.size, arguments.validation_fraction);
+    const int64_t cut =
+        (has_json_lines(input) ? line_cut : cut_position)(input.path, input.size, arguments.validation_fraction);
     encoder.encode(input, 0, cut, train);
     encoder.encode(input, cut, input.size, validation);
   }

@@ -9,8 +9,11 @@
 namespace strata {
 
 struct PrepareArguments {
-  std::vector<std::string> inputs{};   // UTF-8 text ("bytes" takes any), each a document; "-": standard input, once
+  // UTF-8 text ("bytes" takes any), each a document; "-": standard input, once. With names that end with .jsonl, each
+  // line is a document, {"text": …}; other fields of it are not read.
+  std::vector<std::string> inputs{};
   std::string output_directory{};      // made when missing
+  std::string document_end{};          // a token written after each document, instead of what the tokenizer says
   std::string tokenizer = "bytes";     // or a folder with tokenizer.json, that, a .model file, or "train:SIZE"
   double validation_fraction = 0.05;   // of each input's bytes: its end, from a line's start on
   int64_t shard_tokens = 100'000'000;  // tokens of a file at most

@@ -142,12 +142,19 @@ void add_new_plugin(CLI::App& parent, NewPluginArguments& arguments, Action& act
 void add_data_prepare(CLI::App& parent, PrepareArguments& arguments, Action& action) {
   CLI::App* command =
       parent.add_subcommand("prepare", "Turn text files into token files (train_*.bin, validation_*.bin).");
-  command->add_option("inputs", arguments.inputs, "UTF-8 text files; - for standard input")->required();
+  command
+      ->add_option(
+          "inputs", arguments.inputs,
+          "UTF-8 text files, each a document; .jsonl files with {\"text\": ...} in each line; - for standard input")
+      ->required();
   command->add_option("--output", arguments.output_directory, "folder to write")->required();
   command
-      ->add_option("--tokenizer", arguments.tokenizer,
-                   "\"bytes\", a folder with tokenizer.json, a SentencePiece .model file, or \"train:SIZE\" to train one")
+      ->add_option(
+          "--tokenizer", arguments.tokenizer,
+          "\"bytes\", a folder with tokenizer.json, a SentencePiece .model file, or \"train:SIZE\" to train one")
       ->capture_default_str();
+  command->add_option("--document-end", arguments.document_end,
+                      "token after each document, such as <|endoftext|> (default: as the tokenizer says)");
   command->add_option("--validation", arguments.validation_fraction, "share of the text kept for validation")
       ->capture_default_str();
   command->add_option("--shard-tokens", arguments.shard_tokens, "tokens a file at most")->capture_default_str();
@@ -158,8 +165,9 @@ void add_generate(CLI::App& parent, GenerateArguments& arguments, Action& action
   CLI::App* command = parent.add_subcommand("generate", "Sample text from a trained model.");
   add_config(*command, arguments);
   command->add_option("--checkpoint", arguments.checkpoint, "checkpoint folder (default: the newest in run.directory)");
-  command->add_option("--tokenizer", arguments.tokenizer,
-                      "folder with tokenizer.json, tokenizer.model or tokenizer.txt (default: beside the training data)");
+  command->add_option(
+      "--tokenizer", arguments.tokenizer,
+      "folder with tokenizer.json, tokenizer.model or tokenizer.txt (default: beside the training data)");
   command->add_option("--prompt", arguments.prompt, "text to go on from");
   command->add_option("--tokens", arguments.sampling.tokens, "tokens to sample")
       ->capture_default_str()

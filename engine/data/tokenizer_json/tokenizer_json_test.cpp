@@ -128,6 +128,67 @@ TEST(TokenizerJson, EachPartOfADocumentBeginsAndEndsAsTheModelWants) {
   }
 }
 
+TEST(TokenizerJson, LinesOfJsonAreDocuments) {
+  const RecordedFamily family = recorded_family("llama3");  // <|endoftext|> before each
+  const auto tokenizer = parse_tokenizer_json(family.tokenizer, "t.json");
+  const int32_t mark = tokenizer->encode("<|im_end|>").at(0);
+  const TestFolder folder;
+  folder.write("tokenizer.json", family.tokenizer);
+  std::string lines;
+  std::vector<std::vector<int32_t>> documents;
+  // Lines longer than what is read at once, with line ends in the text, and empty ones between.
+  for (int i = 0; i < 40; ++i) {
+    std::string text = "document " + std::to_string(i) + "\n \"é\"\n";
+    for (int k = i == 7 ? 130000 : i * 100; k > 0; --k) text += "the quick ";
+    lines += Json(Json::Object{{"id", i}, {"text", text}}).dump() + (i % 3 == 0 ? "\r\n\n" : i == 39 ? "" : "\n");
+    documents.push_back(as_document(*tokenizer, text));
+    documents.back().push_back(mark);
+  }
+  folder.write("d.jsonl", lines);
+  const PrepareResult result = prepare({.inputs = {folder / "d.jsonl"},
+                                        .output_directory = folder / "out",
+                                        .document_end = "<|im_end|>",
+                                        .tokenizer = folder.path(),
+                                        .validation_fraction = 0.2});
+  ASSERT_EQ(result.files.size(), 2u);
+  std::vector<int32_t> all, expected;
+  for (const std::string& path : result.files) {
+    const TokenFile file(path);
+    std::vector<int32_t> ids(size_t(file.tokens()));
+    file.read(0, file.tokens(), ids.data());
+    EXPECT_EQ(ids.front(), tokenizer->document_begin().at(0));
+    EXPECT_EQ(ids.back(), mark);
+    all.insert(all.end(), ids.begin(), ids.end());
+  }
+  for (const auto& document : documents) expected.insert(expected.end(), document.begin(), document.end());
+  EXPECT_TRUE(all == expected) << all.size() << " and " << expected.size();
+}
+
+TEST(TokenizerJson, LinesThatAreNoDocumentsAreRefusedWithTheirPlace) {
+  const TestFolder folder;
+  folder.write("tokenizer.json", recorded_family("gpt2").tokenizer);
+  const auto refused = [&](const std::string& line, const std::string& tokenizer, const std::string& end) {
+    folder.write("d.jsonl", "{\"text\": \"a\"}\n" + line + "\n");
+    return error_of(folder, [&] {
+      prepare({.inputs = {folder / "d.jsonl"},
+               .output_directory = folder / "out",
+               .document_end = end,
+               .tokenizer = tokenizer,
+               .validation_fraction = 0});
+    });
+  };
+  const std::string t = folder.path(), place = "d.jsonl: the line at byte 14: ";
+  EXPECT_EQ(refused("{\"text\": 5}", t, ""), place + "text must be a string.");
+  EXPECT_EQ(refused("{\"txt\": \"b\"}", t, ""), place + "has no \"text\"; each line must be an object with one.");
+  EXPECT_EQ(refused("{\"messages\": []}", t, ""),
+            place + "has messages, but chat templates are not supported; write each conversation as \"text\".");
+  EXPECT_EQ(refused("{\"text\"", t, ""), place + "is not JSON from byte 8 on.");
+  EXPECT_EQ(refused("{\"text\": \"b\"}", "train:300", ""),
+            "d.jsonl: --tokenizer train:SIZE learns from text files; train it on those first.");
+  EXPECT_EQ(refused("{\"text\": \"b\"}", t, "<|end|>x").substr(0, 28), "--document-end <|end|>x: is ");
+  EXPECT_EQ(refused("{\"text\": \"b\"}", t, "<|endoftext|>"), "no error");
+}
+
 TEST(TokenizerJson, MatchesThatMoreTextCouldChangeAreUndecided) {
   const Pattern pattern = Pattern::expression(R"(\p{L}+|\s+(?!\S)|\s)");
   Pattern::Match match;
