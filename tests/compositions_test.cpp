@@ -22,9 +22,9 @@ namespace {
 constexpr int kSequence = 16, kVocabulary = 61;
 
 struct Case {
-  std::string run, model, batch, mesh, network, optimizer, precision, exchange;  // of both runs
-  std::string strategies, host;                                                  // of the one that is tested
-  int64_t device_percent = 0, host_percent = 0;                                  // budgets, of what the plain run takes
+  std::string run, model, batch, mesh, network, optimizer, precision, exchange, parameters;  // of both runs
+  std::string strategies, host;                  // of the one that is tested
+  int64_t device_percent = 0, host_percent = 0;  // budgets, of what the plain run takes
   int ranks = 1, batch_size = 4;
   bool reproducible = false, poisoned = false;
 };
@@ -40,7 +40,7 @@ std::string text_of(const Case& c, bool plain, int64_t device_bytes = 0, int64_t
   if (!plain) text += "[host]\n" + c.host;
   if (!plain && host_bytes > 0) text += "memory = " + std::to_string(host_bytes) + "\n";
   text += "[mesh]\n" + (one ? std::string("data = 1\n") : c.mesh) + (one ? "" : "[network]\n" + c.network);
-  return text + c.optimizer + c.precision + (one ? "" : c.exchange) + (plain ? "" : c.strategies);
+  return text + c.optimizer + c.precision + c.parameters + (one ? "" : c.exchange) + (plain ? "" : c.strategies);
 }
 
 Case draw(std::mt19937& random, const std::string& backend, const std::string& folder) {
@@ -64,6 +64,10 @@ Case draw(std::mt19937& random, const std::string& backend, const std::string& f
   c.precision = pick({"", "", "[plugins.mixed_precision]\n", "[plugins.mixed_precision]\ndtype = \"fp16\"\n"});
   if (!c.precision.empty() && adamw) c.precision += pick({"", "states = \"bf16\"\n"});
   if (!c.precision.empty() && !c.reproducible) c.precision += pick({"", "gradients = \"bf16\"\n"});
+  c.parameters = pick({"", "", "[parameters.\"embedding.weight\"]\nfrozen = true\n",
+                       "[parameters.\"block.*\"]\nfrozen = true\nexcept = [\"*.mlp.*\"]\n",
+                       "[parameters.\"block.0.*\"]\nfrozen = true\n[parameters.\"*.norm*\"]\n"
+                       "learning_rate_factor = 0.1\nweight_decay_factor = 0\n"});
   if (c.ranks > 1)
     c.exchange = pick({"[plugins.data_parallel]\n", "[plugins.zero]\nstage = 1\n", "[plugins.zero]\nstage = 2\n",
                        "[plugins.zero]\nstage = 3\n", "[plugins.zero]\nstage = 3\nreshard = \"always\"\n"}) +

@@ -19,7 +19,7 @@ using test::Outcome, test::Random;
 constexpr int kSequence = 12, kVocabulary = 61;
 
 struct Case {
-  std::string run, model, optimizer, precision, strategies;  // strategies: of the stages alone
+  std::string run, model, optimizer, precision, parameters, strategies;  // strategies: of the stages alone
   int stages = 2, data = 1, tensor = 1, sequence = 1, batch = 8, micro_batch = 1;
   bool exact = false;  // a reproducible run of strategies that take sums as one rank does
   int ranks() const { return stages * data * tensor * sequence; }
@@ -30,7 +30,7 @@ std::string text_of(const Case& c, bool plain) {
       "[run]\n" + c.run + "[model]\nplugin = \"gpt\"\ncontext = 16\nvocabulary = " + std::to_string(kVocabulary) +
       "\n" + c.model + "[data]\ntrain = [\"none\"]\nsequence_length = " + std::to_string(kSequence) +
       "\nglobal_batch = " + std::to_string(c.batch) + "\nmicro_batch = " + std::to_string(c.micro_batch) +
-      "\n[device]\nthreads = 1\n" + c.optimizer + c.precision;
+      "\n[device]\nthreads = 1\n" + c.optimizer + c.precision + c.parameters;
   if (plain) return text;
   return text + "[mesh]\npipeline = " + std::to_string(c.stages) + "\ndata = " + std::to_string(c.data) +
          "\ntensor = " + std::to_string(c.tensor) + "\nsequence = " + std::to_string(c.sequence) + "\n" + c.strategies;
@@ -62,6 +62,8 @@ Case draw(Random& random, const std::string& folder) {
                       "[plugins.adafactor]\nlearning_rate = 1e-3\n", "[plugins.sm3]\nlearning_rate = 1e-3\n"}) +
                 pick({"", "[plugins.clip]\nmax_norm = 0.1\n"});
   if (c.exact) c.precision = pick({"", "[plugins.mixed_precision]\n", "[plugins.mixed_precision]\ndtype = \"fp16\"\n"});
+  c.parameters = pick({"", "[parameters.\"embedding.weight\"]\nfrozen = true\n",
+                       "[parameters.\"*\"]\nfrozen = true\nexcept = [\"*.mlp.*\"]\n"});
   c.strategies =
       "[plugins.pipeline]\nschedule = " + pick({"\"gpipe\"", "\"1f1b\"", "\"zero_bubble_h1\"", "\"zero_bubble_h2\""}) +
       "\n";

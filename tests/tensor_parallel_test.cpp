@@ -61,7 +61,9 @@ Case draw(std::mt19937& random, const std::string& folder) {
             "[plugins.adamw8bit]\nlearning_rate = 1e-3\nepsilon = 1e-5\n",
             "[plugins.adafactor]\nlearning_rate = 1e-3\n", "[plugins.adafactor]\nlearning_rate = 1e-3\nbeta1 = 0.9\n",
             "[plugins.sm3]\nlearning_rate = 1e-3\nepsilon = 1e-8\n"}) +
-      pick({"", "[plugins.clip]\nmax_norm = 0.1\n"});
+      pick({"", "[plugins.clip]\nmax_norm = 0.1\n"}) +
+      pick({"", "", "[parameters.\"embedding.weight\"]\nfrozen = true\n",
+            "[parameters.\"block.*\"]\nfrozen = true\nexcept = [\"*.norm1.*\", \"*.down.*\"]\n"});
   c.strategies = "[plugins.tensor_parallel]\n";
   const bool sequence = kSequence % c.tensor == 0 && random() % 2;
   if (sequence) c.strategies += "sequence = true\n";

@@ -133,10 +133,11 @@ struct Products {
 };
 
 // Chunk by chunk: of_rows(first row, rows, logits, their gradient, losses, queue) looks at the logits and where there are
-// gradients makes theirs; then end(losses, queue). dx and dw are outputs 1 and 2.
+// gradients makes theirs; then end(losses, queue). dx is output 1, dw 2 where there is one.
 template <class OfRows, class End>
 Launch bind_chunks(const Binding& b, bool gradient, OfRows of_rows, End end) {
   const Sizes s(b);
+  const bool of_weight = b.outputs() > 2;  // which is not frozen
   char* const base = b.workspace<char>();
   auto* const logits = reinterpret_cast<float*>(base);
   void* const slopes = s.half() ? static_cast<void*>(base + s.gradient_at()) : logits;
@@ -154,6 +155,7 @@ Launch bind_chunks(const Binding& b, bool gradient, OfRows of_rows, End end) {
     p->dx = make({false, false, m, s.hidden, s.vocabulary, s.stride, s.hidden, s.hidden, s.type, s.type, false,
                   b.accumulates(1)},
                  slopes, w, b.out<void>(1));
+    if (!of_weight) return p;
     const auto dw = [&](bool onto) {
       return make(
           {true, false, s.vocabulary, s.hidden, m, s.stride, s.hidden, s.hidden, s.type, DType::f32, false, onto},
@@ -173,7 +175,7 @@ Launch bind_chunks(const Binding& b, bool gradient, OfRows of_rows, End end) {
       of_rows(row, m, logits, slopes, losses, queue);
       if (!gradient) continue;
       p.dx->run({slopes, b.in<void>(1), at(b.out<void>(1), s.type, row * s.hidden), room}, queue);
-      (row > 0 ? p.dw : p.dw_first)->run({slopes, x, b.out<void>(2), room}, queue);
+      if (of_weight) (row > 0 ? p.dw : p.dw_first)->run({slopes, x, b.out<void>(2), room}, queue);
     }
     end(losses, queue);
   };
@@ -243,11 +245,13 @@ const Registration parts[] = {
        return [end = losses_by_parts(b), losses = b.workspace<double>(), queue = b.queue()] { end(losses, queue); };
      },
      [](const OpView& v, int) -> int64_t { return v.rows(0) * 8; }},
-    {"vocabulary_loss_with_gradient", bind_parts_with_gradient, workspace}};
+    {"vocabulary_loss_with_gradient", bind_parts_with_gradient, workspace},
+    {"vocabulary_loss_with_input_gradient", bind_parts_with_gradient, workspace}};
 
 const Registration kinds[] = {
     {"lm_head_loss", [](const Binding& b) { return bind_loss(b, false); }, workspace},
-    {"lm_head_loss_with_gradient", [](const Binding& b) { return bind_loss(b, true); }, workspace}};
+    {"lm_head_loss_with_gradient", [](const Binding& b) { return bind_loss(b, true); }, workspace},
+    {"lm_head_loss_with_input_gradient", [](const Binding& b) { return bind_loss(b, true); }, workspace}};
 
 }  // namespace
 }  // namespace strata::cuda::loss_kernels

@@ -138,14 +138,48 @@ void declare(Options& options, NetworkSection& network) {
       .unit("seconds");
 }
 
+void declare(Options& options, ParametersSection& parameters) {
+  options.add("except", parameters.except, "patterns of parameters that are not meant, though they match");
+  options.add("frozen", parameters.frozen,
+              "they are not trained: no gradient, no optimizer state, no master of mixed precision");
+  options
+      .add("learning_rate_factor", parameters.learning_rate_factor,
+           "by what the optimizer's learning rate is multiplied for them")
+      .non_negative();
+  options
+      .add("weight_decay_factor", parameters.weight_decay_factor,
+           "by what the optimizer's weight decay is multiplied for them")
+      .non_negative();
+}
+
+namespace {
+
+ParameterRule read_rule(const std::string& pattern, const ConfigTable& table, Settings& settings) {
+  ParametersSection section;
+  Options options;
+  declare(options, section);
+  options.read(table);
+  add_settings(settings, table.path(), options);
+  ParameterRule rule{.pattern = pattern, .place = table.place, .except = section.except};
+  if (table.has("frozen")) rule.frozen = section.frozen;
+  if (table.has("learning_rate_factor")) rule.learning_rate_factor = section.learning_rate_factor;
+  if (table.has("weight_decay_factor")) rule.weight_decay_factor = section.weight_decay_factor;
+  return rule;
+}
+
+}  // namespace
+
 Sections read_sections(const Config& config, DataTable needed) {
-  const std::vector<std::string> known = {"run", "model", "data", "device", "host", "mesh", "network", "plugins"};
+  const std::vector<std::string> known = {"run",  "model",   "data",       "device", "host",
+                                          "mesh", "network", "parameters", "plugins"};
   for (const auto& entry : config.root().entries()) {
     if (std::find(known.begin(), known.end(), entry.key) == known.end())
-      throw Error(entry.place,
-                  "no table or key is named \"" + entry.key +
-                      "\"; expected [run], [model], [data], [device], [host], [mesh], [network] or [plugins.NAME]." +
-                      did_you_mean(entry.key, known));
+      throw Error(
+          entry.place,
+          "no table or key is named \"" + entry.key +
+              "\"; expected [run], [model], [data], [device], [host], [mesh], [network], [parameters.PATTERN] or "
+              "[plugins.NAME]." +
+              did_you_mean(entry.key, known));
     config.root().table(entry.key);
   }
   Sections sections;
@@ -165,6 +199,9 @@ Sections read_sections(const Config& config, DataTable needed) {
   read(sections.host, "host");
   read(sections.mesh, "mesh");
   read(sections.network, "network");
+  if (const ConfigTable* parameters = config.root().table("parameters"))
+    for (const auto& entry : parameters->entries())
+      sections.parameters.push_back(read_rule(entry.key, *parameters->table(entry.key), sections.settings));
   if (sections.network.provider == kDeviceProvider && sections.device.backend != "cuda")
     throw Error(config.root().table("network")->find("provider")->place,
                 "network.provider = \"nccl\" exchanges between CUDA devices, but device.backend = \"" +

@@ -1,7 +1,8 @@
 // The engine's own tables of a configuration: [run], [data], [device], [host], [mesh],
-// [network]. [model] and [plugins.*] belong to plugins.
+// [network], [parameters.*]. [model] and [plugins.*] belong to plugins.
 #pragma once
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -74,6 +75,22 @@ struct NetworkSection {
   double timeout = 600, join_timeout = 60, silence = 30;
 };
 
+// [parameters."PATTERN"]: of the parameters whose names match (strata/pattern.h).
+struct ParametersSection {
+  std::vector<std::string> except;
+  bool frozen = false;
+  double learning_rate_factor = 1, weight_decay_factor = 1;
+};
+
+// What such a table says; what it does not say others may.
+struct ParameterRule {
+  std::string pattern;
+  Place place{};
+  std::vector<std::string> except{};
+  std::optional<bool> frozen{};
+  std::optional<double> learning_rate_factor{}, weight_decay_factor{};
+};
+
 struct Sections {
   RunSection run;
   DataSection data;
@@ -81,7 +98,8 @@ struct Sections {
   HostSection host;
   MeshSection mesh;
   NetworkSection network;
-  Settings settings;  // all of the above
+  std::vector<ParameterRule> parameters;  // in the order of the file
+  Settings settings;                      // all of the above
 };
 
 void declare(Options& options, RunSection& section);
@@ -90,6 +108,7 @@ void declare(Options& options, DeviceSection& section);
 void declare(Options& options, HostSection& section);
 void declare(Options& options, MeshSection& section);
 void declare(Options& options, NetworkSection& section);
+void declare(Options& options, ParametersSection& section);
 
 enum class DataTable { required, optional };  // optional: for what neither trains nor validates
 

@@ -73,7 +73,8 @@ void reference_loss(const Binding& b, bool gradient) {
   const int64_t rows = b.rows(0), hidden = b.columns(0), vocabulary = b.input(1).shape[0];
   const double scale = b.attributes().real("scale"), upstream = b.has_input(3) ? *b.in<double>(3) : 1;
   if (gradient && !b.accumulates(1)) std::fill_n(b.out<T>(1), rows * hidden, T(0));
-  if (gradient && !b.accumulates(2)) std::fill_n(b.out<T>(2), vocabulary * hidden, T(0));
+  const bool of_weight = gradient && head::has_weight_gradient(b);
+  if (of_weight && !b.accumulates(2)) std::fill_n(b.out<T>(2), vocabulary * hidden, T(0));
   double total = 0;
   std::vector<double> p(static_cast<size_t>(vocabulary));
   for (int64_t r = 0; r < rows; ++r) {
@@ -93,7 +94,7 @@ void reference_loss(const Binding& b, bool gradient) {
       const double d = upstream * scale * (p[v] / sum - (v == target));
       for (int64_t i = 0; i < hidden; ++i) {
         b.out<T>(1)[r * hidden + i] += T(d * double(b.in<T>(1)[v * hidden + i]));
-        b.out<T>(2)[v * hidden + i] += T(d * double(b.in<T>(0)[r * hidden + i]));
+        if (of_weight) b.out<T>(2)[v * hidden + i] += T(d * double(b.in<T>(0)[r * hidden + i]));
       }
     }
   }
@@ -130,16 +131,7 @@ const AtLoad language_model_head_registered([] {
          check(v);
          return {{{1}, wide(v.input(0).dtype)}};
        },
-       .gradient =
-           [](Differentiation& d) {
-             std::vector<TensorId> inputs{d.input(0), d.input(1), d.input(2)};
-             if (d.output_gradient(0)) inputs.push_back(d.output_gradient(0));
-             const auto out = d.build().emit_all("lm_head_loss_with_gradient", inputs, d.forward().attributes(),
-                                                 {d.output(0), {}, {}});
-             d.replaces_forward();
-             d.set(0, out[1]);
-             d.set(1, out[2]);
-           },
+       .gradient = [](Differentiation& d) { head::gradients(d, "lm_head_loss"); },
        .cost = [](const OpView& v) { return head::cost(v, 1); },
        .half = true,
        .sharding =
@@ -147,20 +139,18 @@ const AtLoad language_model_head_registered([] {
        .kernels = {{"cpu", head_kernel(false)}, {"reference", reference_kernel([](const Binding& b, auto zero) {
                                                    reference_loss<decltype(zero)>(b, false);
                                                  })}}});
-  register_kind(
-      {.name = "lm_head_loss_with_gradient",
-       .summary = "x, w, targets, [dloss f64 (1)] -> loss (1), dx (B, T, C), dw (V, C)",
-       .shape = [](const OpView& v) -> std::vector<TensorSpec> {
-         check(v);
-         return {{{1}, wide(v.input(0).dtype)}, like(v.input(0)), {v.input(1).shape, wide(v.input(1).dtype)}};
-       },
-       .cost = [](const OpView& v) { return head::cost(v, 3); },
-       .accumulates = 6,
+  head::register_with_gradients(
+      {.summary = "x, w, targets, [dloss f64 (1)]",
+       .cost = [](const OpView& v) { return head::cost(v, head::has_weight_gradient(v) ? 3 : 2); },
        .half = true,
-       .sharding = {.dimensions = "...c, vc, ..., _ -> _, ...c, vc", .whole = "cv"},
+       .sharding = {.dimensions = "...c, vc, ..., _", .whole = "cv"},
        .kernels = {{"cpu", head_kernel(true)}, {"reference", reference_kernel([](const Binding& b, auto zero) {
                                                   reference_loss<decltype(zero)>(b, true);
-                                                })}}});
+                                                })}}},
+      "lm_head_loss", [](const OpView& v) -> std::vector<TensorSpec> {
+        check(v);
+        return {{{1}, wide(v.input(0).dtype)}};
+      });
 });
 
 }  // namespace

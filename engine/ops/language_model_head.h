@@ -18,7 +18,8 @@ inline int64_t chunk_rows(int64_t rows, int64_t vocabulary) {
 }
 inline int64_t row_stride(int64_t vocabulary) { return (vocabulary + 15) / 16 * 16; }
 
-// Of an op with inputs x (…, C) and w (V, C), and in training outputs 1 and 2 for their gradients.
+// Of an op with inputs x (…, C) and w (V, C), and in training output 1 for x's gradient and 2, unless w is frozen, for
+// w's.
 struct Sizes {
   int64_t rows, hidden, vocabulary, chunk, stride;
   DType type;
@@ -51,12 +52,16 @@ struct Shapes {
   }
 };
 
+// Of an op with gradients: whether w's is among them.
+inline bool has_weight_gradient(const OpView& v) { return v.outputs() > 2; }
+
 struct Products {
   HalfGemm logits;
   std::optional<HalfGemm> dx, dw_first, dw;
   Products(const Binding& b, const Shapes& s, bool gradient) : logits(b.threads(), s.logits) {
     if (!gradient) return;
     dx.emplace(b.threads(), s.dx);
+    if (!has_weight_gradient(b)) return;
     dw_first.emplace(b.threads(), s.dw_first);
     dw.emplace(b.threads(), s.dw);
   }
@@ -107,14 +112,16 @@ double run_chunks(const Binding& b, bool gradient, const Products* full, const P
     if (!gradient) continue;
     if (products) {
       products->dx->run(halves, b.in<void>(1), nullptr, at(b.out<void>(1), s.type, first * s.hidden), scratch);
-      (first > 0 ? products->dw : products->dw_first)->run(halves, x, nullptr, b.out<void>(2), scratch);
+      if (has_weight_gradient(b))
+        (first > 0 ? products->dw : products->dw_first)->run(halves, x, nullptr, b.out<void>(2), scratch);
       continue;
     }
     gemm(b.threads(), Transpose::no, Transpose::no, m, s.hidden, s.vocabulary, logits, s.stride, b.in<float>(1),
          s.hidden, b.accumulates(1) ? 1.0f : 0.0f, b.out<float>(1) + first * s.hidden, s.hidden);
-    gemm(b.threads(), Transpose::yes, Transpose::no, s.vocabulary, s.hidden, m, logits, s.stride,
-         b.in<float>(0) + first * s.hidden, s.hidden, first > 0 || b.accumulates(2) ? 1.0f : 0.0f, b.out<float>(2),
-         s.hidden);
+    if (has_weight_gradient(b))
+      gemm(b.threads(), Transpose::yes, Transpose::no, s.vocabulary, s.hidden, m, logits, s.stride,
+           b.in<float>(0) + first * s.hidden, s.hidden, first > 0 || b.accumulates(2) ? 1.0f : 0.0f, b.out<float>(2),
+           s.hidden);
   }
   return total;
 }
@@ -138,6 +145,36 @@ inline bool fits(const OpView& v) {
   return v.inputs() >= 3 && v.has_input(0) && v.has_input(1) && v.has_input(2) && is_float(v.input(0)) &&
          v.input(1).dtype == v.input(0).dtype && v.input(1).shape.size() == 2 && v.columns(0) == v.columns(1) &&
          v.input(2).dtype == DType::i32 && elements(v.input(2).shape) == v.rows(0);
+}
+// The gradient rule of a loss that `kind` makes together with its gradients: of x and w, or where w is frozen of x
+// alone.
+inline void gradients(Differentiation& d, const std::string& kind) {
+  std::vector<TensorId> inputs = d.forward().op().inputs;
+  if (d.output_gradient(0)) inputs.push_back(d.output_gradient(0));
+  std::vector<TensorId> outputs{d.output(0), {}};
+  if (d.needs(1)) outputs.push_back({});
+  const auto out = d.build().emit_all(kind + (d.needs(1) ? "_with_gradient" : "_with_input_gradient"), inputs,
+                                      d.forward().attributes(), outputs);
+  d.replaces_forward();
+  for (int i = 0; i + 1 < int(out.size()); ++i) d.set(i, out[size_t(i) + 1]);
+}
+// Registers what the rule emits: `kind` with loss, dx and dw, and the same without dw.
+inline void register_with_gradients(OpKind kind, const std::string& name,
+                                    std::function<std::vector<TensorSpec>(const OpView&)> loss) {
+  const std::string summary = kind.summary, dimensions = kind.sharding.dimensions;
+  for (const bool of_weight : {true, false}) {
+    kind.name = name + (of_weight ? "_with_gradient" : "_with_input_gradient");
+    kind.summary = summary + " -> loss (1), dx (B, T, C)" + (of_weight ? ", dw (V, C)" : "");
+    kind.sharding.dimensions = dimensions + " -> _, ...c" + (of_weight ? ", vc" : "");
+    kind.accumulates = of_weight ? 6 : 2;
+    kind.shape = [loss, of_weight](const OpView& v) {
+      std::vector<TensorSpec> specs = loss(v);
+      specs.push_back(like(v.input(0)));
+      if (of_weight) specs.push_back({v.input(1).shape, wide(v.input(1).dtype)});
+      return specs;
+    };
+    register_kind(kind);
+  }
 }
 // Of as many products of the size of the logits'.
 inline Cost cost(const OpView& v, double products) {

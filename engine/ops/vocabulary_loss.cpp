@@ -134,7 +134,8 @@ void reference_loss(const Binding& b, bool gradient) {
   const int64_t hidden = b.columns(0);
   const double scale = b.attributes().real("scale"), upstream = b.has_input(6) ? *b.in<double>(6) : 1;
   if (gradient && !b.accumulates(1)) std::fill_n(b.out<T>(1), elements(b.output(1).shape), T(0));
-  if (gradient && !b.accumulates(2)) std::fill_n(b.out<T>(2), elements(b.output(2).shape), T(0));
+  const bool of_weight = gradient && head::has_weight_gradient(b);
+  if (of_weight && !b.accumulates(2)) std::fill_n(b.out<T>(2), elements(b.output(2).shape), T(0));
   double total = 0;
   for (int64_t row = 0; row < b.rows(0); ++row) {
     if (own.targets[row] < 0) continue;
@@ -146,7 +147,7 @@ void reference_loss(const Binding& b, bool gradient) {
       const double d = upstream * scale * (std::exp(logits[size_t(v)] - top) / sum - (v == own(row)));
       for (int64_t i = 0; i < hidden; ++i) {
         b.out<T>(1)[row * hidden + i] += T(d * double(b.in<T>(1)[v * hidden + i]));
-        b.out<T>(2)[v * hidden + i] += T(d * double(b.in<T>(0)[row * hidden + i]));
+        if (of_weight) b.out<T>(2)[v * hidden + i] += T(d * double(b.in<T>(0)[row * hidden + i]));
       }
     }
   }
@@ -211,16 +212,7 @@ void register_loss() {
          check_loss(v, false);
          return {{{1}, wide(v.input(0).dtype)}};
        },
-       .gradient =
-           [](Differentiation& d) {
-             std::vector<TensorId> inputs = d.forward().op().inputs;
-             if (d.output_gradient(0)) inputs.push_back(d.output_gradient(0));
-             const auto out = d.build().emit_all("vocabulary_loss_with_gradient", inputs, d.forward().attributes(),
-                                                 {d.output(0), {}, {}});
-             d.replaces_forward();
-             d.set(0, out[1]);
-             d.set(1, out[2]);
-           },
+       .gradient = [](Differentiation& d) { head::gradients(d, "vocabulary_loss"); },
        .cost =
            [](const OpView& v) {
              return Cost{0, 16.0 * double(v.rows(0))};
@@ -230,22 +222,19 @@ void register_loss() {
        .kernels = {{"cpu", cpu_kernel(loss)}, {"reference", reference_kernel([](const Binding& b, auto zero) {
                                                  reference_loss<decltype(zero)>(b, false);
                                                })}}});
-  register_kind({.name = "vocabulary_loss_with_gradient",
-                 .summary = "x, w, targets, largest logits, sums, the targets' logits, [dloss f64 (1)] -> loss (1), dx "
-                            "(B, T, C), dw (V, C)",
-                 .shape = [](const OpView& v) -> std::vector<TensorSpec> {
-                   check_loss(v, true);
-                   return {{{1}, wide(v.input(0).dtype)}, like(v.input(0)), {v.input(1).shape, wide(v.input(1).dtype)}};
-                 },
-                 // The logits' second product is work of this method, not of the model.
-                 .cost = [](const OpView& v) { return head::cost(v, 2); },
-                 .accumulates = 6,
-                 .half = true,
-                 .sharding = {.dimensions = "...c, vc, ..., ..., ..., ..., _ -> _, ...c, vc", .whole = "c", .own = 1},
-                 .kernels = {{"cpu", head::chunked_kernel(true, loss_with_gradient)},
-                             {"reference", reference_kernel([](const Binding& b, auto zero) {
-                                reference_loss<decltype(zero)>(b, true);
-                              })}}});
+  head::register_with_gradients(
+      {.summary = "x, w, targets, largest logits, sums, the targets' logits, [dloss f64 (1)]",
+       // The logits' second product is work of this method, not of the model.
+       .cost = [](const OpView& v) { return head::cost(v, head::has_weight_gradient(v) ? 2 : 1); },
+       .half = true,
+       .sharding = {.dimensions = "...c, vc, ..., ..., ..., ..., _", .whole = "c", .own = 1},
+       .kernels = {{"cpu", head::chunked_kernel(true, loss_with_gradient)},
+                   {"reference",
+                    reference_kernel([](const Binding& b, auto zero) { reference_loss<decltype(zero)>(b, true); })}}},
+      "vocabulary_loss", [](const OpView& v) -> std::vector<TensorSpec> {
+        check_loss(v, true);
+        return {{{1}, wide(v.input(0).dtype)}};
+      });
 }
 
 const AtLoad vocabulary_loss_registered([] {

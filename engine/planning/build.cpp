@@ -8,6 +8,7 @@
 #include "engine/planning/gradient_exchange.h"
 #include "engine/planning/guarded.h"
 #include "engine/planning/hoist.h"
+#include "engine/planning/parameter_rules.h"
 #include "engine/planning/shared_gradients.h"
 #include "engine/planning/split_program.h"
 #include "engine/planning/unroll.h"
@@ -168,6 +169,13 @@ void require_may_be_left(const ProgramStage& forward, const Mesh& mesh, const st
                   axis.name + "\".");
 }
 
+[[noreturn]] void refuse_to_train_nothing(const Mesh& mesh) {
+  if (mesh.programs().size == 1) throw Error("all parameters are frozen: there is nothing to train.");
+  throw Error(
+      "all parameters of one of the parts that the model is divided into are frozen: its rank has nothing to train. "
+      "Freeze fewer, or divide the model otherwise.");
+}
+
 // Of the program of one microbatch.
 double flops(const Program& program) {
   double sum = 0;
@@ -179,7 +187,8 @@ double flops(const Program& program) {
 class Build {
  public:
   Build(std::span<const NamedPlugin> plugins, const BatchShape& batch, Goal goal, const Mesh& mesh,
-        const std::vector<std::string>& plugin_path, const Phases& phases, int64_t memory, Checks checks)
+        const std::vector<std::string>& plugin_path, const Phases& phases, int64_t memory,
+        std::span<const ParameterRule> rules, Checks checks)
       : plugins_(plugins),
         batch_(batch),
         goal_(goal),
@@ -187,6 +196,7 @@ class Build {
         plugin_path_(plugin_path),
         phases_(phases),
         memory_(memory),
+        rules_(rules),
         checks_(checks),
         order_(plugins) {}
 
@@ -234,12 +244,16 @@ class Build {
     else
       single_.losses = {result_};
     verify(single_, "model", &mesh_);
+    rules_.apply(single_);
   }
 
   void call_forward() {
     const size_t declared = single_.tensors.size();
-    rewrite(plugins_, "forward", single_, mesh_, Checks::each_plugin,
-            [&](Plugin& plugin) { plugin.forward(forward_); });
+    rewrite(plugins_, "forward", single_, mesh_, Checks::each_plugin, [&](Plugin& plugin) {
+      plugin.forward(forward_);
+      rules_.apply(single_);  // to what it added, and over what it froze
+    });
+    rules_.require_all_used(single_);
     std::vector<TensorId> started = forward_.wanted;
     for (const Root& root : forward_.roots) started.insert(started.end(), {root.tensor, root.gradient});
     drop_unused(single_, started, declared);
@@ -249,6 +263,8 @@ class Build {
     verify(single_, "splitting over the mesh", &mesh_);
     require_room_for_microbatches(single_, batch_.microbatches);
     parameters_ = single_.with_role(Role::parameter);
+    std::erase_if(parameters_, [&](TensorId id) { return single_[id].lasting->frozen; });
+    if (goal_ == Goal::train && parameters_.empty()) refuse_to_train_nothing(mesh_);
     gradients_.resize(parameters_.size());
     number_.resize(single_.tensors.size());
     for (size_t i = 0; i < parameters_.size(); ++i) number_[size_t(parameters_[i].value)] = i;
@@ -383,6 +399,7 @@ class Build {
   const std::vector<std::string>& plugin_path_;
   const Phases& phases_;
   const int64_t memory_;
+  ParameterRules rules_;
   Checks checks_;
   Order order_;
   BuiltProgram built_;
@@ -400,15 +417,16 @@ class Build {
 }  // namespace
 
 BuiltProgram build_program(std::span<const NamedPlugin> plugins, const BatchShape& batch, Goal goal, const Mesh& mesh,
-                           const std::vector<std::string>& plugin_path, const Phases& phases, int64_t memory) {
+                           const std::vector<std::string>& plugin_path, const Phases& phases, int64_t memory,
+                           std::span<const ParameterRule> rules) {
   bool unrolled = false;
   try {
-    return Build(plugins, batch, goal, mesh, plugin_path, phases, memory, Checks::whole).run(unrolled);
+    return Build(plugins, batch, goal, mesh, plugin_path, phases, memory, rules, Checks::whole).run(unrolled);
   } catch (const std::exception&) {
     if (!unrolled) throw;
   }
   // Somebody broke the program of the step, or fails because somebody did: who was first shows when each is checked.
-  return Build(plugins, batch, goal, mesh, plugin_path, phases, memory, Checks::each_plugin).run(unrolled);
+  return Build(plugins, batch, goal, mesh, plugin_path, phases, memory, rules, Checks::each_plugin).run(unrolled);
 }
 
 }  // namespace strata

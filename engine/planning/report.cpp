@@ -19,6 +19,18 @@ int64_t parameter_count(const Program& program) {
   return count;
 }
 
+// Of those, what is not trained: how many numbers in all, and the bytes of this rank's part of them.
+struct Frozen {
+  int64_t count = 0, bytes = 0;
+};
+Frozen frozen_in(const Program& program) {
+  Frozen frozen;
+  for (TensorId id : program.with_role(Role::parameter))
+    if (program[id].lasting->frozen)
+      frozen.count += elements(program[id].full_shape()), frozen.bytes += program[id].bytes();
+  return frozen;
+}
+
 // What ZeRO's paper calls model states, on the device: parameters and states as they rest, and the most that gradients
 // take while none is being made: between microbatches, and where all of them wait for something (clipping).
 Json::Object model_states(const PlannedProgram& planned) {
@@ -323,6 +335,9 @@ std::string plan_text(const RunPlans& plans) {
   std::string text = fmt::format(
       "parameters        {:>16}\ntokens a step     {:>16}\nops a step        {:>16}\nmodel FLOPs a step{:>16.4e}\n",
       parameter_count(program), planned.built.tokens_per_step, program.ops.size(), planned.built.model_flops);
+  if (const Frozen frozen = frozen_in(program); frozen.count > 0)
+    text += fmt::format("frozen parameters {:>16}   ({}, without gradients and states)\n", frozen.count,
+                        bytes_text(frozen.bytes));
   if (planned.ranks > 1) text += fmt::format("ranks             {:>16}   (memory is that of one)\n", planned.ranks);
   text += programs_text(plans);
   for (int t = 0; t < kTiers; ++t) {
@@ -377,6 +392,8 @@ std::string plan_json(const RunPlans& plans) {
   }
   Json::Object all{{"ranks", int64_t(planned.ranks)},
                    {"parameters", parameter_count(program)},
+                   {"frozen_parameters", frozen_in(program).count},
+                   {"frozen_bytes", frozen_in(program).bytes},
                    {"tokens_per_step", planned.built.tokens_per_step},
                    {"ops", int64_t(program.ops.size())},
                    {"model_flops", planned.built.model_flops},

@@ -6,6 +6,7 @@
 #include <numeric>
 
 #include "strata/convert.h"
+#include "strata/pattern.h"
 #include "strata/random.h"
 
 namespace strata {
@@ -168,8 +169,7 @@ std::vector<TensorId> UpdateStage::over_parts(const std::vector<Gradient>& gradi
 }
 
 std::string parameter_name(const Program& program, const Gradient& gradient) {
-  const Tensor& whole = program[program.whole(gradient.parameter)];
-  return whole.lasting->rounded_from.empty() ? whole.name : whole.lasting->rounded_from;
+  return parameter_name(program, gradient.parameter);
 }
 
 std::vector<std::vector<size_t>> buckets_of(const Program& program, const std::vector<Gradient>& gradients,
@@ -216,7 +216,7 @@ void UpdateStage::append(std::string_view kind, const Gradient& gradient, const 
     rounds = true;  // the same wherever a state is updated, and in whichever copy
     attributes.set("stream." + std::to_string(i), int64_t(stream_of(build_[states[i]].name.text())));
   }
-  if (build_[gradient.parameter].shape.size() < 2) attributes.set("weight_decay", 0.0);
+  attributes = adjusted(gradient, std::move(attributes));
   std::vector<TensorId> inputs{gradient.parameter,
                                gradient.tensor,
                                build_.scalar(kStepScalar),
@@ -225,6 +225,17 @@ void UpdateStage::append(std::string_view kind, const Gradient& gradient, const 
                                rounds ? build_.scalar(kSeedScalar) : TensorId{}};
   inputs.insert(inputs.end(), states.begin(), states.end());
   build_.emit_all(kind, std::move(inputs), std::move(attributes), std::move(outputs));
+}
+
+Attributes UpdateStage::adjusted(const Gradient& gradient, Attributes attributes) const {
+  const Program& program = build_.program();
+  const Lasting& own = *program[program.whole(gradient.parameter)].lasting;
+  if (program[gradient.parameter].shape.size() < 2)
+    attributes.set("weight_decay", 0.0);
+  else if (own.weight_decay_factor != 1)
+    attributes.set("weight_decay", attributes.real("weight_decay") * own.weight_decay_factor);
+  if (own.learning_rate_factor != 1) attributes.set("learning_rate_factor", own.learning_rate_factor);
+  return attributes;
 }
 
 TensorId UpdateStage::state(const Gradient& gradient, std::string_view name, Shape shape, DType dtype,

@@ -64,6 +64,15 @@ void over_sections(Visit&& visit) {
   one("network", "how ranks reach each other", NetworkSection());
 }
 
+// The same for the tables whose names are patterns.
+template <class Visit>
+void over_parameters(Visit&& visit) {
+  Options options;
+  ParametersSection section;
+  declare(options, section);
+  visit("parameters whose names match the pattern, in which * stands for any text", options);
+}
+
 bool is_model(const LoadedPlugin& plugin) {
   const auto provides = plugin->capabilities().provides;
   return std::find(provides.begin(), provides.end(), "model") != provides.end();
@@ -125,6 +134,10 @@ std::string json_schema(const std::vector<std::string>& plugin_folders) {
   over_sections([&](const char* name, const char* description, const Options& options) {
     properties.emplace_back(name, table_schema(options, description));
   });
+  over_parameters([&](const char* description, const Options& options) {
+    properties.emplace_back(
+        "parameters", Json::Object{{"type", "object"}, {"additionalProperties", table_schema(options, description)}});
+  });
   properties.emplace_back("plugins", Json::Object{{"type", "object"}, {"properties", strategies}});
   const Json schema = Json::Object{{"$schema", "https://json-schema.org/draft/2020-12/schema"},
                                    {"title", "Strata configuration"},
@@ -143,6 +156,10 @@ std::string options_markdown(const std::vector<std::string>& plugin_folders) {
       "`enabled = false`, which is as if the table were not there.\n";
   over_sections([&](const char* name, const char* description, const Options& options) {
     text += fmt::format("\n## [{}]\n\n{:c}{}.\n\n{}", name, std::toupper(description[0]), description + 1,
+                        option_rows(options));
+  });
+  over_parameters([&](const char* description, const Options& options) {
+    text += fmt::format("\n## [parameters.PATTERN]\n\n{:c}{}.\n\n{}", std::toupper(description[0]), description + 1,
                         option_rows(options));
   });
   std::string models, strategies;

@@ -100,11 +100,12 @@ const OpKind& register_update(UpdateKind kind) {
 UpdateScalars update_scalars(const Binding& b, int first) {
   const Attributes& a = b.attributes();
   return {.step_number = b.in<double>(first),
-          .factor = b.in<double>(first + 1),
+          .schedule = b.in<double>(first + 1),
           .scale = b.in<double>(first + 2),
           .seed_number = b.in<double>(first + 3),
           .learning_rate = a.real("learning_rate"),
-          .weight_decay = a.real("weight_decay")};
+          .weight_decay = a.real("weight_decay"),
+          .own_factor = a.real("learning_rate_factor", 1)};
 }
 
 int Update::output_of(int state) const {

@@ -12,12 +12,18 @@
 namespace strata {
 namespace {
 
+// What working copies of mixed precision are in a checkpoint: nothing, or where nothing has more bits, the parameter.
+bool has_master(const Tensor& tensor) { return !tensor.lasting->rounded_from.empty() && !tensor.lasting->frozen; }
+const Name& name_of(const Tensor& tensor) {
+  return tensor.lasting->rounded_from.empty() ? tensor.name : tensor.lasting->rounded_from;
+}
+
 int64_t room(const Tensor& tensor) { return (tensor.bytes() + kAlignment - 1) / kAlignment * kAlignment; }
 
 }  // namespace
 
 void read_into(const Checkpoint& checkpoint, const Tensor& tensor, void* out, int64_t first, int64_t count) {
-  const std::string& name = tensor.lasting->rounded_from.empty() ? tensor.name : tensor.lasting->rounded_from;
+  const std::string& name = name_of(tensor);
   // A constant that a strategy begins with (a loss scale) is not in the checkpoints of runs without that strategy.
   if (tensor.lasting->initializer.kind == Initializer::Kind::constant && !checkpoint.tensors().contains(name)) {
     std::fill_n(static_cast<double*>(out), count, tensor.lasting->initializer.value);
@@ -27,7 +33,7 @@ void read_into(const Checkpoint& checkpoint, const Tensor& tensor, void* out, in
 }
 
 bool writes(const Tensor& tensor, const Mesh& mesh) {
-  if (tensor.role == Role::scalar || !tensor.lasting->rounded_from.empty()) return false;
+  if (tensor.role == Role::scalar || has_master(tensor)) return false;
   const auto splits = [&](std::string_view axis) {
     return std::any_of(tensor.layout.begin(), tensor.layout.end(), [&](const Split& split) {
       const auto parts = mesh.parts_of(split.axis);
@@ -101,7 +107,7 @@ std::vector<TensorRecord> Saver::records(bool on_nvme) {
   std::vector<TensorRecord> list;
   for (const Tensor& tensor : storage_.persistent_tensors())
     if (writes(tensor, mesh_) && !written_before_.contains(tensor.name) && (tensor.home == Tier::nvme) == on_nvme)
-      list.push_back({tensor.name, tensor.role, tensor.dtype, tensor.shape,
+      list.push_back({name_of(tensor), tensor.role, tensor.dtype, tensor.shape,
                       std::function<void(const TensorBytes::Take&)>(
                           [this, &tensor](const TensorBytes::Take& take) { storage_.each(tensor, take); }),
                       box_of(tensor).offset, tensor.full_shape()});

@@ -97,6 +97,7 @@ Session::Session(const std::string& config_path, const std::vector<std::string>&
   host = sections.host;
   mesh_section = sections.mesh;
   network = sections.network;
+  parameters = sections.parameters;
   const int ranks = Mesh(0, mesh_section.axes()).size();
   if (world && world->size() != ranks)
     throw Error("[mesh] asks for " + std::to_string(ranks) + " ranks, but " + std::to_string(world->size()) +
@@ -252,7 +253,7 @@ RunPlans Session::build_run(Goal goal) const {
     planned.ranks = mesh.size();
     try {
       planned.built = build_program(plugins, batch(goal), goal, goal == Goal::logits ? Mesh() : mesh.planner(),
-                                    run.plugin_path, phases, device.memory.count);
+                                    run.plugin_path, phases, device.memory.count, parameters);
     } catch (const Error& error) {
       throw with_place(error, config, plugins);
     }

@@ -31,6 +31,7 @@ class Session {
   HostSection host;
   MeshSection mesh_section;
   NetworkSection network;
+  std::vector<ParameterRule> parameters;
   Mesh mesh;  // as this rank sees it
   World* world = nullptr;
   Settings settings;                 // of all tables and plugins

@@ -32,10 +32,13 @@ class UpdateView : public OpView {
 // What an update reads anew in every step. Plain data with pointers to the op's scalars, so that kernels of a device
 // take it by value; the functions are for where those can be read.
 struct UpdateScalars {
-  const double *step_number, *factor, *scale, *seed_number;                  // the last two may be null
-  double learning_rate, weight_decay;                                        // as configured
-  STRATA_EVERYWHERE double step() const { return *step_number; }             // from 1
-  STRATA_EVERYWHERE double rate() const { return learning_rate * *factor; }  // of this step
+  const double *step_number, *schedule, *scale, *seed_number;     // the last two may be null
+  double learning_rate, weight_decay;                             // as configured
+  double own_factor;                                              // the parameter's own, of its learning rate
+  STRATA_EVERYWHERE double step() const { return *step_number; }  // from 1
+  // Of this step and parameter: by what the learning rate is multiplied, and what it then is.
+  STRATA_EVERYWHERE double factor() const { return *schedule * own_factor; }
+  STRATA_EVERYWHERE double rate() const { return learning_rate * factor(); }
   STRATA_EVERYWHERE double gradient_scale() const { return scale ? *scale : 1.0; }
   // The step overflowed: an update changes nothing.
   STRATA_EVERYWHERE bool skips() const { return gradient_scale() != gradient_scale(); }

@@ -62,6 +62,20 @@ struct ExternalTensor {
   std::vector<Rows> rows;
 };
 
+// What a plugin adds to a model (capability "adds to the model"), in files of another ecosystem: adapters, in PEFT's.
+struct ExternalAddition {
+  std::string config_name, config;  // the JSON file beside the tensors, and its text
+  std::string tensors_name;         // the safetensors file
+  std::vector<ExternalTensor> tensors;
+};
+
+// Values of the parameters of a checkpoint, whole and in f32.
+class ParameterValues {
+ public:
+  virtual ~ParameterValues() = default;
+  virtual void read(const std::string& parameter, float* out) const = 0;
+};
+
 // Made whenever a configuration is read, so possibly several times in one process; constructors do no more than
 // register op kinds (register_kind, op_kind.h), which may be said each time.
 class Plugin {
@@ -98,6 +112,25 @@ class Plugin {
   }
   virtual std::optional<std::string> export_config() const { return {}; }
   virtual std::vector<ExternalTensor> external_tensors() const { return {}; }
+
+  // Plugins that add parameters to the model, for programs that do not know them. Called when stage forward has been,
+  // of a program for logits. Puts what was added into a parameter of the model that is exported: `values`, of `shape`,
+  // in place.
+  virtual void merge(const std::string& parameter, const Shape& shape, const ParameterValues& all,
+                     float* values) const {
+    (void)parameter, (void)shape, (void)all, (void)values;
+  }
+  // What was added alone; `model`: the model's external_tensors. None: there is no such format.
+  virtual std::optional<ExternalAddition> external_addition(const std::vector<ExternalTensor>& model) const {
+    (void)model;
+    return {};
+  }
+  // A folder with such files from which the added parameters of a new run begin; empty: they begin by themselves.
+  virtual std::string addition_to_begin_with() const { return ""; }
+  // Throws Error unless the configuration beside those tensors, of the file `where`, fits what this plugin adds.
+  virtual void check_addition(std::string_view config_json, const std::string& where) const {
+    (void)config_json, (void)where;
+  }
 };
 
 inline constexpr int kPluginApi = 1;  // the major version is part of the entry point's name

@@ -183,9 +183,13 @@ class UpdateStage {
                  const std::vector<int>& follows = {});
   // Emits the op of a kind that register_update (optimizer.h) made: it changes the gradient's parameter and the states,
   // in the kind's order; an invalid id is a state left out. `attributes`: learning_rate, weight_decay, which tensors of
-  // fewer than two dimensions are spared, and the kind's own.
+  // fewer than two dimensions are spared, and the kind's own; `adjusted` is done to them.
   void append(std::string_view kind, const Gradient& gradient, const std::vector<TensorId>& states,
               Attributes attributes);
+  // Attributes of an op that updates the gradient's parameter (update_scalars), with what the configuration says of
+  // that parameter: factors of learning rate and weight decay, which tensors of fewer than two dimensions do not have.
+  // Of every op that an optimizer emits by itself and not by `append`.
+  Attributes adjusted(const Gradient& gradient, Attributes attributes) const;
   // The gradient as f32, for kernels that take nothing else: converted just before its update.
   Gradient in_f32(const Gradient& gradient);
   // The type for states of a number an element that can be rounded stochastically: f32 unless a plugin asks for bf16.

@@ -160,6 +160,13 @@ struct Lasting {
   // is one. Optimizers that look at a matrix as a whole (Adafactor) take each for itself. Rows are those of the whole
   // tensor: a rank's part begins wherever its box does (box_of).
   std::vector<int64_t> fused{};
+  // Of a parameter that is not trained: it has no gradient, no optimizer state and no master. Tables [parameters] of
+  // the configuration and plugins (in stage forward, with Capabilities::early) say so, before anybody looks.
+  bool frozen = false;
+  // Of a parameter that a plugin adds to the model: a checkpoint of the model alone leaves its first values.
+  bool added = false;
+  // By what the optimizer's learning rate and weight decay are multiplied for this parameter (UpdateStage::adjusted).
+  double learning_rate_factor = 1, weight_decay_factor = 1;
 };
 
 // A program has millions, most of them copies for another microbatch: what is long is shared by copies (shared.h).

@@ -149,10 +149,9 @@ class Adafactor final : public strata::Plugin {
       if (!split && !exact) {
         stage.append("adafactor", gradient, states, std::move(attributes));
       } else if (matrix) {
-        strata::adafactor::update_part(stage, gradient, states, std::move(attributes));
+        strata::adafactor::update_part(stage, gradient, states, stage.adjusted(gradient, std::move(attributes)));
       } else {
-        attributes.set("weight_decay", 0.0);
-        vectors.push_back({gradient, states, std::move(attributes)});
+        vectors.push_back({gradient, states, stage.adjusted(gradient, std::move(attributes))});
       }
     }
     strata::adafactor::update_vectors(stage, vectors);

@@ -187,7 +187,7 @@ STRATA_KERNEL add_up(const double* parameter, const double* update, Cut cut, Tot
 STRATA_DEVICE void decide(const Settings& s, const Totals& t, double count, float& scale, float& keep) {
   const double root = sqrt(t.parameter / count), relative = 1 / sqrt(s.step());
   double rate = s.learning_rate > 0 ? s.learning_rate : relative < 1e-2 ? relative : 1e-2;
-  rate *= *s.factor * (s.scale_parameter ? (root > s.epsilon2 ? root : s.epsilon2) : 1.0);
+  rate *= s.factor() * (s.scale_parameter ? (root > s.epsilon2 ? root : s.epsilon2) : 1.0);
   const double beyond = sqrt(t.update / count) / s.clip_threshold;
   scale = float(rate / (beyond > 1 ? beyond : 1.0));
   keep = float(1 - s.weight_decay * rate);

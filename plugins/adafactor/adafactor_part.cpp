@@ -169,7 +169,7 @@ Launch bind_apply(const Binding& b) {
 Settings settings_of(const Attributes& a, const UpdateScalars& scalars) {
   return {.step = scalars.step(),
           .learning_rate = scalars.learning_rate,
-          .factor = *scalars.factor,
+          .factor = scalars.factor(),
           .scale_parameter = a.integer("scale_parameter") != 0,
           .clip_threshold = a.real("clip_threshold"),
           .decay = a.real("decay"),

@@ -136,20 +136,20 @@ void change(UpdateStage& stage, const VectorPart& part, TensorId largest, const 
 }  // namespace
 
 void update_vectors(UpdateStage& stage, const std::vector<VectorPart>& vectors, const Attributes& attributes) {
-  Attributes undecayed = attributes;  // as UpdateStage::append does it
-  undecayed.set("weight_decay", 0.0);
   std::vector<Gradient> gradients;
   std::vector<TensorId> of_parts;
   for (const VectorPart& vector : vectors) {
     gradients.push_back(vector.gradient);
-    of_parts.push_back(largest(stage, vector, undecayed));
+    of_parts.push_back(largest(stage, vector, stage.adjusted(vector.gradient, attributes)));
   }
   of_parts = stage.max_over_parts(gradients, std::move(of_parts));
-  for (size_t i = 0; i < vectors.size(); ++i) change(stage, vectors[i], of_parts[i], undecayed);
+  for (size_t i = 0; i < vectors.size(); ++i)
+    change(stage, vectors[i], of_parts[i], stage.adjusted(vectors[i].gradient, attributes));
 }
 
 void update_columns(UpdateStage& stage, const Gradient& gradient, const std::vector<TensorId>& states,
                     Attributes attributes) {
+  attributes = stage.adjusted(gradient, std::move(attributes));
   attributes.set("most_rows", stage.build()[gradient.parameter].shape[0]);
   const VectorPart part{gradient, states};
   change(stage, part, stage.max_over_parts(gradient, largest(stage, part, attributes), 1), attributes);

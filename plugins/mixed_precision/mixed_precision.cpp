@@ -80,7 +80,8 @@ class MixedPrecision final : public strata::Plugin {
       const strata::Lasting& of = *whole.lasting;
       const TensorId master = build.state(of.rounded_from.text(), working.shape, DType::f32, of.initializer);
       program[master].layout = working.layout;
-      program[master].lasting = strata::Lasting{.initializer = of.initializer, .fused = of.fused};
+      program[master].lasting = of;
+      program[master].lasting.change([](strata::Lasting& lasting) { lasting.rounded_from = {}; });
       program[master].dimensions = whole.dimensions;
       working_[master.value] = gradient.parameter;
       gradient.parameter = master;

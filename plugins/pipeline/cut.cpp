@@ -167,7 +167,7 @@ void require_one_sum(const Program& program, const std::map<int32_t, std::vector
     for (TensorId id : op.inputs)
       if (id && program[id].role == Role::parameter) ++readers[id.value];
   for (const auto& [id, stages] : holders)
-    if (stages.size() > 1 && readers[id] > 2)
+    if (stages.size() > 1 && readers[id] > 2 && !program[{id}].lasting->frozen)
       throw Error("\"" + program[{id}].name.text() + "\" is used by " + std::to_string(readers[id]) +
                   " ops on several stages; their gradients cannot be summed in the order of one rank, as "
                   "run.reproducible promises. Unset it, or set mesh.pipeline = 1.");

@@ -70,6 +70,7 @@ class Pipeline final : public strata::Plugin {
     for (const auto& [id, holders] : all_holders)
       if (holders.size() > 1 && std::find(holders.begin(), holders.end(), stage_) != holders.end())
         stage.shared.push_back({.parameter = {id}, .axis = kAxis, .holders = holders});
+    find_trained(stage.program);
     keep_own(stage, placed.stage_of);
   }
 
@@ -89,6 +90,20 @@ class Pipeline final : public strata::Plugin {
   }
 
  private:
+  // Tensors that depend on a parameter that is trained: what crosses without that has no gradient.
+  void find_trained(const Program& program) {
+    trained_.assign(program.tensors.size(), false);
+    for (TensorId id : program.with_role(strata::Role::parameter))
+      trained_[size_t(id.value)] = !program[id].lasting->frozen;
+    for (const Op& op : program.ops)
+      if (std::any_of(op.inputs.begin(), op.inputs.end(),
+                      [&](TensorId id) { return id && trained_[size_t(id.value)]; }))
+        for (TensorId id : op.outputs) trained_[size_t(id.value)] = true;
+  }
+  bool has_gradient(const strata::ProgramStage& stage, TensorId crossing) const {
+    return stage.goal == strata::Goal::train && trained_[size_t(crossing.value)];
+  }
+
   // The ops of this stage's chunks, between what they receive and send.
   void keep_own(strata::ProgramStage& stage, const std::vector<int>& stage_of) {
     Program& program = stage.program;
@@ -112,7 +127,7 @@ class Pipeline final : public strata::Plugin {
     for (size_t i = 0; i < tensors.size(); ++i) {
       const strata::Tensor x = stage.program[tensors[i]];
       std::vector<TensorId> start;
-      if (stage.goal == strata::Goal::train)
+      if (has_gradient(stage, tensors[i]))
         start.push_back(build.data("pipeline.start." + std::to_string(number(g, i)), {1}, strata::DType::u8));
       build.emit_all("receive", start,
                      {{"axis", kAxis},
@@ -131,7 +146,7 @@ class Pipeline final : public strata::Plugin {
       const TensorId token =
           build.emit("send", {tensors[i]},
                      {{"axis", kAxis}, {"offset", int64_t(to - stage_)}, {"crossing", number(g, i)}}, "pipeline.sent");
-      if (stage.goal == strata::Goal::train) stage.roots.push_back({token, token});
+      if (has_gradient(stage, tensors[i])) stage.roots.push_back({token, token});
     }
   }
   // Of the i-th tensor that crosses from chunk g: no other has it.
@@ -172,6 +187,7 @@ class Pipeline final : public strata::Plugin {
   strata::pipeline::Problem problem_{};  // that actions_ are of
   strata::pipeline::Actions actions_{};
   strata::pipeline::Cut cut_{};
+  std::vector<char> trained_{};  // by tensor of the whole model's program
 };
 
 }  // namespace

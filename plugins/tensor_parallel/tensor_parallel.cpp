@@ -5,6 +5,7 @@
 #include <map>
 #include <set>
 
+#include "strata/pattern.h"
 #include "strata/plugin.h"
 
 namespace {
@@ -129,7 +130,7 @@ class TensorParallel final : public strata::Plugin {
       bool found = false;
       for (strata::TensorId id : program.with_role(strata::Role::parameter)) {
         const std::string name = program[id].name;
-        if (!matches(pattern.name, name)) continue;
+        if (!strata::matches(pattern.name, name)) continue;
         found = true;
         const auto [before, is_first] = chosen.emplace(id.value, p);
         if (is_first) continue;
@@ -137,7 +138,9 @@ class TensorParallel final : public strata::Plugin {
           throw Error("parameters: \"" + patterns_[before->second] + "\" and \"" + patterns_[p] +
                       "\" contradict each other for " + name + "; narrow one of them so that it does not match.");
       }
-      if (!found) throw Error("parameters: \"" + patterns_[p] + "\" matches no parameter of the model" + like(program));
+      if (!found)
+        throw Error("parameters: \"" + patterns_[p] + "\" matches no parameter of the model" +
+                    strata::names_like(program));
     }
     std::set<std::string> names;
     for (const auto& [id, p] : chosen) rename(program[{id}], Pattern(patterns_[p]).dimension, usual, names);
@@ -155,23 +158,6 @@ class TensorParallel final : public strata::Plugin {
       name = text.substr(0, colon), dimension = text.substr(word);
     }
   };
-
-  // `*` stands for any text.
-  static bool matches(std::string_view pattern, std::string_view name) {
-    const size_t star = pattern.find('*');
-    if (star == pattern.npos) return pattern == name;
-    if (name.substr(0, star) != pattern.substr(0, star)) return false;
-    for (size_t from = star; from <= name.size(); ++from)
-      if (matches(pattern.substr(star + 1), name.substr(from))) return true;
-    return false;
-  }
-
-  static std::string like(const strata::Program& program) {
-    const std::vector<strata::TensorId> all = program.with_role(strata::Role::parameter);
-    return all.empty() ? "."
-                       : ", whose parameters have names as " + std::string(program[all.front()].name) + " and " +
-                             std::string(program[all.back()].name) + ".";
-  }
 
   static void rename(strata::Tensor& tensor, const std::string& wanted, const std::vector<std::string>& usual,
                      std::set<std::string>& divided) {
