@@ -134,8 +134,7 @@ TEST(Sections, Defaults) {
 TEST(Sections, Messages) {
   EXPECT_EQ(section_message(kData + "[modell]\n"),
             "c.toml:3:1: no table or key is named \"modell\"; expected [run], [model], [data], [device], [host], "
-            "[mesh], [network] or "
-            "[plugins.NAME]. Did you mean \"model\"?");
+            "[mesh], [network], [parameters.PATTERN] or [plugins.NAME]. Did you mean \"model\"?");
   EXPECT_EQ(section_message(kData + "[run]\nstep = 3\n"),
             "c.toml:4:8: [run] has no key \"step\". Did you mean \"steps\"?");
   EXPECT_EQ(section_message("[run]\n"), "c.toml: there is no [data] table; it names the token files to train on.");
