@@ -64,7 +64,11 @@ Case draw(std::mt19937& random, const std::string& backend, const std::string& f
   c.precision = pick({"", "", "[plugins.mixed_precision]\n", "[plugins.mixed_precision]\ndtype = \"fp16\"\n"});
   if (!c.precision.empty() && adamw) c.precision += pick({"", "states = \"bf16\"\n"});
   if (!c.precision.empty() && !c.reproducible) c.precision += pick({"", "gradients = \"bf16\"\n"});
-  c.parameters = pick({"", "", "[parameters.\"embedding.weight\"]\nfrozen = true\n",
+  c.parameters = pick({"", "", "[plugins.lora]\nrank = 3\ndropout = 0.1\n",
+                       c.model.find("rotary") == std::string::npos
+                           ? "[plugins.lora]\nrank = 2\ntargets = [\"*.qkv.*\", \"*.down.*\"]\n"
+                           : "[plugins.lora]\nrank = 2\ntargets = [\"*.qkv.*: 0 2\", \"*.gate.*\"]\n",
+                       "[parameters.\"embedding.weight\"]\nfrozen = true\n",
                        "[parameters.\"block.*\"]\nfrozen = true\nexcept = [\"*.mlp.*\"]\n",
                        "[parameters.\"block.0.*\"]\nfrozen = true\n[parameters.\"*.norm*\"]\n"
                        "learning_rate_factor = 0.1\nweight_decay_factor = 0\n"});

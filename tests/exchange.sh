@@ -133,6 +133,23 @@ for sequence in ("false", "true"):
     assert other.keys() == one.keys() and differ(other, one) < 1e-5, (sequence, differ(other, one))  # a fraction of a step
 PY
 
+# Adapters beside the imported model: merged into an export, which is then another model; written alone, and read again.
+{ cat one.toml; printf '[plugins.lora]\nrank = 3\n'; } >lora.toml
+expect 0 '' "$strata" train lora.toml --set run.directory=adapted
+expect 0 '' "$strata" export lora.toml merged --checkpoint adapted
+cmp -s seeded-export/model.safetensors merged/model.safetensors && fail "the adapter was not merged"
+expect 0 '' "$strata" export lora.toml adapter --checkpoint adapted --adapter
+[[ $(ls -A adapter | xargs) == "adapter_config.json adapter_model.safetensors" ]] || fail "an adapter's folder: $(ls -A adapter)"
+expect 2 'of another adapter; choose another folder, or replace it with --overwrite' "$strata" export lora.toml adapter --checkpoint adapted --adapter
+expect 2 'no enabled plugin adds to the model what could be exported alone; leave out --adapter' "$strata" export one.toml nothing --checkpoint one --adapter
+absent nothing
+expect 0 '' "$strata" train lora.toml --set run.directory=again --set plugins.lora.adapter=adapter --set run.steps=1 --set plugins.adamw.learning_rate=1e-60
+expect 0 '' "$strata" export lora.toml merged-again --checkpoint again
+cmp merged/model.safetensors merged-again/model.safetensors || fail "an adapter that was written and read is another one"
+expect 2 'adapter/adapter_config.json: "r" is 3, but plugins.lora.rank = 4' "$strata" train lora.toml --set run.directory=wrong --set plugins.lora.adapter=adapter --set plugins.lora.rank=4
+expect 2 'is a checkpoint of another model' "$strata" export one.toml nothing --checkpoint adapted
+absent nothing
+
 # What cannot be imported.
 wrong() { sed "s/$1/$2/" small/config.json >bad/config.json; }
 cp -r small bad

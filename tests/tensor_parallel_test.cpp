@@ -64,6 +64,8 @@ Case draw(std::mt19937& random, const std::string& folder) {
       pick({"", "[plugins.clip]\nmax_norm = 0.1\n"}) +
       pick({"", "", "[parameters.\"embedding.weight\"]\nfrozen = true\n",
             "[parameters.\"block.*\"]\nfrozen = true\nexcept = [\"*.norm1.*\", \"*.down.*\"]\n"});
+  if (c.optimizer.starts_with("[plugins.adamw]") && c.optimizer.find("parameters") == std::string::npos && random() % 2)
+    c.optimizer += "[plugins.lora]\nrank = 3\n";
   c.strategies = "[plugins.tensor_parallel]\n";
   const bool sequence = kSequence % c.tensor == 0 && random() % 2;
   if (sequence) c.strategies += "sequence = true\n";

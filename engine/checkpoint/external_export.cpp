@@ -134,8 +134,8 @@ std::vector<std::vector<ExternalTensor>> in_shards(const std::vector<ExternalTen
   return shards;
 }
 
-std::string file_name(size_t shard, size_t count) {
-  if (count == 1) return "model.safetensors";
+std::string file_name(size_t shard, size_t count, const std::string& whole) {
+  if (count == 1) return whole;
   char name[64];
   std::snprintf(name, sizeof name, "model-%05zu-of-%05zu.safetensors", shard + 1, count);
   return name;
@@ -159,7 +159,7 @@ void export_tensors(const std::string& folder, const std::vector<ExternalTensor>
   int64_t bytes = 0, count = 0;
   for (size_t i = 0; i < shards.size(); ++i) {
     SafetensorsHeader header{{}, {{"format", "pt"}}};
-    const std::string name = file_name(i, shards.size());
+    const std::string name = file_name(i, shards.size(), options.whole);
     for (const ExternalTensor& tensor : shards[i]) {
       header.tensors.push_back({tensor.name, options.dtype, tensor.shape});
       places.emplace_back(tensor.name, name);

@@ -11,8 +11,9 @@
 namespace strata {
 
 struct ExportOptions {
-  DType dtype = DType::f32;             // or bf16, f16: rounded to nearest, ties to even
-  int64_t shard_bytes = 5'000'000'000;  // of tensors in one file; a larger tensor has a file of its own
+  DType dtype = DType::f32;                 // or bf16, f16: rounded to nearest, ties to even
+  int64_t shard_bytes = 5'000'000'000;      // of tensors in one file; a larger tensor has a file of its own
+  std::string whole = "model.safetensors";  // what the file is called where there is one
 };
 
 // Writes into `folder`, which exists. `mapping`: the model's (Plugin::external_tensors), in the order of the files;

@@ -71,6 +71,17 @@ ExternalFolder::ExternalFolder(const std::string& folder) : path_(folder) {
       throw Error(index + ": says that \"" + tensor + "\" is in " + file + ", which lacks it.");
 }
 
+ExternalFolder::ExternalFolder(const std::string& folder, const std::string& config_name,
+                               const std::string& tensors_name)
+    : path_(folder), config_name_(config_name) {
+  const fs::path base(folder);
+  if (!fs::is_directory(base)) throw Error(folder + ": there is no such folder.");
+  for (const std::string& name : {config_name, tensors_name})
+    if (!is_there(base / name)) throw Error(folder + ": holds no " + name + ".");
+  config_ = read_text((base / config_name).string());
+  add(tensors_name);
+}
+
 void ExternalFolder::add(const std::string& name) {
   const auto file = std::make_shared<SafetensorsFile>((fs::path(path_) / name).string());
   files_[name] = file;

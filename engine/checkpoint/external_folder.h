@@ -17,8 +17,11 @@ class ExternalFolder {
   // Throws Error when config.json or a file that the index names is missing, a tensor is in two files or not in the one
   // that the index says, or two models lie in the folder (one file, and an index of others).
   explicit ExternalFolder(const std::string& folder);
+  // A folder of other files: of a configuration and one of tensors. Throws Error when one is missing.
+  ExternalFolder(const std::string& folder, const std::string& config_name, const std::string& tensors_name);
   const std::string& path() const { return path_; }
-  const std::string& config() const { return config_; }  // text of config.json
+  const std::string& config() const { return config_; }  // text of config.json, or of what is in its place
+  const std::string& config_name() const { return config_name_; }
 
   struct Found {
     std::shared_ptr<const SafetensorsFile> file;
@@ -28,7 +31,7 @@ class ExternalFolder {
 
  private:
   void add(const std::string& name);
-  std::string path_, config_;
+  std::string path_, config_, config_name_ = "config.json";
   std::map<std::string, std::shared_ptr<const SafetensorsFile>> files_;
   std::map<std::string, Found> tensors_;
 };

@@ -101,8 +101,8 @@ ExternalImport::ExternalImport(const ExternalFolder& folder, std::vector<Externa
     const StoredTensor& stored = found->second.tensor;
     Source source{tensor, &found->second, found->second.file->path() + ": tensor \"" + found->first + "\""};
     if (stored.shape != tensor.shape)
-      throw Error(source.where + " is " + text(stored.shape) + ", but config.json makes it " + text(tensor.shape) +
-                  ".");
+      throw Error(source.where + " is " + text(stored.shape) + ", but " + folder.config_name() + " makes it " +
+                  text(tensor.shape) + ".");
     if (!stored.dtype || (*stored.dtype != DType::f32 && !is_half(*stored.dtype)))
       throw Error(source.where + " has dtype " + stored.dtype_name + "; expected F32, BF16 or F16.");
     const auto before = std::find_if(sources_.begin(), sources_.end(),

@@ -216,11 +216,14 @@ LoadedPlugin load_model(const Config& config, const std::vector<std::string>& mo
 }
 
 std::vector<LoadedPlugin> load_plugins(const Config& config, const std::vector<std::string>& more_folders,
-                                       Settings* settings) {
+                                       Settings* settings, const std::string& providing) {
   std::vector<LoadedPlugin> plugins;
   plugins.push_back(load_model(config, more_folders, settings));
+  const std::vector<std::string> wanted =
+      providing.empty() ? std::vector<std::string>() : plugins_providing(providing, more_folders);
   if (const ConfigTable* table = config.root().table("plugins"))
     for (const auto& entry : table->entries()) {
+      if (!providing.empty() && std::find(wanted.begin(), wanted.end(), entry.key) == wanted.end()) continue;
       if (entry.key == plugins.front().name())
         throw Error(entry.place, "\"" + entry.key + "\" is the model; its options belong into [model].");
       const ConfigTable& options = *table->table(entry.key);

@@ -42,7 +42,7 @@ Generator::Generator(const Session& session, const std::string& checkpoint)
   Checkpoint source(checkpoint);
   require_same_model(session.config, source.info().config, checkpoint, session.run.plugin_path);
   for (const Tensor& tensor : assembly_.storage.persistent_tensors())
-    if (tensor.role == Role::parameter)
+    if (tensor.role == Role::parameter && is_in(source, tensor))
       assembly_.storage.fill(
           tensor, [&](void* out, int64_t first, int64_t count) { read_into(source, tensor, out, first, count); });
   assembly_.storage.release_piece();

@@ -13,12 +13,14 @@ namespace {
 struct Value {
   std::string text;
   bool changeable = false;
+  std::string added_by{};  // of a plugin that adds to the model: its own key
 };
 using Identity = std::map<std::string, Value>;  // by key: "model.layers"
 
-void add_options(const Options& options, const std::string& table, Identity& identity) {
+void add_options(const Options& options, const std::string& table, Identity& identity,
+                 const std::string& added_by = "") {
   for (const Option& option : options.all())
-    identity[table + "." + option.name()] = {option.value_text(), option.is_changeable()};
+    identity[table + "." + option.name()] = {option.value_text(), option.is_changeable(), added_by};
 }
 
 // The model's options after its stage `model`, in which plugins work out what depends on other options.
@@ -35,9 +37,9 @@ void add_model(const ConfigTable& table, const std::vector<std::string>& folders
   add_options(options, "model", identity);
 }
 
-bool changes_the_model(const LoadedPlugin& plugin) {
+bool does(const LoadedPlugin& plugin, const char* capability) {
   const auto provides = plugin->capabilities().provides;
-  return std::find(provides.begin(), provides.end(), "changes the model") != provides.end();
+  return std::find(provides.begin(), provides.end(), capability) != provides.end();
 }
 
 void add_plugin(const ConfigTable::Entry& entry, const ConfigTable& table, const std::vector<std::string>& folders,
@@ -47,12 +49,14 @@ void add_plugin(const ConfigTable::Entry& entry, const ConfigTable& table, const
   const std::vector<std::string> known = plugin_names(folders);
   if (std::find(known.begin(), known.end(), entry.key) == known.end()) return;  // a strategy of some other machine
   const LoadedPlugin plugin = load_plugin(entry.key, folders);
-  if (!changes_the_model(plugin)) return;
+  const bool adds = does(plugin, "adds to the model");
+  if (!adds && !does(plugin, "changes the model")) return;
   Options options;
   declare_options(plugin, options);
   options.read(table, {"enabled"});
-  identity["plugins." + entry.key] = {"enabled"};
-  add_options(options, "plugins." + entry.key, identity);
+  const std::string name = "plugins." + entry.key, added_by = adds ? name : "";
+  identity[name] = {"enabled", false, added_by};
+  add_options(options, name, identity, added_by);
 }
 
 Identity identity_of(const Config& config, const std::vector<std::string>& folders) {
@@ -79,6 +83,7 @@ void require_same_model(const Config& config, const std::string& written_under, 
   all.insert(theirs.begin(), theirs.end());
   std::string differs, here, free;
   for (const auto& [key, value] : all) {
+    if (!value.added_by.empty() && !theirs.contains(value.added_by)) continue;  // the model alone
     if (value.changeable) {
       free += (free.empty() ? "" : ", ") + key;
       continue;

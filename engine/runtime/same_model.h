@@ -1,6 +1,7 @@
 // Whether a checkpoint is of the model that a configuration describes. Its tensors' names and shapes say too little:
 // heads, the base of rotary positions or fewer layers do not show in them. So the tables are compared that the
-// checkpoint was written under: [model], and plugins that provide the capability "changes the model".
+// checkpoint was written under: [model], and plugins that provide the capability "changes the model", or "adds to the
+// model" where the checkpoint was written with them: one of the model alone does for those.
 #pragma once
 #include <string>
 #include <vector>

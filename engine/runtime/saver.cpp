@@ -32,6 +32,10 @@ void read_into(const Checkpoint& checkpoint, const Tensor& tensor, void* out, in
   checkpoint.read_box(name, tensor.dtype, tensor.full_shape(), box_of(tensor), first, count, out);
 }
 
+bool is_in(const Checkpoint& checkpoint, const Tensor& tensor) {
+  return !tensor.lasting->added || checkpoint.tensors().contains(name_of(tensor));
+}
+
 bool writes(const Tensor& tensor, const Mesh& mesh) {
   if (tensor.role == Role::scalar || has_master(tensor)) return false;
   const auto splits = [&](std::string_view axis) {
@@ -96,7 +100,9 @@ CheckpointInfo Saver::load(const std::string& path, bool everything,
   std::set<std::string> masters;
   for (const Tensor& tensor : storage_.persistent_tensors()) masters.insert(tensor.lasting->rounded_from);
   for (const Tensor& tensor : storage_.persistent_tensors())
-    if (tensor.role == Role::parameter || masters.contains(tensor.name) || (everything && tensor.role != Role::scalar))
+    if ((tensor.role == Role::parameter || masters.contains(tensor.name) ||
+         (everything && tensor.role != Role::scalar)) &&
+        is_in(checkpoint, tensor))
       storage_.fill(tensor,
                     [&](void* out, int64_t first, int64_t count) { read_into(checkpoint, tensor, out, first, count); });
   storage_.release_piece();

@@ -52,6 +52,8 @@ class Saver {
 // Elements [first, first + count) of what `tensor.layout` gives this rank of a tensor, from whatever a checkpoint holds
 // for it.
 void read_into(const Checkpoint& checkpoint, const Tensor& tensor, void* out, int64_t first, int64_t count);
+// False for what a plugin adds to a model where the checkpoint is of the model alone: then first values stay.
+bool is_in(const Checkpoint& checkpoint, const Tensor& tensor);
 
 // Whether this rank writes a tensor: of ranks that hold the same, the first does.
 bool writes(const Tensor& tensor, const Mesh& mesh);

@@ -1,4 +1,5 @@
 // The step loop; see trainer.h.
+#include "engine/runtime/additions.h"
 #include "engine/runtime/trainer.h"
 
 #include <fmt/format.h>
@@ -126,10 +127,12 @@ class Loop {
   }
   void begin() {
     assembly_->storage.initialize(uint64_t(session_.run.seed), assembly_->threads);
-    if (session_.run.initialize.empty()) return;
-    const std::string from = find_checkpoint(session_.run.initialize, "run.initialize");
-    load(from, false);
-    if (first_rank()) hand_on_companions(from, session_.run.directory);  // the tokenizer of an imported model
+    if (!session_.run.initialize.empty()) {
+      const std::string from = find_checkpoint(session_.run.initialize, "run.initialize");
+      load(from, false);
+      if (first_rank()) hand_on_companions(from, session_.run.directory);  // the tokenizer of an imported model
+    }
+    begin_with_additions(session_.plugins, session_.model(), assembly_->storage);
   }
   void go_on_from(const std::string& checkpoint) {
     if (checkpoint.empty())

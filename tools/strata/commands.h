@@ -87,7 +87,7 @@ int import_command_main(const ImportArguments& arguments);
 struct ExportArguments : ConfigArguments {
   std::string target, checkpoint, dtype = "f32";
   uint64_t shard_size = 5'000'000'000;  // bytes
-  bool overwrite = false;
+  bool overwrite = false, adapter = false;
 };
 int export_command_main(const ExportArguments& arguments);
 

@@ -26,13 +26,14 @@ namespace {
 namespace fs = std::filesystem;
 constexpr const char* kImported = "step-00000000";  // the checkpoint that an import makes
 
-// Names and shapes of a model's parameters, from the smallest program that has them all.
-std::map<std::string, Shape> parameters_of(Plugin& model, const std::string& name) {
-  const NamedPlugin named{name, &model};
+// Names and shapes of parameters, from the smallest program that has them all: of the model, or of what plugins beside
+// it add.
+std::map<std::string, Shape> parameters_of(const std::vector<NamedPlugin>& plugins, bool added = false) {
   const BuiltProgram built =
-      build_program({&named, 1}, {.micro_batch = 1, .microbatches = 1, .sequence_length = 1}, Goal::logits);
+      build_program(plugins, {.micro_batch = 1, .microbatches = 1, .sequence_length = 1}, Goal::logits);
   std::map<std::string, Shape> shapes;
-  for (TensorId id : built.program.with_role(Role::parameter)) shapes[built.program[id].name] = built.program[id].shape;
+  for (TensorId id : built.program.with_role(Role::parameter))
+    if (built.program[id].lasting->added == added) shapes[built.program[id].name] = built.program[id].shape;
   return shapes;
 }
 
@@ -53,7 +54,7 @@ struct Imported {
                   ") that the plugin \"" + arguments.plugin + "\" does not know.");
     }
     table = *known;
-    shapes = parameters_of(*model, arguments.plugin);
+    shapes = parameters_of({{arguments.plugin, &*model}});
     tensors = std::make_unique<ExternalImport>(folder, model->external_tensors(), shapes);
   }
   std::string config, table;  // config.json, and the [model] table
@@ -141,6 +142,48 @@ DType dtype_of(const std::string& name) {
   STRATA_CHECK(!"dtype");
 }
 
+class CheckpointValues final : public ParameterValues {
+ public:
+  explicit CheckpointValues(const Checkpoint& checkpoint) : checkpoint_(checkpoint) {}
+  void read(const std::string& parameter, float* out) const override {
+    const auto found = checkpoint_.tensors().find(parameter);
+    checkpoint_.read(parameter, DType::f32, found == checkpoint_.tensors().end() ? Shape{1} : found->second.shape, out);
+  }
+
+ private:
+  const Checkpoint& checkpoint_;
+};
+
+// What plugins have added to the model alone, in files of its own kind.
+int export_additions(const ExportArguments& arguments, const std::vector<NamedPlugin>& plugins,
+                     const Checkpoint& checkpoint) {
+  const auto shapes = parameters_of(in_order(plugins), true);
+  std::optional<ExternalAddition> addition;
+  for (const NamedPlugin& named : plugins)
+    if (!addition) addition = named.plugin->external_addition(plugins.front().plugin->external_tensors());
+  if (!addition)
+    throw Error(arguments.config +
+                ": no enabled plugin adds to the model what could be exported alone; leave out --adapter.");
+  const auto is_of_it = [&](const std::string& name) {
+    return name == addition->config_name || name == addition->tensors_name;
+  };
+  StagedFolder target(arguments.target);
+  for (const std::string& name : target.before())
+    if (is_of_it(name) && !arguments.overwrite)
+      throw Error(arguments.target + ": holds " + name +
+                  " of another adapter; choose another folder, or replace it with --overwrite.");
+  const CheckpointValues values(checkpoint);
+  export_tensors(target.path(), addition->tensors, shapes,
+                 [&](const std::string& name, float* out) { values.read(name, out); },
+                 {.dtype = dtype_of(arguments.dtype),
+                  .shard_bytes = std::numeric_limits<int64_t>::max(),
+                  .whole = addition->tensors_name});
+  write_atomically(target.path() + "/" + addition->config_name, addition->config);
+  target.publish(addition->config_name, is_of_it);
+  fmt::print("{}: the adapter of step {} in {}\n", arguments.target, checkpoint.info().step, arguments.dtype);
+  return int(ExitCode::done);
+}
+
 }  // namespace
 
 int import_command_main(const ImportArguments& arguments) {
@@ -169,12 +212,16 @@ int export_command_main(const ExportArguments& arguments) {
   const Interruptible interruptible;
   const Config config = Config::load(arguments.config, arguments.sets);
   const RunSection run = read_sections(config, DataTable::optional).run;
-  const LoadedPlugin model = load_model(config, run.plugin_path);
+  const std::vector<LoadedPlugin> plugins = load_plugins(config, run.plugin_path, nullptr, "adds to the model");
+  std::vector<NamedPlugin> named;
+  for (const LoadedPlugin& plugin : plugins) named.push_back({plugin.name(), &*plugin});
+  const LoadedPlugin& model = plugins.front();
   const std::string path = arguments.checkpoint.empty() ? find_checkpoint(run.directory, "run.directory")
                                                         : find_checkpoint(arguments.checkpoint, "--checkpoint");
   const Checkpoint checkpoint(path);
   require_same_model(config, checkpoint.info().config, path, run.plugin_path);
-  const auto shapes = parameters_of(*model, "model");
+  if (arguments.adapter) return export_additions(arguments, named, checkpoint);
+  const auto shapes = parameters_of(in_order(named));
   const auto ours = model->export_config();
   if (!ours) throw Error(arguments.config + ": its model plugin cannot export.");
 
@@ -184,7 +231,12 @@ int export_command_main(const ExportArguments& arguments) {
   const ExportOptions options{dtype_of(arguments.dtype), int64_t(std::min(arguments.shard_size, most))};
   export_tensors(
       target.path(), model->external_tensors(), shapes,
-      [&](const std::string& name, float* out) { checkpoint.read(name, DType::f32, shapes.at(name), out); }, options);
+      [&](const std::string& name, float* out) {
+        const CheckpointValues values(checkpoint);
+        values.read(name, out);
+        for (const NamedPlugin& plugin : named) plugin.plugin->merge(name, shapes.at(name), values, out);
+      },
+      options);
   const auto companions = companions_of(path);
   std::optional<std::string> kept;
   if (companions) {

@@ -208,6 +208,7 @@ void add_export(CLI::App& parent, ExportArguments& arguments, Action& action) {
       ->capture_default_str()
       ->transform(CLI::AsSizeValue(true))
       ->check(CLI::PositiveNumber);
+  command->add_flag("--adapter", arguments.adapter, "the adapter alone, in PEFT's format; otherwise it is merged");
   command->add_flag("--overwrite", arguments.overwrite,
                     "replace the model that is in the folder; other files in it stay");
   command->callback([&arguments, &action] { action = [&arguments] { return export_command_main(arguments); }; });
