@@ -105,6 +105,8 @@ for number, (page, block) in enumerate(blocks):
             if table == "plugins":
                 sets[f"plugins.{key}.enabled"] = True
                 sets.update({f"plugins.{key}.{name}": one for name, one in value.items()})
+            elif table == "parameters":
+                sets.update({f'parameters."{key}".{name}': one for name, one in value.items()})
             else:
                 sets[f"{table}.{key}"] = value
     if any(f"plugins.{name}.enabled" in sets for name in ("adamw8bit", "adafactor", "sm3")):

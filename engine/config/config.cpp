@@ -172,11 +172,34 @@ std::unique_ptr<toml::table> parse_value(const std::string& text, size_t index) 
   return nullptr;
 }
 
-void override_key(toml::table& root, const std::string& set, size_t index) {
-  const size_t equals = set.find('=');
-  if (equals == std::string::npos || equals == 0)
+// The parts of the key before the equals sign. One in quotes may hold any character but them: parameters."block.1.*".
+std::vector<std::string> key_parts(const std::string& set, size_t& equals) {
+  std::vector<std::string> parts(1);
+  bool quoted = false;
+  for (equals = 0; equals < set.size(); ++equals) {
+    const char c = set[equals];
+    if (c == '"')
+      quoted = !quoted;
+    else if (!quoted && c == '=')
+      break;
+    else if (!quoted && c == '.')
+      parts.emplace_back();
+    else
+      parts.back() += c;
+  }
+  if (equals == set.size() || equals == 0)
     throw Error("--set " + set + ": expected KEY=VALUE, for example --set run.steps=10.");
-  const std::string key = set.substr(0, equals), text = set.substr(equals + 1);
+  for (const std::string& part : parts)
+    if (part.empty())
+      throw Error("--set " + set + ": \"" + set.substr(0, equals) + "\" is not a key; write table.key=value.");
+  return parts;
+}
+
+void override_key(toml::table& root, const std::string& set, size_t index) {
+  size_t equals = 0;
+  std::vector<std::string> parts = key_parts(set, equals);
+  const std::string key = set.substr(0, equals), text = set.substr(equals + 1), last = parts.back();
+  parts.pop_back();
   auto parsed = parse_value(text, index);
   if (!parsed) {
     std::string quoted = "\"";
@@ -185,17 +208,12 @@ void override_key(toml::table& root, const std::string& set, size_t index) {
   }
   if (!parsed) throw Error("--set " + key + ": the value \"" + text + "\" is neither TOML nor a plain string.");
   toml::table* table = &root;
-  size_t at = 0;
-  for (size_t dot; (dot = key.find('.', at)) != std::string::npos; at = dot + 1) {
-    const std::string part = key.substr(at, dot - at);
-    if (part.empty()) throw Error("--set " + set + ": \"" + key + "\" is not a key; write table.key=value.");
+  for (const std::string& part : parts) {
     if (!table->contains(part)) table->insert(part, std::move(*parse_value("{}", index)->get("v")));
     table = table->get_as<toml::table>(part);
     if (!table) throw Error("--set " + set + ": \"" + part + "\" is a value, not a table.");
     table->is_inline(false);
   }
-  const std::string last = key.substr(at);
-  if (last.empty()) throw Error("--set " + set + ": \"" + key + "\" is not a key; write table.key=value.");
   if (table->get_as<toml::table>(last) && !parsed->get("v")->is_table())
     throw Error("--set " + set + ": \"" + key + "\" is a table; set one of its keys.");
   table->insert_or_assign(last, std::move(*parsed->get("v")));

@@ -82,6 +82,18 @@ TEST(Config, SetOverridesAndCreates) {
             (std::vector<std::string>{"p", "q"}));
 }
 
+// A key's part in quotes, as in the file, may hold dots and equals signs.
+TEST(Config, SetTakesKeysInQuotes) {
+  const Config config = parse("[parameters.\"block.*\"]\nfrozen = true\n",
+                              {"parameters.\"block.*\".frozen=false", "parameters.\"a=b.c\".factor=\"x=y\""});
+  const ConfigTable& parameters = *config.root().table("parameters");
+  EXPECT_EQ(parameters.keys(), (std::vector<std::string>{"block.*", "a=b.c"}));
+  EXPECT_EQ(std::get<bool>(*parameters.table("block.*")->value("frozen")), false);
+  EXPECT_EQ(std::get<std::string>(*parameters.table("a=b.c")->value("factor")), "x=y");
+  EXPECT_EQ(parse_message("", {"parameters.\"a=1"}),
+            "--set parameters.\"a=1: expected KEY=VALUE, for example --set run.steps=10.");
+}
+
 TEST(Config, WrongSets) {
   const std::string text = "[run]\nsteps = 1\n";
   EXPECT_EQ(parse_message(text, {"run.steps"}), "--set run.steps: expected KEY=VALUE, for example --set run.steps=10.");
