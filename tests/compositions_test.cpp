@@ -53,7 +53,14 @@ Case draw(std::mt19937& random, const std::string& backend, const std::string& f
   c.mesh = "data = " + std::to_string(c.ranks) + "\n" + (c.ranks == 4 && random() % 2 ? "replicate = 2\n" : "");
   if (c.ranks > 1) c.network = cuda ? pick({"", "", "provider = \"shm\"\n", "provider = \"tcp\"\n"}) : "";
   c.model = pick({"dropout = 0.1\n", "activation = \"relu\"\n", "activation = \"squared_relu\"\ndropout = 0.2\n",
-                  "activation = \"swiglu\"\nnorm = \"rms_norm\"\npositions = \"rotary\"\nkv_heads = 1\n"});
+                  "activation = \"swiglu\"\nnorm = \"rms_norm\"\npositions = \"rotary\"\nkv_heads = 1\n",
+                  "activation = \"geglu\"\nnorm = \"rms_norm\"\npositions = \"rotary\"\nkv_heads = 1\nbias = false\n"
+                  "query_key_norm = true\npost_norms = true\nnorm_from_one = true\nscaled_embedding = true\n"
+                  "score_scalar = 9\nscore_cap = 4\nlogit_cap = 3\nwindow = 5\nlayer_kinds = [\"local\", \"global\"]\n"
+                  "local_rotary_base = 50\nrotary_scaling = \"linear\"\nrotary_factor = 2\n",
+                  "activation = \"geglu_exact\"\nnorm = \"rms_norm\"\npositions = \"rotary\"\nkv_heads = 1\nbias = "
+                  "false\nqkv_bias = true\noutput_bias = true\nmlp_bias = true\nquery_key_norm = true\nwindow = 3\n"
+                  "rotary_size = 8\nrotary_scaling = \"llama3\"\nrotary_factor = 4\n"});
   c.optimizer = pick({"[plugins.adamw]\nlearning_rate = 1e-3\n", "[plugins.adamw]\nlearning_rate = 1e-3\n",
                       "[plugins.adafactor]\n", "[plugins.sm3]\n",
                       cuda ? "[plugins.sm3]\n" : "[plugins.adamw8bit]\n"});  // its emulated kernel takes seconds a step

@@ -59,7 +59,10 @@ Case draw(test::Random& random, const std::string& folder) {
             pick(random, {"", "dropout = 0.1\n"}) + pick(random, {"tied = true\n", "tied = false\n"}) +
             pick(random, {"", "positions = \"rotary\"\n"}) + pick(random, {"", "norm = \"rms_norm\"\n"}) +
             pick(random, {"", "activation = \"swiglu\"\n", "activation = \"relu\"\n"}) +
-            pick(random, {"", "bias = false\n", "bias = false\nqkv_bias = true\n"});
+            pick(random, {"", "bias = false\n", "bias = false\nqkv_bias = true\n"}) +
+            pick(random, {"", "window = 3\nscore_cap = 2\nlogit_cap = 3\nscore_scalar = 5\n",
+                          "window = 5\nlayer_kinds = [\"local\", \"global\"]\npost_norms = true\n"});
+  if (c.model.find("rms_norm") != std::string::npos) c.model += pick(random, {"", "query_key_norm = true\n"});
   // The gradient of keys' biases is zero but for rounding, of which some make steps of full size: an epsilon above it.
   c.optimizer = pick(random, {"[plugins.adamw]\nlearning_rate = 1e-3\nepsilon = 1e-5\n",
                               "[plugins.sm3]\nlearning_rate = 1e-3\nepsilon = 1e-8\n"}) +

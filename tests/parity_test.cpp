@@ -1,6 +1,8 @@
 // Against PyTorch and transformers: logits, loss, every gradient and twenty steps of AdamW and of Adafactor of a tiny
-// GPT-2 and a tiny Qwen2, recorded by tests/reference/make.py.
+// GPT-2 and a tiny Qwen2, and logits and twenty steps of AdamW of the other families, recorded by
+// tests/reference/make.py.
 #include <cmath>
+#include <set>
 
 #include "engine/checkpoint/external_export.h"
 #include "engine/checkpoint/external_import.h"
@@ -59,7 +61,63 @@ class Parity : public testing::TestWithParam<std::string> {
     for (const auto& [name, values] : import_all(folder(), mapping, shapes))
       std::copy(values.begin(), values.end(), static_cast<float*>(runner.storage->persistent(name)));
   }
+  void expect_logits() const {
+    const SafetensorsFile expected(folder() + "/expected.safetensors");
+    const auto tokens = read<int32_t>(expected, "tokens");
+    test::Runner logits(toml("[plugins.adamw]\n"), {}, Goal::logits);
+    load(logits);
+    std::vector<float> got;
+    for (int row = 0; row < 2; ++row) {
+      std::copy_n(tokens.begin() + 16 * row, 16,
+                  static_cast<int32_t*>(logits.executor->pointer(logits.built.program.find("tokens@0"))));
+      logits.executor->run();
+      const auto values = logits.values(logits.built.logits);
+      got.insert(got.end(), values.begin(), values.end());
+    }
+    expect_close(got, read<float>(expected, "logits"), 1e-5, "logits");
+  }
+  void expect_losses(const std::string& plugins = "") const {
+    const SafetensorsFile expected(folder() + "/expected.safetensors");
+    const auto batches = read<int32_t>(expected, "train_tokens");
+    const auto losses = read<float>(expected, "losses");
+    test::Runner runner(
+        toml("[plugins.adamw]\nlearning_rate = 1e-3\nbeta2 = 0.95\n[plugins.clip]\n[plugins.schedule]\nkind = "
+             "\"constant\"\nwarmup = 5\n" +
+             plugins));
+    load(runner);
+    for (size_t step = 0; step < losses.size(); ++step) {
+      std::vector<int32_t> tokens, targets;
+      for (int row = 0; row < 2; ++row) {
+        const auto from = batches.begin() + long((step * 2 + size_t(row)) * 17);
+        tokens.insert(tokens.end(), from, from + 16);
+        targets.insert(targets.end(), from + 1, from + 17);
+      }
+      EXPECT_NEAR(runner.run_step(tokens.data(), targets.data()), losses[step], 1e-4 * losses[step])
+          << "step " << step + 1;
+    }
+  }
 };
+// Families that differ from those two in what a model computes.
+class Families : public Parity {};
+
+TEST_P(Families, Logits) { expect_logits(); }
+TEST_P(Families, TwentyAdamWSteps) { expect_losses(); }
+TEST_P(Families, TwentyRecomputedSteps) { expect_losses("[plugins.recompute]\n"); }
+
+// What is exported reads back as the options, and holds the tensors, that were imported.
+TEST_P(Families, ExportIsWhatWasImported) {
+  const LoadedPlugin gpt = load_plugin("gpt", {});
+  const auto table = gpt->import_config(ExternalFolder(folder()).config());
+  const LoadedPlugin again = load_plugin("gpt", {});
+  EXPECT_EQ(again->import_config(*gpt->export_config()), table);
+  const SafetensorsFile file(folder() + "/model.safetensors");
+  std::set<std::string> names, mapped;
+  for (const auto& [name, tensor] : file.tensors()) names.insert(name);
+  for (const ExternalTensor& tensor : gpt->external_tensors())
+    if (!tensor.rows.empty() && (tensor.name != "lm_head.weight" || names.contains(tensor.name)))
+      mapped.insert(tensor.name);
+  EXPECT_EQ(mapped, names);
+}
 
 TEST_P(Parity, LogitsLossAndGradients) {
   const SafetensorsFile expected(folder() + "/expected.safetensors");
@@ -90,39 +148,10 @@ TEST_P(Parity, LogitsLossAndGradients) {
     }
   EXPECT_GT(compared, 20);
 
-  test::Runner logits(toml("[plugins.adamw]\n"), {}, Goal::logits);
-  load(logits);
-  const auto want = read<float>(expected, "logits");
-  std::vector<float> got;
-  for (int row = 0; row < 2; ++row) {
-    std::copy_n(tokens.begin() + 16 * row, 16,
-                static_cast<int32_t*>(logits.executor->pointer(logits.built.program.find("tokens@0"))));
-    logits.executor->run();
-    const auto values = logits.values(logits.built.logits);
-    got.insert(got.end(), values.begin(), values.end());
-  }
-  expect_close(got, want, 1e-5, "logits");
+  expect_logits();
 }
 
-TEST_P(Parity, TwentyAdamWSteps) {
-  const SafetensorsFile expected(folder() + "/expected.safetensors");
-  const auto batches = read<int32_t>(expected, "train_tokens");
-  const auto losses = read<float>(expected, "losses");
-  test::Runner runner(
-      toml("[plugins.adamw]\nlearning_rate = 1e-3\nbeta2 = 0.95\n[plugins.clip]\n[plugins.schedule]\nkind = "
-           "\"constant\"\nwarmup = 5\n"));
-  load(runner);
-  for (size_t step = 0; step < losses.size(); ++step) {
-    std::vector<int32_t> tokens, targets;
-    for (int row = 0; row < 2; ++row) {
-      const auto from = batches.begin() + long((step * 2 + size_t(row)) * 17);
-      tokens.insert(tokens.end(), from, from + 16);
-      targets.insert(targets.end(), from + 1, from + 17);
-    }
-    EXPECT_NEAR(runner.run_step(tokens.data(), targets.data()), losses[step], 1e-4 * losses[step])
-        << "step " << step + 1;
-  }
-}
+TEST_P(Parity, TwentyAdamWSteps) { expect_losses(); }
 
 // Queries, keys and values are matrices of their own in Qwen2 and one in GPT-2; Adafactor sees the difference.
 TEST_P(Parity, TwentyAdafactorSteps) {
@@ -196,6 +225,10 @@ TEST_P(Parity, ManyFilesAndWrongOnes) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Models, Parity, testing::Values("gpt2", "qwen2"), [](const auto& info) { return info.param; });
+INSTANTIATE_TEST_SUITE_P(Models, Families,
+                         testing::Values("llama3", "llama_linear", "llama_dynamic", "llama_yarn", "qwen3",
+                                         "qwen2_window", "mistral", "phi3", "gemma2", "gemma3"),
+                         [](const auto& info) { return info.param; });
 
 }  // namespace
 }  // namespace strata

@@ -53,8 +53,13 @@ Case draw(std::mt19937& random, const std::string& folder) {
             "\nffn = " + std::to_string(ffn) + "\n" + pick({"", "", "dropout = 0.1\n"}) +
             pick({"tied = true\n", "tied = false\n"}) + pick({"", "positions = \"rotary\"\n"}) +
             pick({"", "norm = \"rms_norm\"\n"}) +
-            pick({"", "activation = \"swiglu\"\n", "activation = \"relu\"\n", "activation = \"squared_relu\"\n"}) +
-            pick({"", "bias = false\n", "bias = false\nqkv_bias = true\n"});
+            pick({"", "activation = \"swiglu\"\n", "activation = \"relu\"\n", "activation = \"squared_relu\"\n",
+                  "activation = \"geglu\"\n", "activation = \"gelu_exact\"\n"}) +
+            pick({"", "bias = false\n", "bias = false\nqkv_bias = true\n", "bias = false\noutput_bias = true\n"}) +
+            pick({"", "window = 3\nscore_cap = 2\nlogit_cap = 3\nscore_scalar = 5\nscaled_embedding = true\n",
+                  "window = 5\nlayer_kinds = [\"local\", \"global\"]\npost_norms = true\nlogit_cap = 1\n"});
+  if (c.model.find("rms_norm") != std::string::npos)
+    c.model += pick({"", "query_key_norm = true\n", "query_key_norm = true\nnorm_from_one = true\n"});
   // The gradient of keys' biases is zero but for rounding, of which some make steps of full size: an epsilon above it.
   c.optimizer =
       pick({"[plugins.adamw]\nlearning_rate = 1e-3\nepsilon = 1e-5\n",

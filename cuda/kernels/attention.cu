@@ -46,16 +46,16 @@ STRATA_KERNEL forward(const T* qkv, T* out, float* lse, Sizes s) {
   const T* base = qkv + int64_t(n) * s.time * s.width;
   float* query = queries + warp * s.size;
   for (int d = lane; d < s.size; d += 32)
-    query[d] = row < s.time ? to_float(base[int64_t(row) * s.width + s.query(head) + d]) * s.scale : 0.0f;
+    query[d] = row < s.time ? to_float(base[int64_t(row) * s.width + s.query(head) + d]) : 0.0f;
   float top = -3.0e38f, sum = 0, o[kDims] = {};
   const int end = first + kWarps < s.time ? first + kWarps : s.time;  // keys that any row here sees
-  for (int k = 0; k < end; k += kTile) {
+  for (int k = s.begin(first) / kTile * kTile; k < end; k += kTile) {
     __syncthreads();
     fill(keys, base + s.key(head / s.per_group()), s.width, k, s.time, s.size);
     fill(values, base + s.value(head / s.per_group()), s.width, k, s.time, s.size);
     __syncthreads();
-    const bool seen = k + lane <= row;
-    const float score = seen ? dot(query, keys + lane * (s.size + 1), s.size) : -3.0e38f;
+    const bool seen = s.sees(row, k + lane);
+    const float score = seen ? s.score(dot(query, keys + lane * (s.size + 1), s.size)) : -3.0e38f;
     const float highest = warp_max(score), before = top;
     top = highest > top ? highest : top;
     const float keep = __expf(before - top), p = seen ? __expf(score - top) : 0.0f;
@@ -101,15 +101,15 @@ STRATA_KERNEL query_gradient(const T* d_out, const T* qkv, const float* lse, con
   const float shift = lse[at], mean = dots[at];
   float dq[kDims] = {};
   const int end = first + kWarps < s.time ? first + kWarps : s.time;
-  for (int k = 0; k < end; k += kTile) {
+  for (int k = s.begin(first) / kTile * kTile; k < end; k += kTile) {
     __syncthreads();
     fill(keys, base + s.key(head / s.per_group()), s.width, k, s.time, s.size);
     fill(values, base + s.value(head / s.per_group()), s.width, k, s.time, s.size);
     __syncthreads();
     float ds = 0;
-    if (k + lane <= row && row < s.time) {
-      const float p = __expf(dot(query, keys + lane * (s.size + 1), s.size) * s.scale - shift);
-      ds = p * (dot(slope, values + lane * (s.size + 1), s.size) - mean) * s.scale;
+    if (s.sees(row, k + lane) && row < s.time) {
+      const float score = s.score(dot(query, keys + lane * (s.size + 1), s.size));
+      ds = __expf(score - shift) * (dot(slope, values + lane * (s.size + 1), s.size) - mean) * s.slope(score);
     }
     add_rows(dq, ds, keys, s.size);
   }
@@ -136,16 +136,17 @@ STRATA_KERNEL key_gradient(const T* d_out, const T* qkv, const float* lse, const
   float dk[kDims] = {}, dv[kDims] = {};
   for (int head = group * s.per_group(); head < (group + 1) * s.per_group(); ++head) {
     const int64_t of_head = (int64_t(n) * s.heads + head) * s.time;
-    for (int q = first / kTile * kTile; q < s.time; q += kTile) {
+    for (int q = first / kTile * kTile; q < s.end(first + kWarps - 1); q += kTile) {
       __syncthreads();
       fill(queries, base + s.query(head), s.width, q, s.time, s.size);
       fill(slopes, d_out + int64_t(n) * s.time * s.heads * s.size + head * s.size, int64_t(s.heads) * s.size, q, s.time,
            s.size);
       __syncthreads();
       float p = 0, ds = 0;
-      if (q + lane >= row && q + lane < s.time && row < s.time) {
-        p = __expf(dot(key, queries + lane * (s.size + 1), s.size) * s.scale - lse[of_head + q + lane]);
-        ds = p * (dot(value, slopes + lane * (s.size + 1), s.size) - dots[of_head + q + lane]) * s.scale;
+      if (s.sees(q + lane, row) && q + lane < s.time && row < s.time) {
+        const float score = s.score(dot(key, queries + lane * (s.size + 1), s.size));
+        p = __expf(score - lse[of_head + q + lane]);
+        ds = p * (dot(value, slopes + lane * (s.size + 1), s.size) - dots[of_head + q + lane]) * s.slope(score);
       }
       add_rows(dv, p, slopes, s.size);
       add_rows(dk, ds, queries, s.size);

@@ -9,7 +9,8 @@ namespace strata::cuda::attention_kernels {
 
 struct Sizes {
   int time, queries, size, width, groups, heads;
-  float scale;
+  int window;  // positions that a query sees, its own and those before it
+  float scale, soft_cap;
   Sizes(const OpView& v, const Tensor& qkv)
       : time(int(qkv.shape[1])),
         queries(int(v.attributes().integer("queries_per_group"))),
@@ -17,8 +18,22 @@ struct Sizes {
         width(int(qkv.shape[2])),
         groups(width / ((queries + 2) * size)),
         heads(groups * queries),
-        scale(float(1 / std::sqrt(double(size)))) {
+        window(int(std::min<int64_t>(v.attributes().integer("window", 0), time))),
+        scale(float(v.attributes().real("scale", 1 / std::sqrt(double(size))))),
+        soft_cap(float(v.attributes().real("soft_cap", 0.0))) {
+    if (window == 0) window = time;
     require(size <= 256, v, "heads of at most 256 on the cuda backend");
+  }
+  STRATA_DEVICE bool sees(int row, int column) const { return column <= row && column > row - window; }
+  // The first column that some row from `row` on sees, and the row behind the last that sees `column`.
+  STRATA_DEVICE int begin(int row) const { return row >= window ? row + 1 - window : 0; }
+  STRATA_DEVICE int end(int column) const { return time - column > window ? column + window : time; }
+  // Of a product of query and key the score, and of a score its slope by the product.
+  STRATA_DEVICE float score(float product) const {
+    return soft_cap > 0 ? soft_cap * tanhf(product * scale / soft_cap) : product * scale;
+  }
+  STRATA_DEVICE float slope(float score) const {
+    return soft_cap > 0 ? scale * (1 - score / soft_cap * (score / soft_cap)) : scale;
   }
   STRATA_DEVICE int per_group() const { return queries; }
   STRATA_DEVICE int query(int head) const {

@@ -47,6 +47,57 @@ struct SwigluGradient {
     y[1] = d * g * s;
   }
 };
+// x·Φ(x), and gated layers with it or with the tanh form: gelu(gate)·up.
+struct ExactForm {
+  float value, slope;
+  STRATA_DEVICE explicit ExactForm(float x) {
+    const float below = 0.5f * erfcf(-x * 0.70710678f);
+    value = x * below;
+    slope = below + x * 0.39894228f * __expf(-0.5f * x * x);
+  }
+};
+struct TanhForm {
+  float value, slope;
+  STRATA_DEVICE explicit TanhForm(float x) {
+    const float s = sigmoid(2 * kGelu * (x + kCubic * x * x * x));
+    value = x * s;
+    slope = s + x * s * (1 - s) * (2 * kGelu * (1 + 3 * kCubic * x * x));
+  }
+};
+struct GeluExact {
+  STRATA_DEVICE void operator()(const float (&x)[1], float (&y)[1], int64_t) const { y[0] = ExactForm(x[0]).value; }
+};
+struct GeluExactGradient {
+  STRATA_DEVICE void operator()(const float (&in)[2], float (&dx)[1], int64_t) const {
+    dx[0] = in[0] * ExactForm(in[1]).slope;
+  }
+};
+template <class Form>
+struct Geglu {
+  STRATA_DEVICE void operator()(const float (&x)[2], float (&y)[1], int64_t) const { y[0] = Form(x[0]).value * x[1]; }
+};
+template <class Form>
+struct GegluGradient {
+  STRATA_DEVICE void operator()(const float (&x)[3], float (&y)[2], int64_t) const {
+    const Form of(x[1]);
+    y[0] = x[0] * x[2] * of.slope;
+    y[1] = x[0] * of.value;
+  }
+};
+struct Multiply {
+  float factor;
+  STRATA_DEVICE void operator()(const float (&x)[1], float (&y)[1], int64_t) const { y[0] = x[0] * factor; }
+};
+struct SoftCap {
+  float cap;
+  STRATA_DEVICE void operator()(const float (&x)[1], float (&y)[1], int64_t) const { y[0] = cap * tanhf(x[0] / cap); }
+};
+struct SoftCapGradient {
+  float cap;
+  STRATA_DEVICE void operator()(const float (&x)[2], float (&y)[1], int64_t) const {
+    y[0] = x[0] * (1 - x[1] / cap * (x[1] / cap));
+  }
+};
 struct Relu {
   STRATA_DEVICE void operator()(const float (&x)[1], float (&y)[1], int64_t) const { y[0] = x[0] < 0 ? 0.0f : x[0]; }
 };
@@ -95,6 +146,16 @@ const Registration kinds[] = {
     {"gelu_gradient", [](const Binding& b) { return bind_apply<2, 1>(b, GeluGradient{}); }},
     {"swiglu", [](const Binding& b) { return bind_apply<2, 1>(b, Swiglu{}); }},
     {"swiglu_gradient", [](const Binding& b) { return bind_apply<3, 2>(b, SwigluGradient{}); }},
+    {"gelu_exact", [](const Binding& b) { return bind_apply<1, 1>(b, GeluExact{}); }},
+    {"gelu_exact_gradient", [](const Binding& b) { return bind_apply<2, 1>(b, GeluExactGradient{}); }},
+    {"geglu", [](const Binding& b) { return bind_apply<2, 1>(b, Geglu<TanhForm>{}); }},
+    {"geglu_gradient", [](const Binding& b) { return bind_apply<3, 2>(b, GegluGradient<TanhForm>{}); }},
+    {"geglu_exact", [](const Binding& b) { return bind_apply<2, 1>(b, Geglu<ExactForm>{}); }},
+    {"geglu_exact_gradient", [](const Binding& b) { return bind_apply<3, 2>(b, GegluGradient<ExactForm>{}); }},
+    {"multiply", [](const Binding& b) { return bind_apply<1, 1>(b, Multiply{float(b.attributes().real("factor"))}); }},
+    {"soft_cap", [](const Binding& b) { return bind_apply<1, 1>(b, SoftCap{float(b.attributes().real("cap"))}); }},
+    {"soft_cap_gradient",
+     [](const Binding& b) { return bind_apply<2, 1>(b, SoftCapGradient{float(b.attributes().real("cap"))}); }},
     {"relu", [](const Binding& b) { return bind_apply<1, 1>(b, Relu{}); }},
     {"relu_gradient", [](const Binding& b) { return bind_apply<2, 1>(b, ReluGradient{}); }},
     {"squared_relu", [](const Binding& b) { return bind_apply<1, 1>(b, SquaredRelu{}); }},

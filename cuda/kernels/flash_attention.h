@@ -114,18 +114,19 @@ STRATA_DEVICE float row_sum(float x) {
   return x;
 }
 
-// Calls body(k, keys) for each tile of keys below `end`, its values behind them, while the next is on its way. What the
+// Calls body(k, keys) for each tile of keys from `begin`, of a tile, to `end`, its values behind them, while the next is on its way. What the
 // caller has started to copy before is there too.
 template <int D, class T, class Body>
-STRATA_DEVICE void over_keys(T* tiles, const T* key, const T* value, const Sizes& s, int end, Body body) {
+STRATA_DEVICE void over_keys(T* tiles, const T* key, const T* value, const Sizes& s, int begin, int end,
+                             Body body) {
   const auto start = [&](int k, int which) {
     T* const to = tiles + which * 2 * kKeys * kStride<D>;
     start_tile<D, kKeys>(to, key, s.width, k, s.time);
     start_tile<D, kKeys>(to + kKeys * kStride<D>, value, s.width, k, s.time);
     commit_copies();
   };
-  start(0, 0);
-  for (int k = 0, which = 0; k < end; k += kKeys, which ^= 1) {
+  start(begin, 0);
+  for (int k = begin, which = 0; k < end; k += kKeys, which ^= 1) {
     if (k + kKeys < end) {
       start(k + kKeys, which ^ 1);
       wait_copies<1>();
@@ -154,8 +155,7 @@ STRATA_KERNEL forward(const T* qkv, T* out, float* lse, Sizes s) {
   const int end = first + kRows < s.time ? first + kRows : s.time;
   start_tile<D, kRows>(queries, base + s.query(head), s.width, first, s.time);
   float o[D / 8][4] = {}, top[2] = {-3.0e38f, -3.0e38f}, sum[2] = {0, 0};
-  const float scale = s.scale * kLog2e;
-  over_keys<D>(tiles, key, value, s, end, [&](int k, const T* keys) {
+  over_keys<D>(tiles, key, value, s, s.begin(first) / kKeys * kKeys, end, [&](int k, const T* keys) {
     float p[kKeys / 8][4];
     products<D>(p, queries + warp * 16 * kStride<D>, keys);
 #pragma unroll
@@ -167,7 +167,7 @@ STRATA_KERNEL forward(const T* qkv, T* out, float* lse, Sizes s) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           float& score = p[c][2 * half + e];
-          score = k + 8 * c + 2 * t + e <= row ? score * scale : -3.0e38f;
+          score = s.sees(row, k + 8 * c + 2 * t + e) ? s.score(score) * kLog2e : -3.0e38f;
           highest = score > highest ? score : highest;
         }
       highest = row_max(highest);
@@ -224,7 +224,7 @@ STRATA_KERNEL query_gradient(const T* d_out, const T* qkv, const float* lse, con
     mean[half] = row < s.time ? dots[of_head + row] : 0.0f;
   }
   float dq[D / 8][4] = {};
-  over_keys<D>(tiles, key, value, s, end, [&](int k, const T* keys) {
+  over_keys<D>(tiles, key, value, s, s.begin(first) / kKeys * kKeys, end, [&](int k, const T* keys) {
     float p[kKeys / 8][4], dp[kKeys / 8][4];
     products<D>(p, queries + warp * 16 * kStride<D>, keys);
     products<D>(dp, slopes + warp * 16 * kStride<D>, keys + kKeys * kStride<D>);
@@ -233,8 +233,9 @@ STRATA_KERNEL query_gradient(const T* d_out, const T* qkv, const float* lse, con
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int row = first + warp * 16 + g + 8 * (i / 2), column = k + 8 * c + 2 * t + i % 2;
-        const float e = column <= row && row < s.time ? exp2f(p[c][i] * s.scale * kLog2e - shift[i / 2]) : 0.0f;
-        p[c][i] = e * (dp[c][i] - mean[i / 2]) * s.scale;
+        const float score = s.score(p[c][i]);
+        const float e = s.sees(row, column) && row < s.time ? exp2f(score * kLog2e - shift[i / 2]) : 0.0f;
+        p[c][i] = e * (dp[c][i] - mean[i / 2]) * s.slope(score);
       }
     add_products<D>(dq, p, keys);
   });
@@ -254,7 +255,8 @@ STRATA_KERNEL key_gradient(const T* d_out, const T* qkv, const float* lse, const
   const int group = int(blockIdx.y), n = int(blockIdx.z), first = int(blockIdx.x) * kRows;
   const T* const base = qkv + int64_t(n) * s.time * s.width;
   const int64_t out_width = int64_t(s.heads) * s.size;
-  const int begin = first / kQueries * kQueries, tiles_of_head = (s.time - begin + kQueries - 1) / kQueries,
+  const int begin = first / kQueries * kQueries,
+            tiles_of_head = (s.end(first + kRows - 1) - begin + kQueries - 1) / kQueries,
             count = tiles_of_head * s.per_group();
   const auto head_of = [&](int i) { return group * s.per_group() + i / tiles_of_head; };
   const auto query_of = [&](int i) { return begin + i % tiles_of_head * kQueries; };
@@ -288,10 +290,11 @@ STRATA_KERNEL key_gradient(const T* d_out, const T* qkv, const float* lse, const
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int row = first + warp * 16 + g + 8 * (e / 2), query = query_of(i) + 8 * c + 2 * t + e % 2;
-        const bool seen = row <= query && query < s.time;
+        const bool seen = s.sees(query, row) && query < s.time;
+        const float score = s.score(p[c][e]);
         const float shift = seen ? lse[of_head + query] * kLog2e : 0.0f, mean = seen ? dots[of_head + query] : 0.0f;
-        p[c][e] = seen ? exp2f(p[c][e] * s.scale * kLog2e - shift) : 0.0f;
-        ds[c][e] = p[c][e] * (ds[c][e] - mean) * s.scale;
+        p[c][e] = seen ? exp2f(score * kLog2e - shift) : 0.0f;
+        ds[c][e] = p[c][e] * (ds[c][e] - mean) * s.slope(score);
       }
     add_products<D>(dv, p, slopes);
     add_products<D>(dk, ds, queries);

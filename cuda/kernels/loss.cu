@@ -33,15 +33,24 @@ STRATA_DEVICE Exponentials exponentials(const float* x, int64_t vocabulary, floa
   return {highest, block_sum(sum * __expf(top - highest), scratch)};
 }
 
-// factor·(exp(x - top)/sum - onehot) of a row.
+// Logits x of rows become cap·tanh(x / cap).
+STRATA_KERNEL cap_logits(float* logits, int64_t vocabulary, int64_t stride, float cap) {
+  float* const x = logits + int64_t(blockIdx.x) * stride;
+  for (int64_t i = threadIdx.x; i < vocabulary; i += 256) x[i] = cap * tanhf(x[i] / cap);
+}
+
+// factor·(exp(x - top)/sum - onehot) of a row, and where logits are capped times the cap's slope.
 template <class T>
 STRATA_DEVICE void slopes_of(const float* x, T* gradient, int64_t vocabulary, int64_t target, float factor, float top,
-                             float sum) {
+                             float sum, float cap) {
   float v[kEach];
   for (int64_t i = int64_t(threadIdx.x) * kEach; i < vocabulary; i += kBlock * kEach) {
     load(x, i, vocabulary, v);
 #pragma unroll
-    for (int e = 0; e < kEach; ++e) v[e] = factor * (__expf(v[e] - top) / sum - (i + e == target ? 1.0f : 0.0f));
+    for (int e = 0; e < kEach; ++e) {
+      const float share = cap > 0 ? v[e] / cap : 0.0f;
+      v[e] = factor * (__expf(v[e] - top) / sum - (i + e == target ? 1.0f : 0.0f)) * (1 - share * share);
+    }
     store(gradient, i, vocabulary, v);
   }
 }
@@ -50,7 +59,7 @@ STRATA_DEVICE void slopes_of(const float* x, T* gradient, int64_t vocabulary, in
 template <class T>
 STRATA_KERNEL __launch_bounds__(kBlock)
     row_loss(const float* logits, T* gradient, const int32_t* targets, double* losses, int64_t vocabulary,
-             int64_t stride, float scale, const double* upstream) {
+             int64_t stride, float scale, const double* upstream, float cap) {
   __shared__ float scratch[32];
   const int64_t row = blockIdx.x;
   const float* x = logits + row * stride;
@@ -60,7 +69,7 @@ STRATA_KERNEL __launch_bounds__(kBlock)
   __syncthreads();  // gradient may be where the logits are
   if (!gradient) return;
   const float factor = target < 0 ? 0.0f : float(double(scale) * (upstream ? *upstream : 1.0));
-  slopes_of(x, gradient + row * stride, vocabulary, target, factor, of.top, of.sum);
+  slopes_of(x, gradient + row * stride, vocabulary, target, factor, of.top, of.sum, cap);
 }
 
 // The same of ranks that each have rows of the vocabulary, this one from `first` on: what they exchange, …
@@ -81,11 +90,11 @@ STRATA_KERNEL __launch_bounds__(kBlock)
 template <class T>
 STRATA_KERNEL __launch_bounds__(kBlock)
     row_gradient(const float* logits, T* gradient, const int32_t* targets, const float* maximum, const float* sums,
-                 int64_t first, int64_t vocabulary, int64_t stride, float scale, const double* upstream) {
+                 int64_t first, int64_t vocabulary, int64_t stride, float scale, const double* upstream, float cap) {
   const int64_t row = blockIdx.x;
   const float factor = targets[row] < 0 ? 0.0f : float(double(scale) * (upstream ? *upstream : 1.0));
   slopes_of(logits + row * stride, gradient + row * stride, vocabulary, targets[row] - first, factor, maximum[row],
-            sums[row]);
+            sums[row], cap);
 }
 
 // … and losses.
@@ -128,6 +137,8 @@ struct Sizes {
   int64_t workspace() const { return product_at() + Gemm::workspace(); }
 };
 
+float cap_of(const OpView& v) { return float(v.attributes().real("soft_cap", 0.0)); }
+
 struct Products {
   std::unique_ptr<Gemm> logits, dx, dw_first, dw;
 };
@@ -166,12 +177,14 @@ Launch bind_chunks(const Binding& b, bool gradient, OfRows of_rows, End end) {
     return p;
   };
   const auto full = prepare(s.chunk), last = s.rows % s.chunk ? prepare(s.rows % s.chunk) : full;
-  return [=, queue = b.queue()] {
+  return [=, queue = b.queue(), cap = cap_of(b)] {
     for (int64_t row = 0; row < s.rows; row += s.chunk) {
       const int64_t m = std::min(s.chunk, s.rows - row);
       const Products& p = m == s.chunk ? *full : *last;
       const void* x = at(b.in<void>(0), s.type, row * s.hidden);
       p.logits->run({x, b.in<void>(1), logits, room}, queue);
+      if (cap > 0)
+        launch(cap_logits, dim3(unsigned(m)), 256, 0, queue, logits, s.vocabulary, s.stride, cap);
       of_rows(row, m, logits, slopes, losses, queue);
       if (!gradient) continue;
       p.dx->run({slopes, b.in<void>(1), at(b.out<void>(1), s.type, row * s.hidden), room}, queue);
@@ -191,12 +204,12 @@ auto summed(const Binding& b) {
 
 Launch bind_loss(const Binding& b, bool gradient) {
   const auto of_rows = [=, s = Sizes(b), targets = b.in<int32_t>(2), scale = float(b.attributes().real("scale")),
-                        upstream = b.has_input(3) ? b.in<double>(3) : nullptr](
+                        upstream = b.has_input(3) ? b.in<double>(3) : nullptr, cap = cap_of(b)](
                            int64_t row, int64_t m, const float* logits, void* slopes, double* losses, void* queue) {
     with_type(s.type, [&](auto zero) {
       using T = decltype(zero);
       launch(row_loss<T>, dim3(unsigned(m)), kBlock, 0, queue, logits, gradient ? static_cast<T*>(slopes) : nullptr,
-             targets + row, losses + row, s.vocabulary, s.stride, scale, upstream);
+             targets + row, losses + row, s.vocabulary, s.stride, scale, upstream, cap);
     });
   };
   return bind_chunks(b, gradient, of_rows, summed(b));
@@ -226,12 +239,12 @@ auto losses_by_parts(const Binding& b) {
 Launch bind_parts_with_gradient(const Binding& b) {
   const auto of_rows = [s = Sizes(b), targets = b.in<int32_t>(2), maximum = b.in<float>(3), sums = b.in<float>(4),
                         first = first_row(b), scale = float(b.attributes().real("scale")),
-                        upstream = b.has_input(6) ? b.in<double>(6) : nullptr](
+                        upstream = b.has_input(6) ? b.in<double>(6) : nullptr, cap = cap_of(b)](
                            int64_t row, int64_t m, const float* logits, void* slopes, double*, void* queue) {
     with_type(s.type, [&](auto zero) {
       using T = decltype(zero);
       launch(row_gradient<T>, dim3(unsigned(m)), kBlock, 0, queue, logits, static_cast<T*>(slopes), targets + row,
-             maximum + row, sums + row, first, s.vocabulary, s.stride, scale, upstream);
+             maximum + row, sums + row, first, s.vocabulary, s.stride, scale, upstream, cap);
     });
   };
   return bind_chunks(b, true, of_rows, losses_by_parts(b));

@@ -16,7 +16,7 @@ STRATA_DEVICE int64_t column(int k) { return (int64_t(k) * blockDim.x + threadId
 // A block a row.
 template <class T, int kHeld, int kThreads>
 STRATA_KERNEL __launch_bounds__(kThreads)
-    norm(const T* x, const T* w, const T* bias, T* y, float* statistics, int64_t columns, float epsilon) {
+    norm(const T* x, const T* w, const T* bias, T* y, float* statistics, int64_t columns, float epsilon, float offset) {
   __shared__ float scratch[32];
   const int64_t row = blockIdx.x;
   const bool layer = bias != nullptr;
@@ -44,7 +44,8 @@ STRATA_KERNEL __launch_bounds__(kThreads)
     load(w, column(k), columns, weight);
     if (layer) load(bias, column(k), columns, shift);
 #pragma unroll
-    for (int e = 0; e < kEach; ++e) v[k][e] = (v[k][e] - mean) * inverse * weight[e] + (layer ? shift[e] : 0.0f);
+    for (int e = 0; e < kEach; ++e) 
+      v[k][e] = (v[k][e] - mean) * inverse * (offset + weight[e]) + (layer ? shift[e] : 0.0f);
     store(y + row * columns, column(k), columns, v[k]);
   }
 }
@@ -53,7 +54,7 @@ STRATA_KERNEL __launch_bounds__(kThreads)
 template <class T, int kHeld, int kThreads>
 STRATA_KERNEL __launch_bounds__(kThreads)
     gradient(const T* dy, const T* x, const T* w, const float* statistics, T* dx, float* parts, int64_t rows,
-             int64_t columns, bool layer, bool accumulate) {
+             int64_t columns, bool layer, bool accumulate, float offset) {
   __shared__ float scratch[32];
   float dw[kHeld][kEach] = {}, db[kHeld][kEach] = {}, weight[kHeld][kEach];
 #pragma unroll
@@ -70,7 +71,7 @@ STRATA_KERNEL __launch_bounds__(kThreads)
         normed[k][e] = (normed[k][e] - mean) * inverse;
         dw[k][e] += g[k][e] * normed[k][e];
         db[k][e] += g[k][e];
-        g[k][e] *= weight[k][e];
+        g[k][e] *= offset + weight[k][e];
         dot += g[k][e] * normed[k][e];
         total += g[k][e];
       }
@@ -119,11 +120,11 @@ Launch bind_norm(const Binding& b) {
   return with_type(b.input(0).dtype, [&](auto zero) {
     return with_size(b.columns(0), [&](auto size, int block) -> Launch {
       using T = decltype(zero);
-      const float epsilon = float(b.attributes().real("epsilon"));
+      const float epsilon = float(b.attributes().real("epsilon")), offset = float(b.attributes().real("offset", 0.0));
       return [=, x = b.in<T>(0), w = b.in<T>(1), bias = b.in<T>(2), y = b.out<T>(0), s = b.out<float>(1),
               rows = b.rows(0), columns = b.columns(0), queue = b.queue()] {
         launch(norm<T, decltype(size)::held, decltype(size)::most>, dim3(unsigned(rows)), block, 0, queue, x, w, bias,
-               y, s, columns, epsilon);
+               y, s, columns, epsilon, offset);
       };
     });
   });
@@ -138,9 +139,10 @@ Launch bind_gradient(const Binding& b) {
       const bool layer = b.outputs() == 3, onto[3] = {b.accumulates(0), b.accumulates(1), layer && b.accumulates(2)};
       return [=, dy = b.in<T>(0), x = b.in<T>(1), w = b.in<T>(2), s = b.in<float>(3), dx = b.out<T>(0),
               dw = b.out<float>(1), db = layer ? b.out<float>(2) : nullptr, parts = b.workspace<float>(),
-              rows = b.rows(0), columns = b.columns(0), count = parts_of(b), queue = b.queue()] {
+              rows = b.rows(0), columns = b.columns(0), count = parts_of(b),
+              offset = float(b.attributes().real("offset", 0.0)), queue = b.queue()] {
         launch(gradient<T, decltype(size)::held, decltype(size)::most>, dim3(unsigned(count)), block, 0, queue, dy, x,
-               w, s, dx, parts, rows, columns, layer, onto[0]);
+               w, s, dx, parts, rows, columns, layer, onto[0], offset);
         launch_sum_parts(parts, count, 2 * columns, dw, columns, onto[1], queue);
         if (layer) launch_sum_parts(parts + columns, count, 2 * columns, db, columns, onto[2], queue);
       };

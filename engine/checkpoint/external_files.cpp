@@ -38,6 +38,10 @@ bool decided_here(const std::string& key) {
 
 Json::Object merged(const Json::Object& ours, const Json::Object& kept, bool same) {
   Json::Object result = same ? Json::Object() : ours;
+  const auto known = [&](const std::string& key) {
+    return std::any_of(kept.begin(), kept.end(), [&](const auto& entry) { return entry.first == key; });
+  };
+  if (!same) std::erase_if(result, [&](const auto& entry) { return is_token_id(entry.first) && known(entry.first); });
   for (const auto& [key, value] : kept)
     if (same ? !decided_here(key) : is_token_id(key)) result.emplace_back(key, value);
   if (same)

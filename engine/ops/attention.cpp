@@ -67,21 +67,30 @@ void backward(const Binding& b) {
   }
 }
 
-// Probabilities of one query row, plain.
+// Of one query row, plain: probabilities of the keys up to its own, and the slopes of their scores by q·k.
 template <class T>
-std::vector<T> reference_row(const Work& s, const T* base, int64_t head, int64_t t, T* lse) {
-  std::vector<T> p(size_t(t + 1));
-  const T scale = T(1 / std::sqrt(double(s.size)));
+struct ReferenceRow {
+  std::vector<T> p, slope;
+  T lse;
+};
+template <class T>
+ReferenceRow<T> reference_row(const Work& s, const T* base, int64_t head, int64_t t) {
+  ReferenceRow<T> row{std::vector<T>(size_t(t + 1)), std::vector<T>(size_t(t + 1)), 0};
   T top = T(-1e30), sum = 0;
   for (int64_t k = 0; k <= t; ++k) {
+    if (!s.sees(t, k)) continue;
+    T product = 0;
     for (int64_t i = 0; i < s.size; ++i)
-      p[k] += base[t * s.width + s.query(head) + i] * base[k * s.width + s.key(head / s.per_group) + i] * scale;
-    top = std::max(top, p[k]);
+      product += base[t * s.width + s.query(head) + i] * base[k * s.width + s.key(head / s.per_group) + i];
+    const attention::PlainScore<T> score(s, product);
+    row.slope[k] = score.slope;
+    top = std::max(top, row.p[k] = score.value);
   }
-  for (T& value : p) sum += value = std::exp(value - top);
-  for (T& value : p) value /= sum;
-  *lse = top + std::log(sum);
-  return p;
+  for (int64_t k = 0; k <= t; ++k)
+    if (s.sees(t, k)) sum += row.p[k] = std::exp(row.p[k] - top);
+  for (T& value : row.p) value /= sum;
+  row.lse = top + std::log(sum);
+  return row;
 }
 
 template <class T>
@@ -91,7 +100,8 @@ void reference_forward(const Binding& b) {
     for (int64_t head = 0; head < s.heads; ++head)
       for (int64_t t = 0; t < s.queries; ++t) {
         const T* base = b.in<T>(0) + n * s.queries * s.width;
-        const auto p = reference_row<T>(s, base, head, t, b.out<T>(1) + (n * s.heads + head) * s.queries + t);
+        const auto [p, slope, lse] = reference_row<T>(s, base, head, t);
+        b.out<T>(1)[(n * s.heads + head) * s.queries + t] = lse;
         for (int64_t i = 0; i < s.size; ++i) {
           T sum = 0;
           for (int64_t k = 0; k <= t; ++k) sum += p[k] * base[k * s.width + s.key(head / s.per_group) + s.size + i];
@@ -103,7 +113,6 @@ void reference_forward(const Binding& b) {
 template <class T>
 void reference_backward(const Binding& b) {
   const Work s = work_of_self(b, b.input(1));
-  const T scale = T(1 / std::sqrt(double(s.size)));
   std::fill_n(b.out<T>(0), elements(b.output(0).shape), T(0));
   for (int64_t n = 0; n < s.batch; ++n)
     for (int64_t head = 0; head < s.heads; ++head)
@@ -113,8 +122,7 @@ void reference_backward(const Binding& b) {
         const T* d_out = b.in<T>(0) + (n * s.queries + t) * s.heads * s.size + head * s.size;
         const int64_t query = t * s.width + s.query(head), key = s.key(head / s.per_group),
                       value = s.key(head / s.per_group) + s.size;
-        T lse;
-        const auto p = reference_row<T>(s, base, head, t, &lse);
+        const auto [p, slope, lse] = reference_row<T>(s, base, head, t);
         std::vector<T> dp(p.size());
         T dot = 0;
         for (size_t k = 0; k < p.size(); ++k) {
@@ -122,7 +130,7 @@ void reference_backward(const Binding& b) {
           dot += p[k] * dp[k];
         }
         for (size_t k = 0; k < p.size(); ++k) {
-          const T ds = p[k] * (dp[k] - dot) * scale;
+          const T ds = p[k] * (dp[k] - dot) * slope[k];
           for (int64_t i = 0; i < s.size; ++i) {
             d_base[int64_t(k) * s.width + value + i] += p[k] * d_out[i];
             d_base[int64_t(k) * s.width + key + i] += ds * base[query + i];
@@ -134,14 +142,20 @@ void reference_backward(const Binding& b) {
 
 void check(const OpView& v, int qkv) {
   bool right = v.has_input(qkv) && is_float(v.input(qkv)) && v.input(qkv).shape.size() == 3 && has_heads(v);
-  if (right) right = v.input(qkv).shape[2] % group_width(v) == 0;
-  require(right, v, "qkv (B, T, K·(P+2)·D) and attributes head_size = D, queries_per_group = P");
+  if (right)
+    right = v.input(qkv).shape[2] % group_width(v) == 0 && v.attributes().integer("window", 0) >= 0 &&
+            v.attributes().real("soft_cap", 0.0) >= 0 && v.attributes().real("scale", 1.0) > 0;
+  require(right, v,
+          "qkv (B, T, K·(P+2)·D) and attributes head_size = D, queries_per_group = P, and at most scale, window and "
+          "soft_cap");
 }
 
-// Half of the scores are masked and not computed.
+// Masked scores, those of later keys and of keys before the window, are not computed.
 double flops(const OpView& v, int qkv, double products) {
   const Work s = work_of_self(v, v.input(qkv));
-  return products * double(s.batch * s.heads) * double(s.queries) * double(s.queries + 1) * double(s.size);
+  const auto triangle = [](int64_t rows) { return double(rows) * double(rows + 1); };
+  const double scores = triangle(s.queries) - triangle(s.window > 0 ? std::max<int64_t>(0, s.queries - s.window) : 0);
+  return products * double(s.batch * s.heads) * scores * double(s.size);
 }
 double bytes(const OpView& v) {
   double sum = 0;
@@ -153,7 +167,7 @@ double bytes(const OpView& v) {
 const AtLoad attention_registered([] {
   register_kind(
       {.name = "attention",
-       .summary = "qkv (B, T, K·(P+2)·D) -> o (B, T, H·D), lse (B, H, T), H = K·P; causal",
+       .summary = "qkv (B, T, K·(P+2)·D) -> o (B, T, H·D), lse (B, H, T), H = K·P; causal, of at most `window` positions",
        .shape = [](const OpView& v) -> std::vector<TensorSpec> {
          check(v, 0);
          const Work s = work_of_self(v, v.input(0));

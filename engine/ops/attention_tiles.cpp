@@ -71,6 +71,21 @@ STRATA_SIMD float dot_row(const float* x, const float* y, int64_t n) {
   return simd::sum(sum);
 }
 
+// Scores s to cap·tanh(scale·s / cap) in place.
+STRATA_SIMD void cap_row(float* s, int64_t count, float scale, float cap) {
+  const float inner = scale / cap;
+  simd::map(count, [&](int64_t i, int64_t c)
+                       STRATA_INLINE_LAMBDA { put(s + i, cap * simd::tanh(get(s + i, c) * inner), c); });
+}
+// As gradient_row, from scores that cap_row has made: d tanh is in the slope.
+STRATA_SIMD void capped_gradient_row(float* s, float* dp, int64_t count, float scale, float cap, float lse, float dot) {
+  simd::map(count, [&](int64_t i, int64_t c) STRATA_INLINE_LAMBDA {
+    const F score = get(s + i, c), p = simd::exp(score - lse), share = score / cap;
+    put(s + i, p, c);
+    put(dp + i, p * (get(dp + i, c) - dot) * (1.0f - share * share) * scale, c);
+  });
+}
+
 // Items handed out one by one; body(item, thread).
 template <class Body>
 void share(Threads& threads, int64_t items, Body&& body) {
@@ -83,24 +98,42 @@ void share(Threads& threads, int64_t items, Body&& body) {
 // The tiles of keys that some of the queries [q, q + rows) see: visit(first key in memory, its position, columns).
 template <class Visit>
 void over_tiles(const Work& w, int64_t q, int64_t rows, Visit&& visit) {
-  const int64_t last = w.query_at(q + rows - 1);
+  const int64_t last = w.query_at(q + rows - 1), first = w.window > 0 ? w.query_at(q) + 1 - w.window : 0;
   const Run all{0, w.keys};
   int64_t before = 0;
   for (const Run& run : w.key_at.empty() ? std::span(&all, 1) : std::span(w.key_at)) {
-    for (int64_t k = 0; k < run.count && run.first + k <= last; k += kKeys)
+    for (int64_t k = std::max<int64_t>(0, first - run.first) / kKeys * kKeys; k < run.count && run.first + k <= last;
+         k += kKeys)
       visit(before + k, run.first + k, std::min({kKeys, run.count - k, last + 1 - run.first - k}));
     before += run.count;
   }
 }
-// How many of a tile's keys a query sees.
-int64_t seen(const Work& w, int64_t query, int64_t position, int64_t columns) {
-  return std::clamp<int64_t>(w.query_at(query) + 1 - position, 0, columns);
+// Which of a tile's keys a query sees: [begin, end).
+struct Seen {
+  int64_t begin, end;
+  int64_t count() const { return end - begin; }
+};
+Seen seen(const Work& w, int64_t query, int64_t position, int64_t columns) {
+  const int64_t at = w.query_at(query), end = std::clamp<int64_t>(at + 1 - position, 0, columns);
+  return {w.window > 0 ? std::clamp<int64_t>(at + 1 - w.window - position, 0, end) : 0, end};
+}
+void clear(float* row, int64_t count) {
+  if (count > 0) std::memset(row, 0, size_t(count) * 4);
 }
 
 int64_t forward_each(const Work& w) { return kTile + kQueries * w.size + 2 * kQueries; }
 constexpr int64_t kBackwardEach = 2 * kTile + kQueries;
 
 }  // namespace
+
+Attributes own_attributes(const Attributes& attributes) {
+  Attributes own;
+  for (const auto& [name, value] : attributes.all())
+    if (name == "head_size" || name == "queries_per_group" || name == "scale" || name == "window" ||
+        name == "soft_cap")
+      own.set(name, value);
+  return own;
+}
 
 Work work_of_self(const OpView& v, const Tensor& qkv) {
   Work w;
@@ -113,7 +146,9 @@ Work work_of_self(const OpView& v, const Tensor& qkv) {
   w.key_first = w.per_group * w.size;
   w.groups = w.width / w.key_step;
   w.heads = w.groups * w.per_group;
-  w.scale = float(1 / std::sqrt(double(w.size)));
+  w.scale = v.attributes().real("scale", 1 / std::sqrt(double(w.size)));
+  w.window = v.attributes().integer("window", 0);
+  w.soft_cap = v.attributes().real("soft_cap", 0.0);
   return w;
 }
 
@@ -123,6 +158,7 @@ int64_t backward_floats(const Work&, int threads) { return threads * kBackwardEa
 void forward(const Work& w, Threads& threads, const float* qkv, const float* kv, const float* before,
              const float* lse_before, float* out, float* lse, float* workspace) {
   const int64_t blocks = (w.queries + kQueries - 1) / kQueries, out_width = w.out_width();
+  const float scale = float(w.scale), cap = float(w.soft_cap);
   share(threads, w.batch * w.heads * blocks, [&](int64_t item, int thread) {
     // The longest rows first, so that the team ends together.
     const int64_t block = blocks - 1 - item / (w.batch * w.heads), head = item % w.heads, n = item / w.heads % w.batch;
@@ -143,8 +179,12 @@ void forward(const Work& w, Threads& threads, const float* qkv, const float* kv,
            scores, kKeys);
       for (int64_t i = 0; i < rows; ++i) {
         const float top_before = top[i];
+        const Seen here = seen(w, q + i, position, columns);
+        float* const row = scores + i * kKeys + here.begin;
+        clear(scores + i * kKeys, here.begin);
+        if (cap > 0) cap_row(row, here.count(), scale, cap);
         const float add =
-            softmax_row(scores + i * kKeys, seen(w, q + i, position, columns), columns, w.scale, top_before, &top[i]);
+            softmax_row(row, here.count(), columns - here.begin, cap > 0 ? 1 : scale, top_before, &top[i]);
         const float keep = std::exp(top_before - top[i]);
         total[i] = total[i] * keep + add;
         if (begun && keep != 1) scale_row(sum + i * w.size, keep, w.size);
@@ -163,6 +203,7 @@ void forward(const Work& w, Threads& threads, const float* qkv, const float* kv,
 void backward(const Work& w, Threads& threads, const float* d_outs, const float* qkv, const float* kv,
               const float* outs, const float* lses, float* d_qkv, bool onto, float* d_kv, float* workspace) {
   const int64_t out_width = w.out_width();
+  const float scale = float(w.scale), cap = float(w.soft_cap);
   share(threads, w.batch * w.groups, [&](int64_t item, int thread) {
     const int64_t n = item / w.groups, group = item % w.groups;
     float* scores = workspace + thread * kBackwardEach;
@@ -187,9 +228,19 @@ void backward(const Work& w, Threads& threads, const float* d_outs, const float*
                0, scores, kKeys);
           gemm(Transpose::no, Transpose::yes, rows, columns, w.size, d_out, out_width, value + k * w.key_width,
                w.key_width, 0, slopes, kKeys);
-          for (int64_t i = 0; i < rows; ++i)
-            gradient_row(scores + i * kKeys, slopes + i * kKeys, seen(w, q + i, position, columns), columns, w.scale,
-                         lse[i], dots[i]);
+          for (int64_t i = 0; i < rows; ++i) {
+            const Seen here = seen(w, q + i, position, columns);
+            float *const row = scores + i * kKeys, *const slope = slopes + i * kKeys;
+            clear(row, here.begin), clear(slope, here.begin);
+            if (cap > 0) {
+              cap_row(row + here.begin, here.count(), scale, cap);
+              capped_gradient_row(row + here.begin, slope + here.begin, here.count(), scale, cap, lse[i], dots[i]);
+              clear(row + here.end, columns - here.end), clear(slope + here.end, columns - here.end);
+            } else {
+              gradient_row(row + here.begin, slope + here.begin, here.count(), columns - here.begin, scale, lse[i],
+                           dots[i]);
+            }
+          }
           gemm(Transpose::yes, Transpose::no, columns, w.size, rows, scores, kKeys, d_out, out_width, 1,
                d_value + k * w.key_width, w.key_width);
           gemm(Transpose::yes, Transpose::no, columns, w.size, rows, slopes, kKeys, query, w.width, 1,

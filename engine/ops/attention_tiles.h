@@ -3,6 +3,7 @@
 // softmax can go on from what other keys gave. What op kinds of attention have in common; they are in attention.cpp and
 // context_attention.cpp.
 #pragma once
+#include <cmath>
 #include <vector>
 
 #include "strata/layout.h"
@@ -22,18 +23,39 @@ struct Work {
   int64_t batch = 0, queries = 0, keys = 0;
   int64_t per_group = 0, size = 0, groups = 0, heads = 0;
   int64_t width = 0, key_width = 0, key_first = 0, key_step = 0;
-  float scale = 0;
+  double scale = 0;
+  int64_t window = 0;  // a query sees this many positions, its own and those before it; 0: all of them
+  double soft_cap = 0;  // scores s become cap·tanh(s / cap) (Gemma 2, arXiv 2408.00118); 0: they stay
   Indices query_at{};         // positions of queries, ascending
   std::vector<Run> key_at{};  // and of keys; empty: from 0 on
 
+  bool sees(int64_t query, int64_t position) const {
+    const int64_t at = query_at(query);
+    return position <= at && (window == 0 || position > at - window);
+  }
   int64_t query(int64_t head) const { return (head / per_group * (per_group + 2) + head % per_group) * size; }
   int64_t key(int64_t group) const { return key_first + group * key_step; }
   int64_t out_width() const { return heads * size; }
   int64_t own_key(int64_t group) const { return (group * (per_group + 2) + per_group) * size; }
 };
 
+// A score and its slope by the product of query and key: what the loops that tests compare with have in common.
+template <class T>
+struct PlainScore {
+  T value, slope;
+  PlainScore(const Work& w, T product) : value(product * T(w.scale)), slope(T(w.scale)) {
+    if (w.soft_cap == 0) return;
+    const T bent = std::tanh(value / T(w.soft_cap));
+    value = T(w.soft_cap) * bent;
+    slope *= 1 - bent * bent;
+  }
+};
+
+// The attributes of attention, and of what takes its place: head_size, queries_per_group, scale, window, soft_cap.
+Attributes own_attributes(const Attributes& attributes);
+
 // Of queries with keys and values among them, which are the keys' (plain attention). Attributes head_size and
-// queries_per_group; `qkv` (B, T, K·(P+2)·D).
+// queries_per_group, and at most scale (1/√D when absent), window and soft_cap; `qkv` (B, T, K·(P+2)·D).
 Work work_of_self(const OpView& view, const Tensor& qkv);
 
 int64_t forward_floats(const Work& work, int threads);

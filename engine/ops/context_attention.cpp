@@ -344,8 +344,7 @@ template <class T>
 struct Plain {
   Work w;
   std::vector<int64_t> keys{};  // positions
-  T scale;
-  explicit Plain(Work work) : w(std::move(work)), scale(T(1 / std::sqrt(double(w.size)))) {
+  explicit Plain(Work work) : w(std::move(work)) {
     for (const Run& run : w.key_at)
       for (int64_t i = 0; i < run.count; ++i) keys.push_back(run.first + i);
   }
@@ -378,13 +377,14 @@ void reference_forward(const Binding& b) {
     const int64_t o = p.out(n, head, t), l = p.lse(n, head, t);
     T top = goes_on ? b.in<T>(3)[l] : T(-1e30);
     for (size_t k = 0; k < p.keys.size(); ++k) {
-      score[k] = p.dot(b.in<T>(0) + p.query(n, head, t), b.in<T>(1) + p.key(n, head, int64_t(k))) * p.scale;
-      if (p.keys[k] <= p.w.query_at(t)) top = std::max(top, score[k]);
+      const T product = p.dot(b.in<T>(0) + p.query(n, head, t), b.in<T>(1) + p.key(n, head, int64_t(k)));
+      score[k] = attention::PlainScore<T>(p.w, product).value;
+      if (p.w.sees(t, p.keys[k])) top = std::max(top, score[k]);
     }
     T total = goes_on ? std::exp(b.in<T>(3)[l] - top) : T(0);
     for (int64_t i = 0; i < p.w.size; ++i) sum[size_t(i)] = goes_on ? b.in<T>(2)[o + i] * total : T(0);
     for (size_t k = 0; k < p.keys.size(); ++k) {
-      if (p.keys[k] > p.w.query_at(t)) continue;
+      if (!p.w.sees(t, p.keys[k])) continue;
       const T weight = std::exp(score[k] - top);
       total += weight;
       for (int64_t i = 0; i < p.w.size; ++i)
@@ -405,11 +405,12 @@ void reference_backward(const Binding& b) {
     const T whole = p.dot(d_out, b.in<T>(3) + p.out(n, head, t)), lse = b.in<T>(4)[p.lse(n, head, t)];
     T* d_query = b.out<T>(0) + p.query(n, head, t);
     for (size_t k = 0; k < p.keys.size(); ++k) {
-      if (p.keys[k] > p.w.query_at(t)) continue;
+      if (!p.w.sees(t, p.keys[k])) continue;
       const int64_t at = p.key(n, head, int64_t(k));
       const T *key = b.in<T>(2) + at, *value = key + p.w.size;
-      const T weight = std::exp(p.dot(query, key) * p.scale - lse);
-      const T slope = weight * (p.dot(d_out, value) - whole) * p.scale;
+      const attention::PlainScore<T> score(p.w, p.dot(query, key));
+      const T weight = std::exp(score.value - lse);
+      const T slope = weight * (p.dot(d_out, value) - whole) * score.slope;
       for (int64_t i = 0; i < p.w.size; ++i) {
         d_query[i] += slope * key[i];
         b.out<T>(1)[at + i] += slope * query[i];
@@ -422,8 +423,9 @@ void reference_backward(const Binding& b) {
 // ---- the backward pass of both forms ----
 
 Attributes without_step(const OpView& v) {
-  Attributes attributes{{"axis", v.attributes().string("axis")}, {"size", attribute(v, "size")}};
-  for (const char* name : {"head_size", "queries_per_group"}) attributes.set(name, attribute(v, name));
+  Attributes attributes = attention::own_attributes(v.attributes());
+  attributes.set("axis", v.attributes().string("axis"));
+  attributes.set("size", attribute(v, "size"));
   return attributes;
 }
 Attributes of_step(Attributes attributes, int64_t step) {
@@ -589,8 +591,7 @@ std::vector<TensorId> around_ring(Builder& build, TensorId qkv, const Attributes
 std::vector<TensorId> spread(Builder& build, const OpView& v, const std::string& axis, int size) {
   const std::string form = v.attributes().string("form");
   const TensorId qkv = v.op().inputs[0];
-  Attributes attributes{{"head_size", attribute(v, "head_size")},
-                        {"queries_per_group", attribute(v, "queries_per_group")}};
+  Attributes attributes = attention::own_attributes(v.attributes());
   if (form == "ulysses") return turned(build, qkv, attributes, axis, size);
   attributes.set("axis", axis);
   attributes.set("size", int64_t(size));

@@ -28,7 +28,8 @@ struct Case {
   std::string form;  // empty: attention on one rank
   int ranks = 1;
   bool paired = false;
-  int64_t batch = 1, time = 4, groups = 1, per_group = 1, size = 2;
+  int64_t batch = 1, time = 4, groups = 1, per_group = 1, size = 2, window = 0;
+  double soft_cap = 0;
   Shape qkv() const { return {batch, time, groups * (per_group + 2) * size}; }
   Shape out() const { return {batch, time, groups * per_group * size}; }
 };
@@ -47,6 +48,8 @@ Built built(const Case& c) {
   built.qkv = build.data("qkv", c.qkv(), DType::f64, names);
   built.cotangent = build.data("cotangent", c.out(), DType::f64, names);
   Attributes attributes{{"head_size", c.size}, {"queries_per_group", c.per_group}};
+  if (c.window > 0) attributes.set("window", c.window);
+  if (c.soft_cap > 0) attributes.set("soft_cap", c.soft_cap);
   if (!c.form.empty()) attributes.set("form", c.form);
   built.out = build.emit(c.form.empty() ? "attention" : "context_attention", {built.qkv}, attributes);
   split_program(built.program, {{.dimension = "time", .axis = "sequence", .role = Role::data, .paired = c.paired}}, {},
@@ -113,9 +116,12 @@ TEST(ContextAttention, IsAttentionAndItsGradientIsCentralDifferences) {
     c.time = c.ranks * (c.paired ? 2 : 1) * draw(random, 1, 3);
     c.groups = draw(random, 1, 3) * (c.form == "ulysses" ? c.ranks : 1);
     c.per_group = draw(random, 1, 3);
+    if (draw(random, 0, 1)) c.window = draw(random, 1, c.time + 1);
+    if (draw(random, 0, 1)) c.soft_cap = 0.8;
     if (c.form == "ulysses" && draw(random, 0, 1)) c.groups = 1, c.per_group = c.ranks * draw(random, 1, 2);
     SCOPED_TRACE("STRATA_SEED=" + std::to_string(seed) + " " + c.form + (c.paired ? " in pairs, " : ", ") +
-                 std::to_string(c.ranks) + " ranks, qkv " + text(c.qkv()));
+                 std::to_string(c.ranks) + " ranks, qkv " + text(c.qkv()) + ", window " +
+                 std::to_string(c.window) + ", cap " + std::to_string(c.soft_cap));
     const Values qkv = random_values(random, elements(c.qkv())), way = random_values(random, elements(c.qkv())),
                  cotangent = random_values(random, elements(c.out()));
     const auto [out, gradient] = run(c, qkv, cotangent);

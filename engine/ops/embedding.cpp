@@ -7,6 +7,7 @@
 #include <tuple>
 
 #include "engine/ops/registration.h"
+#include "engine/ops/rotary_angles.h"
 #include "engine/ops/shares.h"
 #include "engine/ops/vector.h"
 #include "strata/layout.h"
@@ -233,20 +234,21 @@ void register_position_gradient() {
                               })}}});
 }
 
-// cos and sin of t·base^(-2i/D), (T, D/2) each, computed in double, of the positions t that are here.
+// cos and sin of the angles of the positions t that are here, (T, R/2) each, computed in double.
 template <class T>
-std::vector<T> rotary_table(int64_t time, const Indices& positions, int64_t size, double base, bool inverse) {
-  std::vector<T> table(size_t(time * size));
+std::vector<T> rotary_table(int64_t time, const Indices& positions, const RotaryAngles& angles, bool inverse) {
+  const int64_t half = angles.rotated / 2;
+  std::vector<T> table(size_t(time * 2 * half));
   for (int64_t t = 0; t < time; ++t)
-    for (int64_t i = 0; i < size / 2; ++i) {
-      const double angle = double(positions(t)) * std::pow(base, -2.0 * double(i) / double(size));
-      table[t * size + i] = T(std::cos(angle));
-      table[t * size + size / 2 + i] = T(inverse ? -std::sin(angle) : std::sin(angle));
+    for (int64_t i = 0; i < half; ++i) {
+      const double angle = double(positions(t)) * angles.frequency(i), sine = angles.amplitude * std::sin(angle);
+      table[t * 2 * half + i] = T(angles.amplitude * std::cos(angle));
+      table[t * 2 * half + half + i] = T(inverse ? -sine : sine);
     }
   return table;
 }
 
-// Rotates one head of size D: pairs (i, i + D/2).
+// Rotates 2·half numbers: pairs (i, i + half).
 STRATA_SIMD void rotate(const float* x, float* y, const float* cosine, const float* sine, int64_t half) {
   simd::map(half, [&](int64_t i, int64_t c) STRATA_INLINE_LAMBDA {
     const simd::F a = get(x + i, c), b = get(x + half + i, c), co = get(cosine + i, c), si = get(sine + i, c);
@@ -265,16 +267,15 @@ void rotate(const double* x, double* y, const double* cosine, const double* sine
 // The table for one set of sizes, shared by all layers, microbatches and directions that are alive: a table of its own
 // for each op would be hundreds of times as much memory, and none of it planned.
 template <class T>
-std::shared_ptr<const std::vector<T>> shared_rotary_table(int64_t time, const Indices& positions, int64_t size,
-                                                          double base, bool inverse) {
-  using Key = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, double, bool>;
+std::shared_ptr<const std::vector<T>> shared_rotary_table(int64_t time, const Indices& positions,
+                                                          const RotaryAngles& angles, bool inverse) {
+  using Key = std::tuple<int64_t, int64_t, int64_t, int64_t, RotaryAngles, bool>;
   static std::mutex mutex;
   static std::map<Key, std::weak_ptr<const std::vector<T>>> tables;
   const std::lock_guard lock(mutex);
-  auto& known = tables[{time, positions.first, positions.fold, positions.jump, size, base, inverse}];
+  auto& known = tables[{time, positions.first, positions.fold, positions.jump, angles, inverse}];
   auto table = known.lock();
-  if (!table)
-    known = table = std::make_shared<const std::vector<T>>(rotary_table<T>(time, positions, size, base, inverse));
+  if (!table) known = table = std::make_shared<const std::vector<T>>(rotary_table<T>(time, positions, angles, inverse));
   return table;
 }
 
@@ -293,22 +294,28 @@ Launch bind_rotary(const Binding& b) {
                 per_group = group_width(b) / size, time = b.input(0).shape[1];
   const DType type = b.input(0).dtype;
   require(!is_half(type) || size <= kMostHead, b, "heads of at most 1024 where numbers have 16 bits");
-  const auto table = shared_rotary_table<T>(time, Indices(b.input(0), 1), size, b.attributes().real("base"),
-                                            b.attributes().integer("inverse") != 0);
+  const RotaryAngles angles_of(b.attributes());
+  const int64_t half = angles_of.rotated / 2, rest = size - 2 * half;
+  const auto table =
+      shared_rotary_table<T>(time, Indices(b.input(0), 1), angles_of, b.attributes().integer("inverse") != 0);
   return [=] {
     b.threads().split(b.rows(0), 4, [&](int64_t r, int64_t e) {
       for (; r < e; ++r)
         for (int64_t h = 0; h < heads; ++h) {  // and keys and values
           const void* x = at(b.in<void>(0), type, r * width + h * size);
           void* y = at(b.out<void>(0), type, r * width + h * size);
-          const T* angles = table->data() + r % time * size;
+          const T* angles = table->data() + r % time * 2 * half;
           if (h % per_group == per_group - 1) {
             if (x != y) std::memcpy(y, x, size_t(size * size_of(type)));  // a value head
-          } else if (is_half(type)) {
-            if constexpr (std::is_same_v<T, float>) rotate_half(x, y, type, angles, angles + size / 2, size / 2);
-          } else {
-            rotate(static_cast<const T*>(x), static_cast<T*>(y), angles, angles + size / 2, size / 2);
+            continue;
           }
+          if (is_half(type)) {
+            if constexpr (std::is_same_v<T, float>) rotate_half(x, y, type, angles, angles + half, half);
+          } else {
+            rotate(static_cast<const T*>(x), static_cast<T*>(y), angles, angles + half, half);
+          }
+          if (rest > 0 && x != y)
+            std::memcpy(at(y, type, 2 * half), at(x, type, 2 * half), size_t(rest * size_of(type)));
         }
     });
   };
@@ -321,9 +328,14 @@ void register_rotary() {
        .shape = [](const OpView& v) -> std::vector<TensorSpec> {
          bool right = v.inputs() == 1 && v.has_input(0) && is_float(v.input(0)) && v.input(0).shape.size() == 3 &&
                       has_heads(v) && v.attributes().has("base");
-         right = right && v.columns(0) % group_width(v) == 0 && v.attributes().integer("head_size") % 2 == 0;
+         right = right && v.columns(0) % group_width(v) == 0;
+         if (right) {
+           const int64_t size = v.attributes().integer("head_size"), rotated = RotaryAngles(v.attributes()).rotated;
+           right = rotated > 0 && rotated <= size && rotated % 2 == 0;
+         }
          require(right, v,
-                 "x (B, T, K·(P+2)·D) and attributes head_size = D, even, queries_per_group = P, base, inverse");
+                 "x (B, T, K·(P+2)·D) and attributes head_size = D, queries_per_group = P, rotated, even and at most D "
+                 "(D when absent), base, inverse");
          return {like(v.input(0))};
        },
        .gradient =

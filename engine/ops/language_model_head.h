@@ -141,6 +141,13 @@ Kernel chunked_kernel(bool gradient, Body body) {
           [=](const OpView& v, int threads) { return workspace(v, gradient, threads); }};
 }
 
+// Soft caps (Gemma 2, arXiv 2408.00118): logits x become cap·tanh(x / cap); attribute soft_cap, absent or 0: they stay.
+inline float cap_of(const OpView& v) { return float(v.attributes().real("soft_cap", 0.0)); }
+void cap_row(float* logits, float cap, int64_t n);
+// Turns capped logits into scale·(softmax - onehot) times the cap's slope. `lse` is the logarithm of the sum of all
+// exponentials; `target` is -1 where it is not among these.
+void capped_gradient(float* logits, int64_t n, int64_t target, float scale, float cap, double lse);
+
 inline bool fits(const OpView& v) {
   return v.inputs() >= 3 && v.has_input(0) && v.has_input(1) && v.has_input(2) && is_float(v.input(0)) &&
          v.input(1).dtype == v.input(0).dtype && v.input(1).shape.size() == 2 && v.columns(0) == v.columns(1) &&

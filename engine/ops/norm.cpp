@@ -36,8 +36,9 @@ STRATA_SIMD void layer_norm(const float* x, const float* w, const float* b, floa
   }
 }
 
+// y = x/rms · (offset + w).
 STRATA_SIMD void rms_norm(const float* x, const float* w, float* y, float* statistics, int64_t rows, int64_t columns,
-                          float epsilon) {
+                          float epsilon, float offset) {
   for (int64_t r = 0; r < rows; ++r, x += columns, y += columns) {
     F squares{};
     simd::map(columns, [&](int64_t i, int64_t c) STRATA_INLINE_LAMBDA {
@@ -47,18 +48,19 @@ STRATA_SIMD void rms_norm(const float* x, const float* w, float* y, float* stati
     const float inverse = 1 / std::sqrt(simd::sum(squares) / float(columns) + epsilon);
     statistics[r] = inverse;
     simd::map(columns, [&](int64_t j, int64_t c)
-                           STRATA_INLINE_LAMBDA { put(y + j, get(x + j, c) * inverse * get(w + j, c), c); });
+                           STRATA_INLINE_LAMBDA { put(y + j, get(x + j, c) * inverse * (offset + get(w + j, c)), c); });
   }
 }
 
 // dx (set, or added to) and this part's column sums dw, db (added to). b: LayerNorm, else RMSNorm.
 STRATA_SIMD void norm_gradient(const float* dy, const float* x, const float* w, const float* statistics, float* dx,
-                               float* dw, float* db, int64_t rows, int64_t columns, bool layer, bool accumulate) {
+                               float* dw, float* db, int64_t rows, int64_t columns, bool layer, bool accumulate,
+                               float offset) {
   for (int64_t r = 0; r < rows; ++r, x += columns, dy += columns, dx += columns) {
     const float mean = layer ? statistics[2 * r] : 0, inverse = layer ? statistics[2 * r + 1] : statistics[r];
     F dots{}, totals{};
     simd::map(columns, [&](int64_t i, int64_t c) STRATA_INLINE_LAMBDA {
-      const F g = get(dy + i, c), normed = (get(x + i, c) - mean) * inverse, gw = g * get(w + i, c);
+      const F g = get(dy + i, c), normed = (get(x + i, c) - mean) * inverse, gw = g * (offset + get(w + i, c));
       dots += gw * normed;
       totals += gw;
       put(dw + i, get(dw + i, c) + g * normed, c);
@@ -67,7 +69,7 @@ STRATA_SIMD void norm_gradient(const float* dy, const float* x, const float* w, 
     const float dot = simd::sum(dots) / float(columns), total = layer ? simd::sum(totals) / float(columns) : 0;
     simd::map(columns, [&](int64_t i, int64_t c) STRATA_INLINE_LAMBDA {
       const F normed = (get(x + i, c) - mean) * inverse;
-      F d = (get(dy + i, c) * get(w + i, c) - total - normed * dot) * inverse;
+      F d = (get(dy + i, c) * (offset + get(w + i, c)) - total - normed * dot) * inverse;
       if (accumulate) d += get(dx + i, c);
       put(dx + i, d, c);
     });
@@ -85,11 +87,14 @@ STRATA_SIMD void add_rows(const float* parts, int64_t stride, int64_t count, flo
   });
 }
 
-// y = normalize(x)·w + b in T, plain.
+// Of RMSNorm: weights count from it (Gemma's are learned from 0 on, and mean 1 more).
+double offset_of(const OpView& v) { return v.attributes().real("offset", 0.0); }
+
+// y = normalize(x)·(offset + w) + b in T, plain.
 template <class T>
 void reference_norm(const Binding& b, bool layer) {
   const int64_t rows = b.rows(0), columns = b.columns(0);
-  const T epsilon = T(b.attributes().real("epsilon"));
+  const T epsilon = T(b.attributes().real("epsilon")), offset = T(offset_of(b));
   for (int64_t r = 0; r < rows; ++r) {
     const T* x = b.in<T>(0) + r * columns;
     T* y = b.out<T>(0) + r * columns;
@@ -100,13 +105,14 @@ void reference_norm(const Binding& b, bool layer) {
     if (layer) b.out<T>(1)[2 * r] = mean;
     b.out<T>(1)[layer ? 2 * r + 1 : r] = inverse;
     for (int64_t i = 0; i < columns; ++i)
-      y[i] = (x[i] - mean) * inverse * b.in<T>(1)[i] + (layer ? b.in<T>(2)[i] : T(0));
+      y[i] = (x[i] - mean) * inverse * (offset + b.in<T>(1)[i]) + (layer ? b.in<T>(2)[i] : T(0));
   }
 }
 
 template <class T>
 void reference_gradient(const Binding& b, bool layer) {
   const int64_t rows = b.rows(0), columns = b.columns(0);
+  const T offset = T(offset_of(b));
   for (int o = 1; o < b.outputs(); ++o)
     if (!b.accumulates(o)) std::fill_n(b.out<T>(o), columns, T(0));
   for (int64_t r = 0; r < rows; ++r) {
@@ -116,13 +122,14 @@ void reference_gradient(const Binding& b, bool layer) {
     T dot = 0, total = 0;
     for (int64_t i = 0; i < columns; ++i) {
       const T normed = (x[i] - mean) * inverse;
-      dot += dy[i] * w[i] * normed / T(columns);
-      if (layer) total += dy[i] * w[i] / T(columns);
+      dot += dy[i] * (offset + w[i]) * normed / T(columns);
+      if (layer) total += dy[i] * (offset + w[i]) / T(columns);
       b.out<T>(1)[i] += dy[i] * normed;
       if (layer) b.out<T>(2)[i] += dy[i];
     }
     for (int64_t i = 0; i < columns; ++i)
-      dx[i] = (b.accumulates(0) ? dx[i] : T(0)) + (dy[i] * w[i] - total - (x[i] - mean) * inverse * dot) * inverse;
+      dx[i] = (b.accumulates(0) ? dx[i] : T(0)) +
+              (dy[i] * (offset + w[i]) - total - (x[i] - mean) * inverse * dot) * inverse;
   }
 }
 
@@ -136,13 +143,13 @@ int64_t half_rows(const OpView& v, int threads, int shared, int own) {
 void forward(const Binding& b, bool layer) {
   const DType type = b.input(0).dtype;
   const int64_t columns = b.columns(0), width = padded(columns), per_row = layer ? 2 : 1;
-  const float epsilon = float(b.attributes().real("epsilon"));
+  const float epsilon = float(b.attributes().real("epsilon")), offset = float(offset_of(b));
   const auto run = [&](const float* x, const float* w, const float* bias, float* y, int64_t r, int64_t rows) {
     float* statistics = b.out<float>(1) + per_row * r;
     if (layer)
       layer_norm(x, w, bias, y, statistics, rows, columns, epsilon);
     else
-      rms_norm(x, w, y, statistics, rows, columns, epsilon);
+      rms_norm(x, w, y, statistics, rows, columns, epsilon, offset);
   };
   if (!is_half(type))
     return b.threads().split(b.rows(0), 8, [&](int64_t r, int64_t e) {
@@ -165,6 +172,7 @@ void backward(const Binding& b, bool layer) {
   const DType type = b.input(0).dtype;
   const int64_t columns = b.columns(0), width = padded(columns), stride = 2 * width, per_row = layer ? 2 : 1;
   const int64_t count = parts_of(b.rows(0));
+  const float offset = float(offset_of(b));
   float *sums = b.workspace<float>(), *w = sums + count * stride;
   if (is_half(type)) to_f32(type, b.in<void>(2), w, columns);
   const auto part = [&](int t, int64_t p) {
@@ -174,14 +182,14 @@ void backward(const Binding& b, bool layer) {
     if (!is_half(type))
       return norm_gradient(b.in<float>(0) + first * columns, b.in<float>(1) + first * columns, b.in<float>(2),
                            b.in<float>(3) + first * per_row, b.out<float>(0) + first * columns, mine, mine + stride / 2,
-                           end - first, columns, layer, b.accumulates(0));
+                           end - first, columns, layer, b.accumulates(0), offset);
     float *dy = w + (1 + 3 * t) * width, *x = dy + width, *dx = x + width;
     for (int64_t r = first; r < end; ++r) {
       to_f32(type, at(b.in<void>(0), type, r * columns), dy, columns);
       to_f32(type, at(b.in<void>(1), type, r * columns), x, columns);
       if (b.accumulates(0)) to_f32(type, at(b.out<void>(0), type, r * columns), dx, columns);
       norm_gradient(dy, x, w, b.in<float>(3) + r * per_row, dx, mine, mine + stride / 2, 1, columns, layer,
-                    b.accumulates(0));
+                    b.accumulates(0), offset);
       from_f32(type, dx, at(b.out<void>(0), type, r * columns), columns);
     }
   };
@@ -199,9 +207,10 @@ void register_norm(const std::string& name, bool layer) {
   register_kind(
       {.name = name,
        .summary = layer ? "x (…, C), w (C), b (C) -> y (…, C), statistics (rows, 2)"
-                        : "x (…, C), w (C) -> y (…, C), statistics (rows, 1)",
+                        : "x (…, C), w (C), [offset] -> y (…, C) = x/rms·(offset + w), statistics (rows, 1)",
        .shape = [=](const OpView& v) -> std::vector<TensorSpec> {
-         bool right = v.inputs() == inputs && v.has_input(0) && is_float(v.input(0)) && v.attributes().has("epsilon");
+         bool right = v.inputs() == inputs && v.has_input(0) && is_float(v.input(0)) && v.attributes().has("epsilon") &&
+                      !(layer && v.attributes().has("offset"));
          for (int i = 1; right && i < inputs; ++i)
            right = v.has_input(i) && v.input(i).shape == Shape{v.columns(0)} && v.input(i).dtype == v.input(0).dtype;
          require(
@@ -211,8 +220,11 @@ void register_norm(const std::string& name, bool layer) {
        },
        .gradient =
            [=](Differentiation& d) {
-             const auto out =
-                 d.build().emit_all(name + "_gradient", {d.output_gradient(0), d.input(0), d.input(1), d.output(1)});
+             Attributes attributes;
+             if (const Attributes& own = d.forward().attributes(); own.has("offset"))
+               attributes.set("offset", own.real("offset"));
+             const auto out = d.build().emit_all(
+                 name + "_gradient", {d.output_gradient(0), d.input(0), d.input(1), d.output(1)}, attributes);
              for (int i = 0; i < inputs; ++i) d.set(i, out[i]);
            },
        .half = true,

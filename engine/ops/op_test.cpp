@@ -185,7 +185,7 @@ void check(const Case& c, uint32_t seed, const std::vector<std::string>& backend
 
   // Single precision: 2^-24 a term, sums of up to a few thousand terms of random sign, exp and division at a few ulp.
   // Norms divide by the spread of a row, which may be next to nothing when it has few columns.
-  const bool few = c.kind.find("norm") != std::string::npos && c.inputs[0].shape.back() < 8;
+  const bool few = c.kind.find("norm") != std::string::npos && (c.inputs[0].shape.back() < 8 || c.inputs[1].shape.back() < 8);
   const double tolerance = few ? 1e-3 : 2e-5;
   for (const std::string& backend : backends) {
     const Values got = run(cpu, backend, inputs, cotangent, threads);
@@ -379,18 +379,36 @@ std::vector<Case> cases(std::mt19937& random) {
   Attributes rotary = heads;
   rotary.set("base", 100.0);
   rotary.set("inverse", int64_t{0});
+  Attributes stretched = rotary, bent = heads, normed = heads;
+  for (const auto& [name, value] : {std::pair{"factor", 8.0}, {"keep", 0.1}, {"keep_by_frequency", 0.5},
+                                    {"keep_by_index", 0.2}, {"amplitude", 1.3}})
+    stretched.set(name, value);
+  stretched.set("rotated", std::max<int64_t>(2, size / 4 * 2));
+  bent.set("scale", 0.7);
+  bent.set("window", pick({1, 2, 16, 65, 100}));
+  if (batch > 1) bent.set("soft_cap", 2.0);
+  normed.set("epsilon", 1e-3);
   const Shape qkv{batch, time, groups * (per_group + 2) * size};
-  const Attributes epsilon{{"epsilon", 1e-3}};
+  const Attributes epsilon{{"epsilon", 1e-3}}, counted{{"epsilon", 1e-3}, {"offset", 1.0}};
   return {
       {"linear", {{{batch, rows, in}}, {{out, in}}, {{out}}}, {}},
       {"linear", {{{rows, in}}, {{out, in}}, {{}}}, {}},
       {"linear", {{{rows, in}}, {{out, in}}, {{out}}}, {}, true},
       {"attention", {{qkv}}, heads},
+      {"attention", {{qkv}}, bent},
       {"rotary", {{qkv}}, rotary},
+      {"rotary", {{qkv}}, stretched},
+      {"head_norm", {{qkv}, {{size}}, {{size}}}, normed},
       {"embedding", {{{batch, time}, vocabulary}, {{vocabulary, columns}}, {{time + 2, columns}}}, {}},
       {"embedding", {{{batch, time}, vocabulary}, {{vocabulary, columns}}, {{}}}, {}},
       {"layer_norm", {{{batch, rows, columns}}, {{columns}}, {{columns}}}, epsilon},
       {"rms_norm", {{{rows, columns}}, {{columns}}}, epsilon},
+      {"rms_norm", {{{rows, columns}}, {{columns}}}, counted},
+      {"gelu_exact", {{{rows, columns}}}, {}},
+      {"geglu", {{{rows, columns}}, {{rows, columns}}}, {}},
+      {"geglu_exact", {{{rows, columns}}, {{rows, columns}}}, {}},
+      {"multiply", {{{rows, columns}}}, {{"factor", 7.5}}},
+      {"soft_cap", {{{rows, columns}}}, {{"cap", 1.5}}},
       {"gelu", {{{rows, columns}}}, {}},
       {.kind = "gelu", .inputs = {{{rows, in}}}, .attributes = {}, .then = {out, in}},
       {"relu", {{{rows, columns}}}, {}},
@@ -401,6 +419,11 @@ std::vector<Case> cases(std::mt19937& random) {
       {"lm_head_loss",
        {{{batch, rows, in}}, {{vocabulary, in}}, {{batch, rows}, vocabulary}},
        {{"scale", 0.25}},
+       false,
+       true},
+      {"lm_head_loss",
+       {{{batch, rows, in}}, {{vocabulary, in}}, {{batch, rows}, vocabulary}},
+       {{"scale", 0.25}, {"soft_cap", 3.0}},
        false,
        true},
   };
@@ -424,9 +447,18 @@ TEST(Ops, AttentionOfHeadsForTensorCores) {
   for (const int64_t size : {64, 128})
     for (const int64_t time : size == 64 ? std::vector<int64_t>{1, 130} : std::vector<int64_t>{65}) {
       const Shape qkv{2, time, 2 * (2 + 2) * size};
-      check({"attention", {{qkv}}, {{"head_size", size}, {"queries_per_group", int64_t{2}}}}, 5, kBackends);
+      const Attributes heads{{"head_size", size}, {"queries_per_group", int64_t{2}}};
+      check({"attention", {{qkv}}, heads}, 5, kBackends);
       if (HasFatalFailure()) return;
     }
+}
+
+// The same of a window, which lets tiles out, and of capped scores.
+TEST(Ops, WindowsAndCapsForTensorCores) {
+  STRATA_NEEDS_GPU();
+  const Attributes bent{
+      {"head_size", int64_t{64}}, {"queries_per_group", int64_t{1}}, {"window", int64_t{20}}, {"soft_cap", 3.0}};
+  check({"attention", {{{1, 130, 3 * 64}}}, bent}, 6, kBackends);
 }
 
 // Kinds without a gradient of their own: CPU against reference.

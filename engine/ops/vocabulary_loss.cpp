@@ -65,9 +65,11 @@ STRATA_SIMD void multiply(float* x, float factor, int64_t n) {
 void statistics(const Binding& b, const head::Products* full, const head::Products* last) {
   const OwnTargets own(b);
   const int64_t vocabulary = b.input(1).shape[0];
+  const float cap = head::cap_of(b);
   float *maximum = b.out<float>(0), *sum = b.out<float>(1), *at_target = b.out<float>(2);
   head::run_chunks(b, false, full, last, [&](int64_t row, float* logits) -> double {
     const int64_t target = own(row);
+    if (cap > 0) head::cap_row(logits, cap, vocabulary);
     at_target[row] = target < 0 ? 0 : logits[target];
     maximum[row] = largest(logits, vocabulary);
     sum[row] = float(exponentials(logits, vocabulary, maximum[row], false));
@@ -89,11 +91,18 @@ void loss(const Binding& b) {
 void loss_with_gradient(const Binding& b, const head::Products* full, const head::Products* last) {
   const OwnTargets own(b);
   const int64_t vocabulary = b.input(1).shape[0];
-  const float scale = float(b.attributes().real("scale") * (b.has_input(6) ? *b.in<double>(6) : 1));
+  const float scale = float(b.attributes().real("scale") * (b.has_input(6) ? *b.in<double>(6) : 1)),
+              cap = head::cap_of(b);
   const double total = head::run_chunks(b, true, full, last, [&](int64_t row, float* logits) -> double {
     if (own.targets[row] < 0) {
       std::memset(logits, 0, size_t(vocabulary) * 4);
       return 0;
+    }
+    if (cap > 0) {
+      head::cap_row(logits, cap, vocabulary);
+      head::capped_gradient(logits, vocabulary, own(row), scale, cap,
+                            double(b.in<float>(3)[row]) + std::log(double(b.in<float>(4)[row])));
+      return loss_of(b, row);
     }
     exponentials(logits, vocabulary, b.in<float>(3)[row], true);
     multiply(logits, float(double(scale) / double(b.in<float>(4)[row])), vocabulary);
@@ -103,7 +112,7 @@ void loss_with_gradient(const Binding& b, const head::Products* full, const head
   *b.out<float>(0) = float(total * b.attributes().real("scale"));
 }
 
-// One row's logits, plainly.
+// One row's logits, plainly, capped where they are to be.
 template <class T>
 std::vector<double> logits_of(const Binding& b, int64_t row) {
   const int64_t hidden = b.columns(0);
@@ -111,6 +120,8 @@ std::vector<double> logits_of(const Binding& b, int64_t row) {
   for (size_t v = 0; v < logits.size(); ++v)
     for (int64_t i = 0; i < hidden; ++i)
       logits[v] += double(b.in<T>(0)[row * hidden + i]) * double(b.in<T>(1)[int64_t(v) * hidden + i]);
+  if (const double cap = b.attributes().real("soft_cap", 0.0); cap > 0)
+    for (double& logit : logits) logit = cap * std::tanh(logit / cap);
   return logits;
 }
 
@@ -132,7 +143,8 @@ template <class T>
 void reference_loss(const Binding& b, bool gradient) {
   const OwnTargets own(b);
   const int64_t hidden = b.columns(0);
-  const double scale = b.attributes().real("scale"), upstream = b.has_input(6) ? *b.in<double>(6) : 1;
+  const double scale = b.attributes().real("scale"), upstream = b.has_input(6) ? *b.in<double>(6) : 1,
+               cap = b.attributes().real("soft_cap", 0.0);
   if (gradient && !b.accumulates(1)) std::fill_n(b.out<T>(1), elements(b.output(1).shape), T(0));
   const bool of_weight = gradient && head::has_weight_gradient(b);
   if (of_weight && !b.accumulates(2)) std::fill_n(b.out<T>(2), elements(b.output(2).shape), T(0));
@@ -144,7 +156,9 @@ void reference_loss(const Binding& b, bool gradient) {
     if (!gradient) continue;
     const std::vector<double> logits = logits_of<T>(b, row);
     for (int64_t v = 0; v < int64_t(logits.size()); ++v) {
-      const double d = upstream * scale * (std::exp(logits[size_t(v)] - top) / sum - (v == own(row)));
+      const double share = cap > 0 ? logits[size_t(v)] / cap : 0;
+      const double d =
+          upstream * scale * (std::exp(logits[size_t(v)] - top) / sum - (v == own(row))) * (1 - share * share);
       for (int64_t i = 0; i < hidden; ++i) {
         b.out<T>(1)[row * hidden + i] += T(d * double(b.in<T>(1)[v * hidden + i]));
         if (of_weight) b.out<T>(2)[v * hidden + i] += T(d * double(b.in<T>(0)[row * hidden + i]));

@@ -1,9 +1,11 @@
-// How GPT-2, Llama and Qwen2 folders of the Hugging Face ecosystem map to the gpt plugin's options and parameters.
+// How folders of the Hugging Face ecosystem (GPT-2, Llama, Qwen, Mistral, Phi-3, Gemma) map to the gpt plugin's options
+// and parameters. Which fields of config.json are known says external_fields.h.
 #pragma once
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "plugins/gpt/external_fields.h"
 #include "plugins/gpt/gpt_config.h"
 #include "strata/plugin.h"
 
@@ -11,6 +13,8 @@
 // the model does not have.
 std::optional<GptConfig> gpt_from_external(const std::string& config_json);
 std::string gpt_to_toml(const GptConfig& config);  // a [model] table
-// For a resolved configuration (no zeros left). Throws strata::Error when no architecture matches.
+// For a resolved configuration (no zeros left). Throw strata::Error when no architecture, or not that of `family`, can
+// say all of it.
 std::string gpt_to_external(const GptConfig& config);
 std::vector<strata::ExternalTensor> gpt_external_tensors(const GptConfig& config);
+const ExternalFamily& family_of(const GptConfig& config);

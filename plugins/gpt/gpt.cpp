@@ -1,10 +1,11 @@
-// The decoder-only transformer as a plugin: GPT-2 and the Llama and Qwen2.5 family by options.
+// The decoder-only transformer as a plugin: GPT-2, Llama, Qwen, Mistral, Phi-3 and Gemma by options.
 // Builds the forward program of one microbatch from modules that other plugins may replace or wrap; the exchange with
 // Hugging Face files is in external.h.
 #include <cmath>
 
 #include "plugins/gpt/external.h"
 #include "plugins/gpt/gpt_config.h"
+#include "plugins/gpt/rotary.h"
 #include "strata/plugin.h"
 #include "strata/random.h"
 
@@ -38,14 +39,62 @@ class Gpt final : public strata::Plugin {
     o.add("norm", config_.norm, "normalization before each branch").choices({"layer_norm", "rms_norm"});
     o.add("norm_epsilon", config_.norm_epsilon, "added to the variance").positive();
     o.add("activation", config_.activation,
-          "feed-forward nonlinearity: gelu in its tanh form, swiglu (arXiv 2002.05202), relu or squared_relu")
-        .choices({"gelu", "swiglu", "relu", "squared_relu"});
+          "feed-forward nonlinearity: gelu in its tanh form, swiglu and, with gelu in it, geglu (arXiv 2002.05202), "
+          "relu, squared_relu, or gelu in its exact form")
+        .choices({"gelu", "swiglu", "relu", "squared_relu", "gelu_exact", "geglu", "geglu_exact"});
     o.add("bias", config_.bias, "biases on all linear layers");
     o.add("qkv_bias", config_.qkv_bias, "biases on query, key and value alone, when bias is off");
     o.add("tied", config_.tied, "output layer shares the embedding");
     o.add("dropout", config_.dropout,
           "probability of dropping an element of the embedding and of both branches' outputs")
         .range(0, 0.99)
+        .may_change();
+    more_options(o);
+  }
+
+  // What a family has of its own.
+  void more_options(strata::Options& o) {
+    constexpr double most = double(kMostOfASize);
+    o.add("output_bias", config_.output_bias, "biases on the output layer of attention, when bias is off");
+    o.add("mlp_bias", config_.mlp_bias, "biases on the feed-forward layers, when bias is off");
+    o.add("query_key_norm", config_.query_key_norm, "rms_norm of each query and key head (arXiv 2505.09388)");
+    o.add("post_norms", config_.post_norms, "normalization behind each branch too (Gemma 2, arXiv 2408.00118)");
+    o.add("norm_from_one", config_.norm_from_one, "weights of rms_norm are counted from 1");
+    o.add("scaled_embedding", config_.scaled_embedding, "embeddings are multiplied by the square root of hidden");
+    o.add("rotary_size", config_.rotary_size, "numbers of a head that rotary positions turn; 0: all").range(0, most);
+    o.add("rotary_scaling", config_.rotary_scaling,
+          "what stretches rotary positions: position interpolation (linear; arXiv 2306.15595), dynamic, Llama 3.1's, or "
+          "yarn (arXiv 2309.00071)")
+        .choices({"none", "linear", "dynamic", "llama3", "yarn"});
+    o.add("rotary_factor", config_.rotary_factor, "by how much they are stretched").range(1, 1e9);
+    o.add("rotary_original_context", config_.rotary_original_context,
+          "longest sequence of the model before they were stretched; 0: context")
+        .range(0, most)
+        .unit("tokens");
+    o.add("rotary_low", config_.rotary_low,
+          "with llama3 and yarn: what turns less often in the original context is stretched whole")
+        .positive();
+    o.add("rotary_high", config_.rotary_high, "with llama3 and yarn: what turns more often stays").positive();
+    o.add("rotary_amplitude", config_.rotary_amplitude,
+          "by which turned queries and keys are multiplied; 0: with yarn 0.1 ln rotary_factor + 1, else 1")
+        .non_negative();
+    o.add("score_scalar", config_.score_scalar,
+          "products of queries and keys are divided by its square root; 0: head_size")
+        .non_negative();
+    o.add("score_cap", config_.score_cap, "soft cap of attention's scores: cap tanh(score / cap); 0: none")
+        .non_negative();
+    o.add("logit_cap", config_.logit_cap, "soft cap of the logits; 0: none").non_negative();
+    o.add("window", config_.window, "tokens that a token of a local layer sees, itself and those before; 0: all")
+        .range(0, most)
+        .unit("tokens");
+    o.add("layer_kinds", config_.layer_kinds,
+          "which layers are \"local\" and which \"global\", repeated over them; none given: all local");
+    o.add("local_rotary_base", config_.local_rotary_base,
+          "base of the angles of local layers, which are not stretched then; 0: as in global ones")
+        .non_negative();
+    o.add("family", config_.family,
+          "Hugging Face's name of the architecture that export writes, such as \"llama\"; \"\": the first that can say "
+          "these options")
         .may_change();
   }
 
@@ -58,6 +107,7 @@ class Gpt final : public strata::Plugin {
     if (config_.positions == "learned" && batch.sequence_length > config_.context)
       throw Error("the sequence length " + std::to_string(batch.sequence_length) + " exceeds the model's context of " +
                   std::to_string(config_.context) + "; lower data.sequence_length or raise model.context.");
+    sequence_length_ = batch.sequence_length;
     dropout_ = stage.goal() == strata::Goal::train ? config_.dropout : 0;
     stage.define("embedding", [this](Builder& b, TensorId tokens) { return embedding(b, tokens); });
     stage.define("attention", [this](Builder& b, TensorId x) { return attention(b, x); });
@@ -110,9 +160,40 @@ class Gpt final : public strata::Plugin {
       throw Error("model.heads = " + std::to_string(c.heads) + ", model.kv_heads = " + std::to_string(c.kv_heads) +
                   " and model.head_size = " + std::to_string(c.head_size) + " make more than the " +
                   std::to_string(strata::kMostElements) + " elements that a tensor may have.");
-    if (c.positions == "rotary" && c.head_size % 2 != 0)
+    if (c.positions == "rotary" && c.rotary_size == 0 && c.head_size % 2 != 0)
       throw Error("rotary positions need an even head size, but it is " + std::to_string(c.head_size) + ".");
+    resolve_rotary(c);
+    check_layers(c);
     return c;
+  }
+
+  static void resolve_rotary(GptConfig& c) {
+    if (c.rotary_size == 0) c.rotary_size = c.head_size;
+    if (c.rotary_original_context == 0) c.rotary_original_context = c.context;
+    if (c.positions != "rotary") {
+      if (c.rotary_scaling != "none")
+        throw Error("model.rotary_scaling = \"" + c.rotary_scaling + "\" needs model.positions = \"rotary\".");
+      return;
+    }
+    if (c.rotary_size % 2 != 0 || c.rotary_size > c.head_size)
+      throw Error("model.rotary_size = " + std::to_string(c.rotary_size) +
+                  " must be even and at most the head size, which is " + std::to_string(c.head_size) + ".");
+    if (c.rotary_scaling == "dynamic" && c.rotary_size == 2)
+      throw Error("model.rotary_scaling = \"dynamic\" needs a model.rotary_size of at least 4.");
+    if ((c.rotary_scaling == "llama3" || c.rotary_scaling == "yarn") && !(c.rotary_low < c.rotary_high))
+      throw Error("model.rotary_low must be less than model.rotary_high.");
+  }
+
+  static void check_layers(const GptConfig& c) {
+    for (const std::string& kind : c.layer_kinds)
+      if (kind != "local" && kind != "global")
+        throw Error("model.layer_kinds has \"" + kind + "\"; expected local or global.");
+    if (!c.layer_kinds.empty() && c.window == 0)
+      throw Error("model.layer_kinds says which layers are local, but model.window = 0 lets all see everything.");
+    if (c.local_rotary_base > 0 && (c.window == 0 || c.positions != "rotary"))
+      throw Error("model.local_rotary_base is of local layers with rotary positions; set model.window.");
+    if ((c.norm_from_one || c.query_key_norm) && c.norm != "rms_norm")
+      throw Error("model.norm_from_one and model.query_key_norm need model.norm = \"rms_norm\".");
   }
   void resolve() { config_ = resolved(); }
 
@@ -130,11 +211,21 @@ class Gpt final : public strata::Plugin {
   Dimension query_heads() const { return {"heads", queries_per_group() * config_.head_size}; }
   static TensorId residual(Builder& b, TensorId x) { return b.name_dimensions(x, {"batch", "time", kHidden}); }
 
+  TensorId norm_weight(Builder& b, std::string_view name, int64_t size, const Dimension& dimension) {
+    const Initializer first{config_.norm_from_one ? Initializer::Kind::zeros : Initializer::Kind::ones, 0};
+    return b.parameter(name, {size}, first, {dimension});
+  }
+  // Attributes of rms_norm, on top of others.
+  strata::Attributes rms(strata::Attributes attributes = {}) const {
+    attributes.set("epsilon", config_.norm_epsilon);
+    if (config_.norm_from_one) attributes.set("offset", 1.0);
+    return attributes;
+  }
   TensorId norm(Builder& b, TensorId x, std::string_view name) {
     const auto scope = b.scope(name);
-    const TensorId weight = b.parameter("weight", {config_.hidden}, {Initializer::Kind::ones, 0}, {kHidden});
+    const TensorId weight = norm_weight(b, "weight", config_.hidden, kHidden);
+    if (config_.norm == "rms_norm") return b.emit("rms_norm", {x, weight}, rms(), "out");
     const strata::Attributes epsilon{{"epsilon", config_.norm_epsilon}};
-    if (config_.norm == "rms_norm") return b.emit("rms_norm", {x, weight}, epsilon, "out");
     return b.emit("layer_norm", {x, weight, b.parameter("bias", {config_.hidden}, {}, {kHidden})}, epsilon, "out");
   }
 
@@ -162,8 +253,8 @@ class Gpt final : public strata::Plugin {
   }
 
   // The product that ends a branch.
-  TensorId back(Builder& b, TensorId x, std::string_view name, const Dimension& inner) {
-    return linear(b, x, {name, config_.hidden, kHidden, inner, config_.bias, residual_deviation()});
+  TensorId back(Builder& b, TensorId x, std::string_view name, const Dimension& inner, bool bias) {
+    return linear(b, x, {name, config_.hidden, kHidden, inner, config_.bias || bias, residual_deviation()});
   }
 
   TensorId embedding(Builder& b, TensorId tokens) {
@@ -173,11 +264,13 @@ class Gpt final : public strata::Plugin {
     if (config_.positions == "learned")
       positions = b.parameter("positions.weight", {config_.context, config_.hidden}, normal(kStandardDeviation),
                               {"positions", kHidden});
-    const TensorId x = b.emit("embedding", {tokens, weight, positions}, {}, "embedding.out");
+    TensorId x = b.emit("embedding", {tokens, weight, positions}, {}, "embedding.out");
+    if (config_.scaled_embedding)
+      x = b.emit("multiply", {x}, {{"factor", std::sqrt(double(config_.hidden))}}, "embedding.scaled");
     return residual(b, drop(b, residual(b, x), "embedding.dropout"));
   }
 
-  // Llama and Qwen2 have matrices of their own for queries, keys and values; GPT-2 has one (c_attn).
+  // Llama and those after it have matrices of their own for queries, keys and values; GPT-2 has one (c_attn).
   std::vector<int64_t> fused_rows() const {
     if (config_.positions == "learned") return {};
     const int64_t size = config_.head_size;
@@ -193,32 +286,58 @@ class Gpt final : public strata::Plugin {
                            .bias = config_.bias || config_.qkv_bias,
                            .fused = fused_rows()});
     const strata::Attributes heads{{"head_size", config_.head_size}, {"queries_per_group", queries_per_group()}};
+    const bool local = config_.is_local(std::max(0, b.block_index));
+    if (config_.query_key_norm)
+      qkv = b.emit("head_norm",
+                   {qkv, norm_weight(b, "query_norm.weight", config_.head_size, "head"),
+                    norm_weight(b, "key_norm.weight", config_.head_size, "head")},
+                   rms(heads));
     if (config_.positions == "rotary") {
       strata::Attributes rotary = heads;
-      rotary.set("base", config_.rotary_base);
+      set_rotary(config_, local, sequence_length_, rotary);
       rotary.set("inverse", int64_t{0});
       qkv = b.emit("rotary", {qkv}, rotary);
     }
-    const TensorId result = back(b, b.emit("attention", {qkv}, heads), "attention_output", query_heads());
-    return drop(b, result, "attention_output.dropout");
+    const TensorId seen = b.emit("attention", {qkv}, of_attention(heads, local));
+    const TensorId result = back(b, seen, "attention_output", query_heads(), config_.output_bias);
+    return drop(b, behind(b, result, "post_norm1"), "attention_output.dropout");
+  }
+  strata::Attributes of_attention(strata::Attributes attributes, bool local) const {
+    if (config_.score_scalar > 0) attributes.set("scale", 1 / std::sqrt(config_.score_scalar));
+    if (config_.score_cap > 0) attributes.set("soft_cap", config_.score_cap);
+    if (local) attributes.set("window", config_.window);
+    return attributes;
+  }
+  // What is behind a branch, where the model normalizes there.
+  TensorId behind(Builder& b, TensorId x, std::string_view name) {
+    return config_.post_norms ? norm(b, x, name) : x;
   }
 
   TensorId mlp(Builder& b, TensorId x, const strata::ModelStage& stage) {
     const TensorId normed = norm(b, x, "norm2");
-    const auto scope = b.scope("mlp");
-    return drop(b, stage.call("feed_forward", b, normed), "down.dropout");
+    TensorId result;
+    {
+      const auto scope = b.scope("mlp");
+      result = stage.call("feed_forward", b, normed);
+    }
+    return drop(b, behind(b, result, "post_norm2"), "mlp.down.dropout");
   }
 
   TensorId feed_forward(Builder& b, TensorId normed) {
     const auto into = [&](std::string_view name) {
-      return linear(b, normed, {.name = name, .size = config_.ffn, .out = kFfn, .in = kHidden, .bias = config_.bias});
+      return linear(b, normed,
+                    {.name = name,
+                     .size = config_.ffn,
+                     .out = kFfn,
+                     .in = kHidden,
+                     .bias = config_.bias || config_.mlp_bias});
     };
     TensorId inner = into("up");
-    if (config_.activation == "swiglu")
-      inner = b.emit("swiglu", {into("gate"), inner});
+    if (config_.activation == "swiglu" || config_.activation.starts_with("geglu"))
+      inner = b.emit(config_.activation, {into("gate"), inner});
     else
       inner = b.emit(config_.activation, {inner});
-    return back(b, inner, "down", kFfn);
+    return back(b, inner, "down", kFfn, config_.mlp_bias);
   }
 
   TensorId head(Builder& b, TensorId x, const strata::ModelStage& stage) {
@@ -227,16 +346,23 @@ class Gpt final : public strata::Plugin {
     const TensorId weight =
         b.parameter(config_.tied ? "embedding.weight" : "head.weight", {config_.vocabulary, config_.hidden},
                     normal(kStandardDeviation), {kVocabulary, kHidden});
-    if (stage.goal() == strata::Goal::logits) return b.emit("linear", {normed, weight, {}}, {}, "logits");
+    if (stage.goal() == strata::Goal::logits) {
+      if (config_.logit_cap == 0) return b.emit("linear", {normed, weight, {}}, {}, "logits");
+      return b.emit("soft_cap", {b.emit("linear", {normed, weight, {}}, {}, "logits.raw")}, {{"cap", config_.logit_cap}},
+                    "logits");
+    }
     const TensorId targets = b.data("targets", {batch.micro_batch, batch.sequence_length}, strata::DType::i32, kTokens);
     const double tokens = double(batch.sequences() * batch.sequence_length);
-    return b.emit("lm_head_loss", {normed, weight, targets}, {{"scale", 1 / tokens}}, "loss");
+    strata::Attributes attributes{{"scale", 1 / tokens}};
+    if (config_.logit_cap > 0) attributes.set("soft_cap", config_.logit_cap);
+    return b.emit("lm_head_loss", {normed, weight, targets}, attributes, "loss");
   }
 
   GptConfig config_;
   double dropout_ = 0;
+  int64_t sequence_length_ = 0;
 };
 
 }  // namespace
 
-STRATA_PLUGIN(Gpt, "gpt", "1.0.0", "decoder-only transformer: GPT-2, Llama and Qwen2.5 by options")
+STRATA_PLUGIN(Gpt, "gpt", "1.0.0", "decoder-only transformer: GPT-2, Llama, Qwen, Mistral, Phi-3 and Gemma by options")

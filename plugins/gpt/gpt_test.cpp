@@ -20,7 +20,9 @@ Program program_of(const std::string& model) {
 TEST(Gpt, NamesAllDimensions) {
   for (const char* model : {"", "tied = false\ndropout = 0.1\nffn = 40\n",
                             "kv_heads = 2\npositions = \"rotary\"\nnorm = \"rms_norm\"\nactivation = \"swiglu\"\nbias "
-                            "= false\nqkv_bias = true\n"}) {
+                            "= false\nqkv_bias = true\n",
+                            "kv_heads = 2\nnorm = \"rms_norm\"\nactivation = \"geglu\"\nquery_key_norm = true\n"
+                            "post_norms = true\nbias = false\noutput_bias = true\nmlp_bias = true\n"}) {
     const Program program = program_of(model);
     for (const Tensor& tensor : program.tensors)
       if (tensor.role == Role::parameter || tensor.role == Role::data) {

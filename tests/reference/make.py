@@ -1,8 +1,9 @@
-"""Records what PyTorch and transformers compute for two tiny models, for tests/parity_test.cpp to compare with.
+"""Records what PyTorch and transformers compute for tiny models, for tests/parity_test.cpp to compare with.
 
 Needs: python3 -m venv ref && ref/bin/pip install torch transformers safetensors numpy
 Run:   ref/bin/python tests/reference/make.py
        ref/bin/python tests/reference/make.py adafactor    adds adafactor_losses to what is recorded
+       ref/bin/python tests/reference/make.py families [NAME...]    records the other families
 
 Writes, for gpt2 and qwen2, tests/reference/data/NAME/: config.json and model.safetensors as save_pretrained writes them,
 and expected.safetensors with
@@ -11,7 +12,8 @@ and expected.safetensors with
   gradient.NAME    f32: of every parameter, by its Hugging Face name
   train_tokens     (20, 2, 17) i32     losses (20) f32: of 20 AdamW steps
   adafactor_losses (20) f32: of 20 steps of transformers' Adafactor with its defaults, on the same tokens
-Everything is computed in double and stored in single precision. AdamW: lr 1e-3 rising linearly over 5 steps, betas
+The other families have odd sizes, weights in bf16, and neither gradients nor adafactor_losses. All
+is computed in double and stored in single precision. AdamW: lr 1e-3 rising linearly over 5 steps, betas
 0.9 and 0.95, eps 1e-8, weight decay 0.1 on matrices only, gradients clipped to a global norm of 1.
 """
 import pathlib
@@ -37,17 +39,54 @@ def models():
     yield "qwen2", transformers.Qwen2ForCausalLM(qwen2)
 
 
+def families():
+    """One model for each way in which families differ: hidden 60, 3 heads that share one of keys and values."""
+    torch.manual_seed(2)
+    odd = dict(vocab_size=VOCABULARY, hidden_size=60, intermediate_size=44, num_hidden_layers=2, num_attention_heads=3,
+               num_key_value_heads=1, max_position_embeddings=32, initializer_range=0.2, attn_implementation="eager",
+               bos_token_id=1, eos_token_id=2, pad_token_id=None)  # of a padding token torch trains no embedding
+    rope = lambda kind, **more: {"rope_parameters": {"rope_type": kind, "rope_theta": 500.0, **more}}
+    llama = lambda **more: transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**odd, "head_dim": 16, **more}))
+    yield "llama3", lambda: llama(attention_bias=True, mlp_bias=True, hidden_act="gelu", tie_word_embeddings=True, **rope(
+        "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=24))
+    yield "llama_linear", lambda: llama(attention_bias=True, **rope("linear", factor=3.0))
+    yield "llama_dynamic", lambda: llama(**{**odd, "head_dim": 16, "max_position_embeddings": 12},
+                                         **rope("dynamic", factor=3.0))
+    yield "llama_yarn", lambda: llama(**rope("yarn", factor=4.0, original_max_position_embeddings=20, beta_fast=2.0,
+                                             beta_slow=0.5))
+    yield "qwen3", lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**odd, head_dim=16))
+    yield "qwen2_window", lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(
+        **odd, use_sliding_window=True, sliding_window=5, max_window_layers=1))
+    yield "mistral", lambda: transformers.MistralForCausalLM(transformers.MistralConfig(**odd, head_dim=16,
+                                                                                        sliding_window=5))
+    yield "phi3", lambda: transformers.Phi3ForCausalLM(transformers.Phi3Config(
+        **odd, sliding_window=7, **rope("default", partial_rotary_factor=0.4)))
+    yield "gemma2", lambda: transformers.Gemma2ForCausalLM(transformers.Gemma2Config(
+        **odd, head_dim=16, sliding_window=5, query_pre_attn_scalar=20, attn_logit_softcapping=5.0,
+        final_logit_softcapping=3.0))
+    yield "gemma3", lambda: transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(
+        **odd, head_dim=16, sliding_window=5, query_pre_attn_scalar=20, layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={"full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 700.0},
+                         "sliding_attention": {"rope_type": "default", "rope_theta": 90.0}}))
+
+
 def loss_of(model, tokens, targets):
     logits = model(tokens.long()).logits
     return logits, torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.long().flatten())
 
 
-def record(name, model):
+def record(name, model, small=False):
+    """`small`: weights of 16 bits, and no gradients beside them."""
     model.train()
     for parameter in model.parameters():  # biases and norms away from their trivial first values
         if parameter.ndim == 1:
             parameter.data += 0.1 * torch.randn_like(parameter)
     folder = HERE / name
+    if small:
+        kept = {key: buffer.clone() for key, buffer in model.named_buffers()}  # frequencies are not to be rounded
+        model = model.bfloat16()
+        for key, buffer in model.named_buffers():
+            buffer.data = kept[key]
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
     model = model.double()
@@ -56,7 +95,7 @@ def record(name, model):
     logits, loss = loss_of(model, tokens, targets)
     loss.backward()
     out = {"tokens": tokens, "targets": targets, "logits": logits.float(), "loss": loss.float().reshape(1)}
-    for key, parameter in model.named_parameters():
+    for key, parameter in model.named_parameters() if not small else ():
         out["gradient." + key] = parameter.grad.float().contiguous()
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
@@ -97,6 +136,12 @@ def record_adafactor(name):
 
 if __name__ == "__main__":
     HERE.mkdir(exist_ok=True)
+    if sys.argv[1:2] == ["families"]:
+        for name, make in families():
+            if name in sys.argv[2:] or not sys.argv[2:]:
+                torch.manual_seed(len(name) + sum(map(ord, name)))
+                record(name, make(), small=True)
+        sys.exit(print("torch", torch.__version__, "transformers", transformers.__version__))
     if sys.argv[1:] != ["adafactor"]:
         for name, model in models():
             record(name, model)

@@ -1,0 +1,10 @@
+// What stretches rotary positions to longer contexts than a model was first trained for, as the attributes of the op.
+#pragma once
+#include "plugins/gpt/gpt_config.h"
+#include "strata/program.h"
+
+// Sets base, and what differs from plain rotary positions, on `attributes`, for layers that see all tokens or local
+// ones. `sequence_length`: "dynamic" scaling turns by it where it exceeds the original context.
+void set_rotary(const GptConfig& config, bool local, int64_t sequence_length, strata::Attributes& attributes);
+// The amplitude that a scaling has when nothing says it (YaRN, arXiv 2309.00071, section 3.4).
+double usual_amplitude(const std::string& scaling, double factor);
