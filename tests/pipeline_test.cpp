@@ -56,7 +56,9 @@ Case draw(Random& random, const std::string& folder) {
             "\nlayers = " + std::to_string(c.stages + test::draw(random, 0, 3)) + "\n" +
             pick({"tied = true\n", "tied = false\n"}) + pick({"", "dropout = 0.1\n"}) +
             pick({"", "positions = \"rotary\"\n"}) + pick({"", "norm = \"rms_norm\"\n"}) +
-            pick({"", "activation = \"swiglu\"\n", "activation = \"relu\"\n"});
+            pick({"", "activation = \"swiglu\"\n", "activation = \"relu\"\n"}) +
+            pick({"", "",
+                  "window = 3\nlayer_kinds = [\"global\", \"local\", \"local\"]\npost_norms = true\nlogit_cap = 3\n"});
   // The gradient of keys' biases is zero but for rounding, of which some make steps of full size: an epsilon above it.
   c.optimizer = pick({"[plugins.adamw]\nlearning_rate = 1e-3\nepsilon = 1e-5\n",
                       "[plugins.adafactor]\nlearning_rate = 1e-3\n", "[plugins.sm3]\nlearning_rate = 1e-3\n"}) +

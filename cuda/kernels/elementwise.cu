@@ -161,16 +161,14 @@ const Registration kinds[] = {
     {"squared_relu", [](const Binding& b) { return bind_apply<1, 1>(b, SquaredRelu{}); }},
     {"squared_relu_gradient", [](const Binding& b) { return bind_apply<2, 1>(b, SquaredReluGradient{}); }},
     {"counted_once",
-     [](const Binding& b) {
-       return bind_apply<1, 1>(b, CountedOnce{b.attributes().integer("coordinate") == 0});
-     }},
+     [](const Binding& b) { return bind_apply<1, 1>(b, CountedOnce{b.attributes().integer("coordinate") == 0}); }},
     {"rescaled_sum", [](const Binding& b) { return bind_apply<3, 1>(b, RescaledSum{}); }},
     {"dropout", [](const Binding& b) {
        const double p = b.attributes().real("probability");
-       return bind_apply<1, 1>(b, Dropout{b.in<double>(1), b.in<double>(2), uint64_t(b.attributes().integer("stream")),
-                                          uint32_t(p * 4294967296.0), float(1 / (1 - p)),
-                                          std::max(0, b.op().microbatch) * elements(b.input(0).full_shape()),
-                                          GlobalIndex(b.input(0))});
+       return bind_apply<1, 1>(
+           b, Dropout{b.in<double>(1), b.in<double>(2), uint64_t(b.attributes().integer("stream")),
+                      uint32_t(p * 4294967296.0), float(1 / (1 - p)),
+                      std::max(0, b.op().microbatch) * elements(b.input(0).full_shape()), GlobalIndex(b.input(0))});
      }}};
 
 STRATA_KERNEL multiply(const double* a, const double* b, double* product) { *product = *a * *b; }

@@ -114,11 +114,10 @@ STRATA_DEVICE float row_sum(float x) {
   return x;
 }
 
-// Calls body(k, keys) for each tile of keys from `begin`, of a tile, to `end`, its values behind them, while the next is on its way. What the
-// caller has started to copy before is there too.
+// Calls body(k, keys) for each tile of keys from `begin`, of a tile, to `end`, its values behind them, while the next
+// is on its way. What the caller has started to copy before is there too.
 template <int D, class T, class Body>
-STRATA_DEVICE void over_keys(T* tiles, const T* key, const T* value, const Sizes& s, int begin, int end,
-                             Body body) {
+STRATA_DEVICE void over_keys(T* tiles, const T* key, const T* value, const Sizes& s, int begin, int end, Body body) {
   const auto start = [&](int k, int which) {
     T* const to = tiles + which * 2 * kKeys * kStride<D>;
     start_tile<D, kKeys>(to, key, s.width, k, s.time);

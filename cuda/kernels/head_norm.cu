@@ -107,8 +107,8 @@ const Registration gradient_kind(
         using T = decltype(zero);
         return [s = Heads(b, 0), dy = b.in<T>(0), x = b.in<T>(1), wq = b.in<T>(2), wk = b.in<T>(3),
                 statistics = b.in<float>(4), dx = b.out<T>(0), dwq = b.out<float>(1), dwk = b.out<float>(2),
-                onto_q = b.accumulates(1), onto_k = b.accumulates(2), parts = b.workspace<float>(),
-                count = parts_of(b), queue = b.queue()] {
+                onto_q = b.accumulates(1), onto_k = b.accumulates(2), parts = b.workspace<float>(), count = parts_of(b),
+                queue = b.queue()] {
           launch(gradient<T>, dim3(unsigned(count)), 32, 0, queue, dy, x, wq, wk, statistics, dx, parts, s.heads(), s);
           launch_sum_parts(parts, count, 2 * s.size, dwq, s.size, onto_q, queue);
           launch_sum_parts(parts + s.size, count, 2 * s.size, dwk, s.size, onto_k, queue);

@@ -102,8 +102,7 @@ STRATA_KERNEL losses_of(const int32_t* targets, const float* maximum, const floa
                         double* losses, int64_t rows) {
   const int64_t row = int64_t(blockIdx.x) * 256 + threadIdx.x;
   if (row < rows)
-    losses[row] =
-        targets[row] < 0 ? 0.0 : log(double(sums[row])) + double(maximum[row]) - double(at_target[row]);
+    losses[row] = targets[row] < 0 ? 0.0 : log(double(sums[row])) + double(maximum[row]) - double(at_target[row]);
 }
 
 STRATA_KERNEL total(const double* losses, int64_t rows, double scale, float* loss) {
@@ -143,8 +142,8 @@ struct Products {
   std::unique_ptr<Gemm> logits, dx, dw_first, dw;
 };
 
-// Chunk by chunk: of_rows(first row, rows, logits, their gradient, losses, queue) looks at the logits and where there are
-// gradients makes theirs; then end(losses, queue). dx is output 1, dw 2 where there is one.
+// Chunk by chunk: of_rows(first row, rows, logits, their gradient, losses, queue) looks at the logits and where there
+// are gradients makes theirs; then end(losses, queue). dx is output 1, dw 2 where there is one.
 template <class OfRows, class End>
 Launch bind_chunks(const Binding& b, bool gradient, OfRows of_rows, End end) {
   const Sizes s(b);
@@ -183,8 +182,7 @@ Launch bind_chunks(const Binding& b, bool gradient, OfRows of_rows, End end) {
       const Products& p = m == s.chunk ? *full : *last;
       const void* x = at(b.in<void>(0), s.type, row * s.hidden);
       p.logits->run({x, b.in<void>(1), logits, room}, queue);
-      if (cap > 0)
-        launch(cap_logits, dim3(unsigned(m)), 256, 0, queue, logits, s.vocabulary, s.stride, cap);
+      if (cap > 0) launch(cap_logits, dim3(unsigned(m)), 256, 0, queue, logits, s.vocabulary, s.stride, cap);
       of_rows(row, m, logits, slopes, losses, queue);
       if (!gradient) continue;
       p.dx->run({slopes, b.in<void>(1), at(b.out<void>(1), s.type, row * s.hidden), room}, queue);
@@ -196,10 +194,8 @@ Launch bind_chunks(const Binding& b, bool gradient, OfRows of_rows, End end) {
 
 // The sum of the rows' losses.
 auto summed(const Binding& b) {
-  return [rows = b.rows(0), scale = b.attributes().real("scale"), loss = b.out<float>(0)](const double* losses,
-                                                                                         void* queue) {
-    launch(total, dim3(1), 256, 0, queue, losses, rows, scale, loss);
-  };
+  return [rows = b.rows(0), scale = b.attributes().real("scale"), loss = b.out<float>(0)](
+             const double* losses, void* queue) { launch(total, dim3(1), 256, 0, queue, losses, rows, scale, loss); };
 }
 
 Launch bind_loss(const Binding& b, bool gradient) {
@@ -219,8 +215,8 @@ int64_t first_row(const Binding& b) { return box_of(b.input(1)).offset[0]; }
 
 Launch bind_statistics(const Binding& b) {
   const auto of_rows = [s = Sizes(b), targets = b.in<int32_t>(2), maximum = b.out<float>(0), sums = b.out<float>(1),
-                        at_target = b.out<float>(2), first = first_row(b)](
-                           int64_t row, int64_t m, const float* logits, void*, double*, void* queue) {
+                        at_target = b.out<float>(2), first = first_row(b)](int64_t row, int64_t m, const float* logits,
+                                                                           void*, double*, void* queue) {
     launch(row_statistics, dim3(unsigned(m)), kBlock, 0, queue, logits, targets + row, maximum + row, sums + row,
            at_target + row, first, s.vocabulary, s.stride);
   };
@@ -251,15 +247,16 @@ Launch bind_parts_with_gradient(const Binding& b) {
 }
 int64_t workspace(const OpView& v, int) { return Sizes(v).workspace(); }
 
-const Registration parts[] = {
-    {"vocabulary_statistics", bind_statistics, workspace},
-    {"vocabulary_loss",
-     [](const Binding& b) -> Launch {
-       return [end = losses_by_parts(b), losses = b.workspace<double>(), queue = b.queue()] { end(losses, queue); };
-     },
-     [](const OpView& v, int) -> int64_t { return v.rows(0) * 8; }},
-    {"vocabulary_loss_with_gradient", bind_parts_with_gradient, workspace},
-    {"vocabulary_loss_with_input_gradient", bind_parts_with_gradient, workspace}};
+const Registration parts[] = {{"vocabulary_statistics", bind_statistics, workspace},
+                              {"vocabulary_loss",
+                               [](const Binding& b) -> Launch {
+                                 return [end = losses_by_parts(b), losses = b.workspace<double>(), queue = b.queue()] {
+                                   end(losses, queue);
+                                 };
+                               },
+                               [](const OpView& v, int) -> int64_t { return v.rows(0) * 8; }},
+                              {"vocabulary_loss_with_gradient", bind_parts_with_gradient, workspace},
+                              {"vocabulary_loss_with_input_gradient", bind_parts_with_gradient, workspace}};
 
 const Registration kinds[] = {
     {"lm_head_loss", [](const Binding& b) { return bind_loss(b, false); }, workspace},

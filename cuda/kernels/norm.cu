@@ -44,7 +44,7 @@ STRATA_KERNEL __launch_bounds__(kThreads)
     load(w, column(k), columns, weight);
     if (layer) load(bias, column(k), columns, shift);
 #pragma unroll
-    for (int e = 0; e < kEach; ++e) 
+    for (int e = 0; e < kEach; ++e)
       v[k][e] = (v[k][e] - mean) * inverse * (offset + weight[e]) + (layer ? shift[e] : 0.0f);
     store(y + row * columns, column(k), columns, v[k]);
   }

@@ -167,7 +167,8 @@ double bytes(const OpView& v) {
 const AtLoad attention_registered([] {
   register_kind(
       {.name = "attention",
-       .summary = "qkv (B, T, K·(P+2)·D) -> o (B, T, H·D), lse (B, H, T), H = K·P; causal, of at most `window` positions",
+       .summary =
+           "qkv (B, T, K·(P+2)·D) -> o (B, T, H·D), lse (B, H, T), H = K·P; causal, of at most `window` positions",
        .shape = [](const OpView& v) -> std::vector<TensorSpec> {
          check(v, 0);
          const Work s = work_of_self(v, v.input(0));

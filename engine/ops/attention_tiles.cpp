@@ -74,8 +74,8 @@ STRATA_SIMD float dot_row(const float* x, const float* y, int64_t n) {
 // Scores s to cap·tanh(scale·s / cap) in place.
 STRATA_SIMD void cap_row(float* s, int64_t count, float scale, float cap) {
   const float inner = scale / cap;
-  simd::map(count, [&](int64_t i, int64_t c)
-                       STRATA_INLINE_LAMBDA { put(s + i, cap * simd::tanh(get(s + i, c) * inner), c); });
+  simd::map(count,
+            [&](int64_t i, int64_t c) STRATA_INLINE_LAMBDA { put(s + i, cap * simd::tanh(get(s + i, c) * inner), c); });
 }
 // As gradient_row, from scores that cap_row has made: d tanh is in the slope.
 STRATA_SIMD void capped_gradient_row(float* s, float* dp, int64_t count, float scale, float cap, float lse, float dot) {
@@ -129,8 +129,7 @@ constexpr int64_t kBackwardEach = 2 * kTile + kQueries;
 Attributes own_attributes(const Attributes& attributes) {
   Attributes own;
   for (const auto& [name, value] : attributes.all())
-    if (name == "head_size" || name == "queries_per_group" || name == "scale" || name == "window" ||
-        name == "soft_cap")
+    if (name == "head_size" || name == "queries_per_group" || name == "scale" || name == "window" || name == "soft_cap")
       own.set(name, value);
   return own;
 }

@@ -24,8 +24,8 @@ struct Work {
   int64_t per_group = 0, size = 0, groups = 0, heads = 0;
   int64_t width = 0, key_width = 0, key_first = 0, key_step = 0;
   double scale = 0;
-  int64_t window = 0;  // a query sees this many positions, its own and those before it; 0: all of them
-  double soft_cap = 0;  // scores s become cap·tanh(s / cap) (Gemma 2, arXiv 2408.00118); 0: they stay
+  int64_t window = 0;         // a query sees this many positions, its own and those before it; 0: all of them
+  double soft_cap = 0;        // scores s become cap·tanh(s / cap) (Gemma 2, arXiv 2408.00118); 0: they stay
   Indices query_at{};         // positions of queries, ascending
   std::vector<Run> key_at{};  // and of keys; empty: from 0 on
 

@@ -120,8 +120,8 @@ TEST(ContextAttention, IsAttentionAndItsGradientIsCentralDifferences) {
     if (draw(random, 0, 1)) c.soft_cap = 0.8;
     if (c.form == "ulysses" && draw(random, 0, 1)) c.groups = 1, c.per_group = c.ranks * draw(random, 1, 2);
     SCOPED_TRACE("STRATA_SEED=" + std::to_string(seed) + " " + c.form + (c.paired ? " in pairs, " : ", ") +
-                 std::to_string(c.ranks) + " ranks, qkv " + text(c.qkv()) + ", window " +
-                 std::to_string(c.window) + ", cap " + std::to_string(c.soft_cap));
+                 std::to_string(c.ranks) + " ranks, qkv " + text(c.qkv()) + ", window " + std::to_string(c.window) +
+                 ", cap " + std::to_string(c.soft_cap));
     const Values qkv = random_values(random, elements(c.qkv())), way = random_values(random, elements(c.qkv())),
                  cotangent = random_values(random, elements(c.out()));
     const auto [out, gradient] = run(c, qkv, cotangent);

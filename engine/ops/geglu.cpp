@@ -72,51 +72,47 @@ std::function<std::vector<TensorSpec>(const OpView&)> alike(int inputs, int outp
 }
 
 void register_gelu_exact() {
-  register_kind(
-      {.name = "gelu_exact",
-       .summary = "x (…) -> GELU, exact form: x·Φ(x)",
-       .shape = alike(1, 1),
-       .gradient =
-           [](Differentiation& d) {
-             d.set(0, d.build().emit("gelu_exact_gradient", {d.output_gradient(0), d.input(0)}));
-           },
-       .in_place = {{0, 0}},
-       .half = true,
-       .sharding = elementwise(1),
-       .kernels = {
-           {"cpu",
-            elementwise_kernel<1>([](const Binding&, const auto& in, const auto& out, int64_t n, int64_t) {
-              for (int64_t i = 0; i < n; ++i) out[0][i] = ExactGelu<float>(in[0][i]).value;
-            })},
-           {"reference", reference_kernel([](const Binding& b, auto zero) {
-              using T = decltype(zero);
-              for (int64_t i = 0; i < elements(b.input(0).shape); ++i)
-                b.out<T>(0)[i] = ExactGelu<T>(b.in<T>(0)[i]).value;
-            })}}});
-  register_kind(
-      {.name = "gelu_exact_gradient",
-       .summary = "dy, x -> dx",
-       .shape = alike(2, 1),
-       .in_place = {{0, 0}},
-       .half = true,
-       .sharding = elementwise(2, 1, 0, 1),
-       .kernels = {
-           {"cpu",
-            elementwise_kernel<2>([](const Binding&, const auto& in, const auto& out, int64_t n, int64_t) {
-              for (int64_t i = 0; i < n; ++i) out[0][i] = in[0][i] * ExactGelu<float>(in[1][i]).slope;
-            })},
-           {"reference", reference_kernel([](const Binding& b, auto zero) {
-              using T = decltype(zero);
-              for (int64_t i = 0; i < elements(b.input(0).shape); ++i)
-                b.out<T>(0)[i] = b.in<T>(0)[i] * ExactGelu<T>(b.in<T>(1)[i]).slope;
-            })}}});
+  register_kind({.name = "gelu_exact",
+                 .summary = "x (…) -> GELU, exact form: x·Φ(x)",
+                 .shape = alike(1, 1),
+                 .gradient =
+                     [](Differentiation& d) {
+                       d.set(0, d.build().emit("gelu_exact_gradient", {d.output_gradient(0), d.input(0)}));
+                     },
+                 .in_place = {{0, 0}},
+                 .half = true,
+                 .sharding = elementwise(1),
+                 .kernels = {{"cpu", elementwise_kernel<1>(
+                                         [](const Binding&, const auto& in, const auto& out, int64_t n, int64_t) {
+                                           for (int64_t i = 0; i < n; ++i) out[0][i] = ExactGelu<float>(in[0][i]).value;
+                                         })},
+                             {"reference", reference_kernel([](const Binding& b, auto zero) {
+                                using T = decltype(zero);
+                                for (int64_t i = 0; i < elements(b.input(0).shape); ++i)
+                                  b.out<T>(0)[i] = ExactGelu<T>(b.in<T>(0)[i]).value;
+                              })}}});
+  register_kind({.name = "gelu_exact_gradient",
+                 .summary = "dy, x -> dx",
+                 .shape = alike(2, 1),
+                 .in_place = {{0, 0}},
+                 .half = true,
+                 .sharding = elementwise(2, 1, 0, 1),
+                 .kernels = {{"cpu", elementwise_kernel<2>(
+                                         [](const Binding&, const auto& in, const auto& out, int64_t n, int64_t) {
+                                           for (int64_t i = 0; i < n; ++i)
+                                             out[0][i] = in[0][i] * ExactGelu<float>(in[1][i]).slope;
+                                         })},
+                             {"reference", reference_kernel([](const Binding& b, auto zero) {
+                                using T = decltype(zero);
+                                for (int64_t i = 0; i < elements(b.input(0).shape); ++i)
+                                  b.out<T>(0)[i] = b.in<T>(0)[i] * ExactGelu<T>(b.in<T>(1)[i]).slope;
+                              })}}});
 }
 
 template <class Fast>
 Kernel forward_kernel(Fast fast) {
-  return elementwise_kernel<2>([fast](const Binding&, const auto& in, const auto& out, int64_t n, int64_t) {
-    fast(in[0], in[1], out[0], n);
-  });
+  return elementwise_kernel<2>(
+      [fast](const Binding&, const auto& in, const auto& out, int64_t n, int64_t) { fast(in[0], in[1], out[0], n); });
 }
 template <class Fast>
 Kernel gradient_kernel(Fast fast) {
@@ -145,22 +141,22 @@ Kernel plain_gradient() {
   });
 }
 
-void register_gated(const std::string& name, const std::string& form, Kernel forward, Kernel backward,
-                    Kernel plain, Kernel plain_backward) {
-  register_kind({.name = name,
-                 .summary = "gate, up (…) -> gelu(gate)·up, " + form + " form",
-                 .shape = alike(2, 1),
-                 .gradient =
-                     [name](Differentiation& d) {
-                       const auto out =
-                           d.build().emit_all(name + "_gradient", {d.output_gradient(0), d.input(0), d.input(1)});
-                       d.set(0, out[0]);
-                       d.set(1, out[1]);
-                     },
-                 .in_place = {{0, 0}, {0, 1}},
-                 .half = true,
-                 .sharding = elementwise(2),
-                 .kernels = {{"cpu", std::move(forward)}, {"reference", std::move(plain)}}});
+void register_gated(const std::string& name, const std::string& form, Kernel forward, Kernel backward, Kernel plain,
+                    Kernel plain_backward) {
+  register_kind(
+      {.name = name,
+       .summary = "gate, up (…) -> gelu(gate)·up, " + form + " form",
+       .shape = alike(2, 1),
+       .gradient =
+           [name](Differentiation& d) {
+             const auto out = d.build().emit_all(name + "_gradient", {d.output_gradient(0), d.input(0), d.input(1)});
+             d.set(0, out[0]);
+             d.set(1, out[1]);
+           },
+       .in_place = {{0, 0}, {0, 1}},
+       .half = true,
+       .sharding = elementwise(2),
+       .kernels = {{"cpu", std::move(forward)}, {"reference", std::move(plain)}}});
   register_kind({.name = name + "_gradient",
                  .summary = "dy, gate, up -> dgate, dup",
                  .shape = alike(3, 2),

@@ -1,6 +1,6 @@
 // RMSNorm (arXiv 1910.07467) of each query head and each key head of qkv, as Qwen3 (arXiv 2505.09388) and Gemma 3 have
-// before rotary positions: a head of D numbers becomes x/rms·(offset + w), with one w of D for queries and one for keys;
-// values pass. Statistics, 1/rms of each of these heads, are kept for the backward pass.
+// before rotary positions: a head of D numbers becomes x/rms·(offset + w), with one w of D for queries and one for
+// keys; values pass. Statistics, 1/rms of each of these heads, are kept for the backward pass.
 #include <cmath>
 #include <cstring>
 
@@ -184,8 +184,7 @@ void reference_backward(const Binding& b) {
         dot += dy[i] * (T(s.offset) + w[i]) * x[i] * inverse / T(s.size);
         b.out<T>(1 + key)[i] += dy[i] * x[i] * inverse;
       }
-      for (int64_t i = 0; i < s.size; ++i)
-        dx[i] = (dy[i] * (T(s.offset) + w[i]) - x[i] * inverse * dot) * inverse;
+      for (int64_t i = 0; i < s.size; ++i) dx[i] = (dy[i] * (T(s.offset) + w[i]) - x[i] * inverse * dot) * inverse;
     });
 }
 
@@ -201,8 +200,9 @@ bool fits(const OpView& v, int qkv, int weights) {
 const AtLoad head_norm_registered([] {
   register_kind(
       {.name = "head_norm",
-       .summary = "qkv (B, T, K·(P+2)·D), w of queries (D), w of keys (D), [offset] -> qkv with each query and key head "
-                  "x/rms·(offset + w), statistics (B, T, K·(P+1))",
+       .summary =
+           "qkv (B, T, K·(P+2)·D), w of queries (D), w of keys (D), [offset] -> qkv with each query and key head "
+           "x/rms·(offset + w), statistics (B, T, K·(P+1))",
        .shape = [](const OpView& v) -> std::vector<TensorSpec> {
          require(v.inputs() == 3 && fits(v, 0, 1), v,
                  "qkv (B, T, K·(P+2)·D), two weights (D) and attributes head_size = D, queries_per_group = P, epsilon");

@@ -49,8 +49,8 @@ STRATA_SIMD double row_loss(float* logits, int64_t n, int64_t target, float scal
 }
 
 STRATA_SIMD void cap_all(float* x, float cap, int64_t n) {
-  simd::map(n, [&](int64_t i, int64_t c)
-                   STRATA_INLINE_LAMBDA { put(x + i, cap * simd::tanh(get(x + i, c) / cap), c); });
+  simd::map(n,
+            [&](int64_t i, int64_t c) STRATA_INLINE_LAMBDA { put(x + i, cap * simd::tanh(get(x + i, c) / cap), c); });
 }
 STRATA_SIMD void capped_slopes(float* x, int64_t n, float scale, float cap, float lse) {
   simd::map(n, [&](int64_t i, int64_t c) STRATA_INLINE_LAMBDA {

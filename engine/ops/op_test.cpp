@@ -185,7 +185,8 @@ void check(const Case& c, uint32_t seed, const std::vector<std::string>& backend
 
   // Single precision: 2^-24 a term, sums of up to a few thousand terms of random sign, exp and division at a few ulp.
   // Norms divide by the spread of a row, which may be next to nothing when it has few columns.
-  const bool few = c.kind.find("norm") != std::string::npos && (c.inputs[0].shape.back() < 8 || c.inputs[1].shape.back() < 8);
+  const bool few =
+      c.kind.find("norm") != std::string::npos && (c.inputs[0].shape.back() < 8 || c.inputs[1].shape.back() < 8);
   const double tolerance = few ? 1e-3 : 2e-5;
   for (const std::string& backend : backends) {
     const Values got = run(cpu, backend, inputs, cotangent, threads);
@@ -340,12 +341,12 @@ TEST(Ops, HalfProductsKeepToTheirScratch) {
   for (const auto [m, n, k] : {std::array<int64_t, 3>{1, 1, 1}, {32, 71, 16}, {67, 131, 515}, {1031, 33, 70}})
     for (int code = 0; code < 4; ++code) {
       const Transpose a = Transpose(bool(code & 1)), b = Transpose(bool(code & 2));
-      const HalfShape shape{
-          a, b, m, n, k, a == Transpose::yes ? m : k, b == Transpose::yes ? k : n, n, DType::bf16, DType::f32};
+      const HalfShape shape{a, b,           m,         n, k, a == Transpose::yes ? m : k, b == Transpose::yes ? k : n,
+                            n, DType::bf16, DType::f32};
       std::vector<uint16_t> A(size_t(m * k)), B(size_t(k * n));
       for (auto* list : {&A, &B})
         for (uint16_t& bits : *list) bits = uint16_t(0x3f00 + random() % 0x100);  // 0.5 to 2
-      std::vector<float> first;  // of pieces by size
+      std::vector<float> first;                                                   // of pieces by size
       for (const auto how : {Threads::Cut::by_size, Threads::Cut::by_threads})
         for (int count : {1, 2, 4}) {
           Threads threads(count, how);
@@ -380,8 +381,11 @@ std::vector<Case> cases(std::mt19937& random) {
   rotary.set("base", 100.0);
   rotary.set("inverse", int64_t{0});
   Attributes stretched = rotary, bent = heads, normed = heads;
-  for (const auto& [name, value] : {std::pair{"factor", 8.0}, {"keep", 0.1}, {"keep_by_frequency", 0.5},
-                                    {"keep_by_index", 0.2}, {"amplitude", 1.3}})
+  for (const auto& [name, value] : {std::pair{"factor", 8.0},
+                                    {"keep", 0.1},
+                                    {"keep_by_frequency", 0.5},
+                                    {"keep_by_index", 0.2},
+                                    {"amplitude", 1.3}})
     stretched.set(name, value);
   stretched.set("rotated", std::max<int64_t>(2, size / 4 * 2));
   bent.set("scale", 0.7);

@@ -1,8 +1,8 @@
 // Angles of rotary positions (Su et al., arXiv 2104.09864), on host and device: at position t the pair i of a head's
-// first R numbers is turned by t·f(i), f(i) = base^(-2i/R), and grows by `amplitude`. What lets a model see further than
-// it was first trained to slows some pairs down by `factor`: f(i)·(keep + (1 - keep)/factor), where keep, cut to [0, 1],
-// is keep + keep_by_frequency·f(i) + keep_by_index·i. So position interpolation (arXiv 2306.15595), YaRN (2309.00071)
-// and Llama 3.1's scaling are one form.
+// first R numbers is turned by t·f(i), f(i) = base^(-2i/R), and grows by `amplitude`. What lets a model see further
+// than it was first trained to slows some pairs down by `factor`: f(i)·(keep + (1 - keep)/factor), where keep, cut to
+// [0, 1], is keep + keep_by_frequency·f(i) + keep_by_index·i. So position interpolation (arXiv 2306.15595), YaRN
+// (2309.00071) and Llama 3.1's scaling are one form.
 #pragma once
 #include <cmath>
 #include <compare>

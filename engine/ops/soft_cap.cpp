@@ -16,8 +16,8 @@ STRATA_SIMD void multiply(const float* x, float factor, float* y, int64_t n) {
   simd::map(n, [&](int64_t i, int64_t c) STRATA_INLINE_LAMBDA { put(y + i, get(x + i, c) * factor, c); });
 }
 STRATA_SIMD void soft_cap(const float* x, float cap, float* y, int64_t n) {
-  simd::map(n, [&](int64_t i, int64_t c)
-                   STRATA_INLINE_LAMBDA { put(y + i, cap * simd::tanh(get(x + i, c) / cap), c); });
+  simd::map(n,
+            [&](int64_t i, int64_t c) STRATA_INLINE_LAMBDA { put(y + i, cap * simd::tanh(get(x + i, c) / cap), c); });
 }
 STRATA_SIMD void soft_cap_gradient(const float* dy, const float* y, float cap, float* dx, int64_t n) {
   simd::map(n, [&](int64_t i, int64_t c) STRATA_INLINE_LAMBDA {
@@ -37,26 +37,26 @@ std::function<std::vector<TensorSpec>(const OpView&)> with_attribute(int inputs,
 }
 
 void register_multiply() {
-  register_kind(
-      {.name = "multiply",
-       .summary = "x (…) times the attribute factor",
-       .shape = with_attribute(1, "factor"),
-       .gradient =
-           [](Differentiation& d) {
-             d.set(0, d.build().emit("multiply", {d.output_gradient(0)}, d.forward().attributes()));
-           },
-       .in_place = {{0, 0}},
-       .half = true,
-       .sharding = elementwise(1, 1, 0, 1),
-       .kernels = {{"cpu", elementwise_kernel<1>(
-                               [](const Binding& b, const auto& in, const auto& out, int64_t n, int64_t) {
-                                 multiply(in[0], float(b.attributes().real("factor")), out[0], n);
-                               })},
-                   {"reference", reference_kernel([](const Binding& b, auto zero) {
-                      using T = decltype(zero);
-                      const T factor = T(b.attributes().real("factor"));
-                      for (int64_t i = 0; i < elements(b.input(0).shape); ++i) b.out<T>(0)[i] = b.in<T>(0)[i] * factor;
-                    })}}});
+  register_kind({.name = "multiply",
+                 .summary = "x (…) times the attribute factor",
+                 .shape = with_attribute(1, "factor"),
+                 .gradient =
+                     [](Differentiation& d) {
+                       d.set(0, d.build().emit("multiply", {d.output_gradient(0)}, d.forward().attributes()));
+                     },
+                 .in_place = {{0, 0}},
+                 .half = true,
+                 .sharding = elementwise(1, 1, 0, 1),
+                 .kernels = {{"cpu", elementwise_kernel<1>(
+                                         [](const Binding& b, const auto& in, const auto& out, int64_t n, int64_t) {
+                                           multiply(in[0], float(b.attributes().real("factor")), out[0], n);
+                                         })},
+                             {"reference", reference_kernel([](const Binding& b, auto zero) {
+                                using T = decltype(zero);
+                                const T factor = T(b.attributes().real("factor"));
+                                for (int64_t i = 0; i < elements(b.input(0).shape); ++i)
+                                  b.out<T>(0)[i] = b.in<T>(0)[i] * factor;
+                              })}}});
 }
 
 void register_soft_cap() {
@@ -66,41 +66,40 @@ void register_soft_cap() {
        .shape = with_attribute(1, "cap"),
        .gradient =
            [](Differentiation& d) {
-             d.set(0, d.build().emit("soft_cap_gradient", {d.output_gradient(0), d.output(0)},
-                                     d.forward().attributes()));
+             d.set(0,
+                   d.build().emit("soft_cap_gradient", {d.output_gradient(0), d.output(0)}, d.forward().attributes()));
            },
        .in_place = {{0, 0}},
        .half = true,
        .sharding = elementwise(1),
-       .kernels = {{"cpu", elementwise_kernel<1>(
-                               [](const Binding& b, const auto& in, const auto& out, int64_t n, int64_t) {
-                                 soft_cap(in[0], float(b.attributes().real("cap")), out[0], n);
-                               })},
-                   {"reference", reference_kernel([](const Binding& b, auto zero) {
-                      using T = decltype(zero);
-                      const T cap = T(b.attributes().real("cap"));
-                      for (int64_t i = 0; i < elements(b.input(0).shape); ++i)
-                        b.out<T>(0)[i] = cap * std::tanh(b.in<T>(0)[i] / cap);
-                    })}}});
-  register_kind(
-      {.name = "soft_cap_gradient",
-       .summary = "dy, y -> dx",
-       .shape = with_attribute(2, "cap"),
-       .in_place = {{0, 0}},
-       .half = true,
-       .sharding = elementwise(2, 1, 0, 1),
-       .kernels = {{"cpu", elementwise_kernel<2>(
-                               [](const Binding& b, const auto& in, const auto& out, int64_t n, int64_t) {
-                                 soft_cap_gradient(in[0], in[1], float(b.attributes().real("cap")), out[0], n);
-                               })},
-                   {"reference", reference_kernel([](const Binding& b, auto zero) {
-                      using T = decltype(zero);
-                      const T cap = T(b.attributes().real("cap"));
-                      for (int64_t i = 0; i < elements(b.input(0).shape); ++i) {
-                        const T share = b.in<T>(1)[i] / cap;
-                        b.out<T>(0)[i] = b.in<T>(0)[i] * (1 - share * share);
-                      }
-                    })}}});
+       .kernels = {
+           {"cpu", elementwise_kernel<1>([](const Binding& b, const auto& in, const auto& out, int64_t n, int64_t) {
+              soft_cap(in[0], float(b.attributes().real("cap")), out[0], n);
+            })},
+           {"reference", reference_kernel([](const Binding& b, auto zero) {
+              using T = decltype(zero);
+              const T cap = T(b.attributes().real("cap"));
+              for (int64_t i = 0; i < elements(b.input(0).shape); ++i)
+                b.out<T>(0)[i] = cap * std::tanh(b.in<T>(0)[i] / cap);
+            })}}});
+  register_kind({.name = "soft_cap_gradient",
+                 .summary = "dy, y -> dx",
+                 .shape = with_attribute(2, "cap"),
+                 .in_place = {{0, 0}},
+                 .half = true,
+                 .sharding = elementwise(2, 1, 0, 1),
+                 .kernels = {{"cpu", elementwise_kernel<2>([](const Binding& b, const auto& in, const auto& out,
+                                                              int64_t n, int64_t) {
+                                soft_cap_gradient(in[0], in[1], float(b.attributes().real("cap")), out[0], n);
+                              })},
+                             {"reference", reference_kernel([](const Binding& b, auto zero) {
+                                using T = decltype(zero);
+                                const T cap = T(b.attributes().real("cap"));
+                                for (int64_t i = 0; i < elements(b.input(0).shape); ++i) {
+                                  const T share = b.in<T>(1)[i] / cap;
+                                  b.out<T>(0)[i] = b.in<T>(0)[i] * (1 - share * share);
+                                }
+                              })}}});
 }
 
 const AtLoad soft_cap_registered([] {

@@ -124,8 +124,7 @@ void map_llama(const GptConfig& c, Mapping& m, bool one) {
     map_norms(c, m, there, here);
     map_qkv(c, m, there, here, one);
     m.whole(there + "self_attn.o_proj.weight", here + "attention_output.weight", c.hidden, c.heads * c.head_size);
-    if (c.bias || c.output_bias)
-      m.whole(there + "self_attn.o_proj.bias", here + "attention_output.bias", c.hidden, 0);
+    if (c.bias || c.output_bias) m.whole(there + "self_attn.o_proj.bias", here + "attention_output.bias", c.hidden, 0);
     map_feed_forward(c, m, there, here, one);
     m.ignored(there + "self_attn.rotary_emb.inv_freq");
   }

@@ -8,9 +8,9 @@
 
 namespace {
 
+using external_tables::kAnywhere;
 using strata::Error;
 using strata::Json;
-using external_tables::kAnywhere;
 
 // 0 and 0.0 are one value.
 bool is(const Json& value, std::string_view wanted) {
@@ -35,7 +35,8 @@ void check_fields(const Json& config, const ExternalFamily& family) {
     if (text.size() > 60) text = text.substr(0, 57) + "...";
     if (!field)
       throw Error("config.json sets \"" + key + "\" to " + text + ", a field that the gpt plugin does not know in \"" +
-                  std::string(family.type) + "\" models; take it out if what the model computes does not change by it.");
+                  std::string(family.type) +
+                  "\" models; take it out if what the model computes does not change by it.");
     if (field->use == ExternalField::Use::fixed && !is(value, field->value))
       throw Error("config.json sets \"" + key + "\" to " + text + ", which the gpt plugin does not have in \"" +
                   std::string(family.type) + "\" models; expected " + std::string(field->value) + ".");

@@ -33,8 +33,9 @@ const std::vector<std::string> kTypes = {"gpt2", "llama", "qwen2", "qwen3", "mis
 TEST(GptFields, UnknownFieldsAreRefusedInEveryFamily) {
   for (const std::string& type : kTypes) {
     expect_read(type, "", "plugin = \"gpt\"");
-    expect_read(type, R"(,"residual_multiplier":0.22)",
-                "config.json sets \"residual_multiplier\" to 0.22, a field that the gpt plugin does not know in \"" + type);
+    expect_read(
+        type, R"(,"residual_multiplier":0.22)",
+        "config.json sets \"residual_multiplier\" to 0.22, a field that the gpt plugin does not know in \"" + type);
     expect_read(type, R"(,"residual_multiplier":null,"use_cache":false,"bos_token_id":3)", "plugin = \"gpt\"");
     EXPECT_EQ(load_plugin("gpt", {})->import_config(R"({"model_type":"mamba"})"), std::nullopt);
   }
@@ -42,19 +43,47 @@ TEST(GptFields, UnknownFieldsAreRefusedInEveryFamily) {
 
 // One bit of each field that is read: another value is another model, or an error, never the same.
 TEST(GptFields, NoFieldThatIsReadIsIgnored) {
-  const std::map<std::string, std::string> other = {
-      {"n_layer", "3"}, {"n_embd", "16"}, {"n_head", "1"}, {"n_inner", "7"}, {"vocab_size", "5"}, {"n_positions", "9"},
-      {"layer_norm_epsilon", "0.5"}, {"resid_pdrop", "0.7"}, {"embd_pdrop", "0.7"}, {"activation_function", "\"relu\""},
-      {"num_hidden_layers", "3"}, {"hidden_size", "24"}, {"num_attention_heads", "2"}, {"num_key_value_heads", "3"},
-      {"intermediate_size", "9"}, {"max_position_embeddings", "7"}, {"rms_norm_eps", "0.5"}, {"rope_theta", "7.5"},
-      {"rope_scaling", R"({"type":"linear","factor":2})"}, {"rope_parameters", R"({"rope_theta":7.5})"},
-      {"partial_rotary_factor", "0.5"}, {"head_dim", "6"}, {"hidden_act", "\"gelu\""}, {"attention_bias", "true"},
-      {"mlp_bias", "true"}, {"use_sliding_window", "true"}, {"sliding_window", "3"}, {"max_window_layers", "1"},
-      {"layer_types", R"(["full_attention","full_attention"])"}, {"hidden_activation", "\"gelu\""},
-      {"query_pre_attn_scalar", "7"}, {"attn_logit_softcapping", "7"}, {"final_logit_softcapping", "7"},
-      {"sliding_window_pattern", "2"}, {"_sliding_window_pattern", "2"}, {"rope_local_base_freq", "7"},
-      {"attention_dropout", "0.1"}, {"scale_attn_weights", "false"}, {"scale_attn_by_inverse_layer_idx", "true"},
-      {"add_cross_attention", "true"}, {"use_bidirectional_attention", "true"}};
+  const std::map<std::string, std::string> other = {{"n_layer", "3"},
+                                                    {"n_embd", "16"},
+                                                    {"n_head", "1"},
+                                                    {"n_inner", "7"},
+                                                    {"vocab_size", "5"},
+                                                    {"n_positions", "9"},
+                                                    {"layer_norm_epsilon", "0.5"},
+                                                    {"resid_pdrop", "0.7"},
+                                                    {"embd_pdrop", "0.7"},
+                                                    {"activation_function", "\"relu\""},
+                                                    {"num_hidden_layers", "3"},
+                                                    {"hidden_size", "24"},
+                                                    {"num_attention_heads", "2"},
+                                                    {"num_key_value_heads", "3"},
+                                                    {"intermediate_size", "9"},
+                                                    {"max_position_embeddings", "7"},
+                                                    {"rms_norm_eps", "0.5"},
+                                                    {"rope_theta", "7.5"},
+                                                    {"rope_scaling", R"({"type":"linear","factor":2})"},
+                                                    {"rope_parameters", R"({"rope_theta":7.5})"},
+                                                    {"partial_rotary_factor", "0.5"},
+                                                    {"head_dim", "6"},
+                                                    {"hidden_act", "\"gelu\""},
+                                                    {"attention_bias", "true"},
+                                                    {"mlp_bias", "true"},
+                                                    {"use_sliding_window", "true"},
+                                                    {"sliding_window", "3"},
+                                                    {"max_window_layers", "1"},
+                                                    {"layer_types", R"(["full_attention","full_attention"])"},
+                                                    {"hidden_activation", "\"gelu\""},
+                                                    {"query_pre_attn_scalar", "7"},
+                                                    {"attn_logit_softcapping", "7"},
+                                                    {"final_logit_softcapping", "7"},
+                                                    {"sliding_window_pattern", "2"},
+                                                    {"_sliding_window_pattern", "2"},
+                                                    {"rope_local_base_freq", "7"},
+                                                    {"attention_dropout", "0.1"},
+                                                    {"scale_attn_weights", "false"},
+                                                    {"scale_attn_by_inverse_layer_idx", "true"},
+                                                    {"add_cross_attention", "true"},
+                                                    {"use_bidirectional_attention", "true"}};
   // Fields that mean nothing without another one.
   const std::map<std::string, std::string> beside = {
       {"sliding_window", R"(,"use_sliding_window":true,"max_window_layers":0)"},
@@ -119,8 +148,9 @@ TEST(GptFields, RefusalsNameTheField) {
 TEST(GptFields, ExportSaysAllOrIsRefused) {
   const auto refusal = [](const std::string& model) {
     const std::string text = "[model]\nplugin = \"gpt\"\nlayers = 2\nhidden = 12\nheads = 3\nvocabulary = 4\n" + model;
-    test::Runner runner(text + "[data]\ntrain = [\"none\"]\nsequence_length = 4\nglobal_batch = 1\nmicro_batch = 1\n"
-                               "[plugins.adamw]\n");
+    test::Runner runner(text +
+                        "[data]\ntrain = [\"none\"]\nsequence_length = 4\nglobal_batch = 1\nmicro_batch = 1\n"
+                        "[plugins.adamw]\n");
     try {
       runner.plugins[0].plugin->export_config();
     } catch (const Error& error) {

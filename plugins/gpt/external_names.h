@@ -11,6 +11,5 @@ inline constexpr std::array kGpt2Activations = {
     ActivationName{"gelu", "gelu_new"}, ActivationName{"gelu", "gelu_pytorch_tanh"},
     ActivationName{"gelu_exact", "gelu"}, ActivationName{"relu", "relu"}, ActivationName{"squared_relu", "relu2"}};
 inline constexpr std::array kGatedActivations = {
-    ActivationName{"swiglu", "silu"}, ActivationName{"swiglu", "swish"},
-    ActivationName{"geglu", "gelu_pytorch_tanh"}, ActivationName{"geglu", "gelu_new"},
-    ActivationName{"geglu_exact", "gelu"}};
+    ActivationName{"swiglu", "silu"}, ActivationName{"swiglu", "swish"}, ActivationName{"geglu", "gelu_pytorch_tanh"},
+    ActivationName{"geglu", "gelu_new"}, ActivationName{"geglu_exact", "gelu"}};

@@ -45,10 +45,20 @@ GptConfig from_gpt2(const Settings& s) {
 
 // The fields of rope_scaling and rope_parameters that some type of scaling reads.
 void check_rope(const Settings& rope, const std::string& table) {
-  static constexpr std::string_view known[] = {
-      "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor",
-      "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim",
-      "partial_rotary_factor", "truncate"};
+  static constexpr std::string_view known[] = {"rope_type",
+                                               "type",
+                                               "rope_theta",
+                                               "factor",
+                                               "original_max_position_embeddings",
+                                               "low_freq_factor",
+                                               "high_freq_factor",
+                                               "beta_fast",
+                                               "beta_slow",
+                                               "attention_factor",
+                                               "mscale",
+                                               "mscale_all_dim",
+                                               "partial_rotary_factor",
+                                               "truncate"};
   for (const auto& [key, value] : rope.json().object("config.json: \"" + table + "\""))
     if (!value.is_null() && std::find(std::begin(known), std::end(known), key) == std::end(known))
       throw Error("config.json sets \"" + table + "." + key + "\" in rotary positions of type \"" +
@@ -77,10 +87,10 @@ void read_scaling(const Settings& rope, const std::string& table, GptConfig& c) 
   c.rotary_scaling = type;
   if (!rope.present("factor") && type != "yarn") throw Error("config.json lacks \"" + table + ".factor\".");
   // Dynamic scaling begins behind max_position_embeddings, whatever else is said.
-  c.rotary_original_context =
-      type == "dynamic" ? c.context : rope.size("original_max_position_embeddings", c.context);
+  c.rotary_original_context = type == "dynamic" ? c.context : rope.size("original_max_position_embeddings", c.context);
   c.rotary_factor = rope.positive("factor", double(c.context) / double(c.rotary_original_context));
-  if (c.rotary_factor < 1) throw Error(rope.name("factor") + " is " + number_text(c.rotary_factor) + "; expected 1 or more.");
+  if (c.rotary_factor < 1)
+    throw Error(rope.name("factor") + " is " + number_text(c.rotary_factor) + "; expected 1 or more.");
   if (type == "llama3") {
     for (const char* key : {"low_freq_factor", "high_freq_factor"})
       if (!rope.present(key)) throw Error("config.json lacks \"" + table + "." + key + "\".");
@@ -124,7 +134,8 @@ void read_rotary_size(const Settings& s, GptConfig& c, bool partial) {
   if (!partial) must_turn_whole(part);
   if (part == 1) return;
   if (!(part > 0 && part <= 1))
-    throw Error("config.json: \"partial_rotary_factor\" is " + number_text(part) + "; expected more than 0, at most 1.");
+    throw Error("config.json: \"partial_rotary_factor\" is " + number_text(part) +
+                "; expected more than 0, at most 1.");
   const int64_t head = c.head_size > 0 ? c.head_size : c.hidden / c.heads;
   c.rotary_size = int64_t(double(head) * part);
   if (c.rotary_size < 2 || c.rotary_size % 2 != 0)
@@ -186,7 +197,8 @@ void read_layers(const Settings& s, GptConfig& c, int64_t window, const std::fun
     for (int64_t i = 0; i < c.layers; ++i) kinds.emplace_back(local(i) ? "local" : "global");
   }
   if (std::find(kinds.begin(), kinds.end(), "local") == kinds.end()) return;
-  if (window <= 0) throw Error("config.json: \"layer_types\" has sliding_attention, but \"sliding_window\" is not set.");
+  if (window <= 0)
+    throw Error("config.json: \"layer_types\" has sliding_attention, but \"sliding_window\" is not set.");
   c.window = window;
   if (std::find(kinds.begin(), kinds.end(), "global") == kinds.end()) return;
   size_t period = 1;

@@ -62,9 +62,10 @@ class Gpt final : public strata::Plugin {
     o.add("norm_from_one", config_.norm_from_one, "weights of rms_norm are counted from 1");
     o.add("scaled_embedding", config_.scaled_embedding, "embeddings are multiplied by the square root of hidden");
     o.add("rotary_size", config_.rotary_size, "numbers of a head that rotary positions turn; 0: all").range(0, most);
-    o.add("rotary_scaling", config_.rotary_scaling,
-          "what stretches rotary positions: position interpolation (linear; arXiv 2306.15595), dynamic, Llama 3.1's, or "
-          "yarn (arXiv 2309.00071)")
+    o.add(
+         "rotary_scaling", config_.rotary_scaling,
+         "what stretches rotary positions: position interpolation (linear; arXiv 2306.15595), dynamic, Llama 3.1's, or "
+         "yarn (arXiv 2309.00071)")
         .choices({"none", "linear", "dynamic", "llama3", "yarn"});
     o.add("rotary_factor", config_.rotary_factor, "by how much they are stretched").range(1, 1e9);
     o.add("rotary_original_context", config_.rotary_original_context,
@@ -309,9 +310,7 @@ class Gpt final : public strata::Plugin {
     return attributes;
   }
   // What is behind a branch, where the model normalizes there.
-  TensorId behind(Builder& b, TensorId x, std::string_view name) {
-    return config_.post_norms ? norm(b, x, name) : x;
-  }
+  TensorId behind(Builder& b, TensorId x, std::string_view name) { return config_.post_norms ? norm(b, x, name) : x; }
 
   TensorId mlp(Builder& b, TensorId x, const strata::ModelStage& stage) {
     const TensorId normed = norm(b, x, "norm2");
@@ -325,12 +324,9 @@ class Gpt final : public strata::Plugin {
 
   TensorId feed_forward(Builder& b, TensorId normed) {
     const auto into = [&](std::string_view name) {
-      return linear(b, normed,
-                    {.name = name,
-                     .size = config_.ffn,
-                     .out = kFfn,
-                     .in = kHidden,
-                     .bias = config_.bias || config_.mlp_bias});
+      return linear(
+          b, normed,
+          {.name = name, .size = config_.ffn, .out = kFfn, .in = kHidden, .bias = config_.bias || config_.mlp_bias});
     };
     TensorId inner = into("up");
     if (config_.activation == "swiglu" || config_.activation.starts_with("geglu"))
@@ -348,8 +344,8 @@ class Gpt final : public strata::Plugin {
                     normal(kStandardDeviation), {kVocabulary, kHidden});
     if (stage.goal() == strata::Goal::logits) {
       if (config_.logit_cap == 0) return b.emit("linear", {normed, weight, {}}, {}, "logits");
-      return b.emit("soft_cap", {b.emit("linear", {normed, weight, {}}, {}, "logits.raw")}, {{"cap", config_.logit_cap}},
-                    "logits");
+      return b.emit("soft_cap", {b.emit("linear", {normed, weight, {}}, {}, "logits.raw")},
+                    {{"cap", config_.logit_cap}}, "logits");
     }
     const TensorId targets = b.data("targets", {batch.micro_batch, batch.sequence_length}, strata::DType::i32, kTokens);
     const double tokens = double(batch.sequences() * batch.sequence_length);

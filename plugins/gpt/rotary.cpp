@@ -53,9 +53,8 @@ void set_rotary(const GptConfig& c, bool local, int64_t sequence_length, strata:
   if (plain) return;
   if (c.rotary_scaling != "dynamic") attributes.set("factor", c.rotary_factor);
   const Kept kept = c.rotary_scaling == "llama3" ? by_turns(c) : c.rotary_scaling == "yarn" ? by_pairs(c) : Kept{};
-  for (const auto& [name, value] : {std::pair{"keep", kept.keep},
-                                    {"keep_by_frequency", kept.by_frequency},
-                                    {"keep_by_index", kept.by_index}})
+  for (const auto& [name, value] :
+       {std::pair{"keep", kept.keep}, {"keep_by_frequency", kept.by_frequency}, {"keep_by_index", kept.by_index}})
     if (value != 0) attributes.set(name, value);
   const double amplitude =
       c.rotary_amplitude > 0 ? c.rotary_amplitude : usual_amplitude(c.rotary_scaling, c.rotary_factor);

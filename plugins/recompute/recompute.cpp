@@ -64,9 +64,8 @@ class Recompute final : public strata::Plugin {
 
   std::string mode_ = "blocks";
   int64_t every_ = 1;
-  std::vector<std::string> kinds_ = {"attention",    "gelu",  "gelu_exact",  "relu",       "squared_relu",
-                                     "swiglu",       "geglu", "geglu_exact", "layer_norm", "rms_norm",
-                                     "head_norm"};
+  std::vector<std::string> kinds_ = {"attention", "gelu",        "gelu_exact", "relu",     "squared_relu", "swiglu",
+                                     "geglu",     "geglu_exact", "layer_norm", "rms_norm", "head_norm"};
 };
 
 }  // namespace

@@ -1,7 +1,7 @@
 """Random models of transformers through `strata import` and `strata export`: check_external.py STRATA [CASES [SEED]].
 Needs torch and transformers (see make.py).
 
-Each case saves a GPT-2, Llama or Qwen2 of odd sizes in f32, bf16 or f16, in one file or many, tied or not, with extra
+Each case saves a GPT-2, Llama, Qwen, Mistral, Phi-3 or Gemma of odd sizes in f32, bf16 or f16, in one file or many, tied or not, with extra
 tensors and tokenizer files, imports it, exports it in some dtype and shard size, and compares: every tensor bit for bit
 with what torch's rounding makes of the saved one, the tokenizer's files byte for byte, and the logits of what
 transformers loads from the export with those of the model that was saved.
@@ -23,14 +23,14 @@ TOKENIZER = {"tokenizer.json": '{"version": "1.0"}', "tokenizer_config.json": '{
 
 
 def random_model(r):
-    family = r.choice(["gpt2", "llama", "qwen2"])
+    family = r.choice(["gpt2", "llama", "llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3"])
     heads = r.choice([1, 2, 3, 4])
     head = r.choice([2, 6, 20, 16])
     vocabulary, layers, context, tied = r.randint(7, 300), r.randint(1, 3), r.randint(17, 60), r.random() < 0.5
     if family == "gpt2":
         config = transformers.GPT2Config(vocab_size=vocabulary, n_positions=context, n_embd=heads * head, n_layer=layers, n_head=heads,
-                                         n_inner=r.choice([None, r.randint(3, 90)]), resid_pdrop=r.choice([0.0, 0.1, 0.25]),
-                                         activation_function=r.choice(["gelu_new", "relu", "gelu_pytorch_tanh"]),
+                                         n_inner=r.choice([None, r.randint(3, 90)]), resid_pdrop=(dropout := r.choice([0.0, 0.1, 0.25])),
+                                         embd_pdrop=dropout, activation_function=r.choice(["gelu_new", "relu", "gelu_pytorch_tanh", "gelu"]),
                                          tie_word_embeddings=tied, eos_token_id=r.randrange(vocabulary), initializer_range=0.2)
         return transformers.GPT2LMHeadModel(config)
     hidden = r.choice([heads * head, 60, 11 * heads])
@@ -39,8 +39,43 @@ def random_model(r):
                     head_dim=head, max_position_embeddings=context, rms_norm_eps=r.choice([1e-6, 1e-5]), tie_word_embeddings=tied,
                     eos_token_id=r.randrange(vocabulary), initializer_range=0.2,
                     rope_parameters={"rope_type": "default", "rope_theta": r.choice([10000.0, 500000.0])})
+    settings["pad_token_id"] = None
+    theta = settings["rope_parameters"]["rope_theta"]
+    if family in ("llama", "mistral", "qwen3") and (kind := r.choice(["default", "linear", "dynamic", "llama3", "yarn"])) != "default":
+        rope = {"rope_type": kind, "rope_theta": theta, "factor": r.choice([1.5, 4.0, 32.0])}
+        if kind in ("llama3", "yarn"):
+            rope["original_max_position_embeddings"] = r.randint(8, context)
+        if kind == "llama3":
+            rope.update(low_freq_factor=1.0, high_freq_factor=r.choice([2.0, 4.0]))
+        if kind == "yarn":
+            rope.update(r.choice([{}, {"attention_factor": 1.25}, {"mscale": 0.7, "mscale_all_dim": 1.3}, {"beta_fast": 16.0, "beta_slow": 0.5}]))
+        if kind != "dynamic" or head > 2:
+            settings["rope_parameters"] = rope
+    window = r.choice([1, 3, 16, 100])
     if family == "llama":
-        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings, attention_bias=r.random() < 0.5, mlp_bias=r.random() < 0.5,
+                                                                      hidden_act=r.choice(["silu", "gelu", "gelu_pytorch_tanh"])))
+    if family == "mistral":
+        return transformers.MistralForCausalLM(transformers.MistralConfig(**settings, sliding_window=r.choice([None, window])))
+    if family == "phi3":
+        settings["hidden_size"] = heads * head
+        del settings["head_dim"]
+        part = r.choice([1.0, 0.5]) if head % 4 == 0 else 1.0
+        settings["rope_parameters"]["partial_rotary_factor"] = part
+        return transformers.Phi3ForCausalLM(transformers.Phi3Config(**settings, sliding_window=r.choice([None, window])))
+    if family.startswith("gemma"):
+        settings.update(sliding_window=window, query_pre_attn_scalar=r.choice([head, 7]),
+                        final_logit_softcapping=r.choice([None, 2.0]), attn_logit_softcapping=r.choice([None, 3.0]),
+                        layer_types=[r.choice(["sliding_attention", "full_attention"]) for _ in range(layers)])
+        if family == "gemma2":
+            return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**settings))
+        settings["rope_parameters"] = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": theta},
+                                       "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}
+        return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**settings))
+    if r.random() < 0.5:
+        settings.update(use_sliding_window=True, sliding_window=window, max_window_layers=r.randint(0, layers))
+    if family == "qwen3":
+        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**settings, attention_bias=r.random() < 0.5))
     return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**settings))
 
 
