@@ -40,7 +40,7 @@ std::vector<Module> modules_of(const std::vector<Adapter>& adapters, const std::
       if (rows.parameter != adapter.weight || adapter.rows.matrix_of(rows.to) != matrix ||
           adapter.rows.matrix_of(rows.to + rows.count - 1) != matrix)
         throw Error("PEFT's format has one adapter for \"" + tensor.name + "\", which is several matrices of " +
-                    adapter.weight + " here.");
+                    adapter.weight + " here; such adapters can be merged alone.");
     const auto chosen = std::find(adapter.rows.chosen.begin(), adapter.rows.chosen.end(), matrix);
     if (chosen == adapter.rows.chosen.end()) continue;
     if (!written.insert({&adapter, matrix}).second) continue;  // a second name of the same tensor
