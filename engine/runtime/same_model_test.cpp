@@ -23,7 +23,7 @@ std::string changed(const std::string& from, const std::string& to) {
 TEST(SameModel, WhatShapesDoNotShowIsRefusedByKey) {
   EXPECT_EQ(compared(kModel, changed("layers = 5", "layers = 2")),
             "runs/a: is a checkpoint of another model: it was written with model.layers = 5, but the configuration has "
-            "model.layers = 2. What may differ: model.context, model.dropout.");
+            "model.layers = 2. What may differ: model.context, model.dropout, model.family.");
   const auto refused = [&](const std::string& now, const std::string& theirs, const std::string& ours) {
     const std::string message = compared(kModel, now);
     EXPECT_NE(message.find("written with " + theirs + ", but the configuration has " + ours + "."), std::string::npos)

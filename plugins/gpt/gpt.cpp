@@ -169,17 +169,18 @@ class Gpt final : public strata::Plugin {
   }
 
   static void resolve_rotary(GptConfig& c) {
-    if (c.rotary_size == 0) c.rotary_size = c.head_size;
-    if (c.rotary_original_context == 0) c.rotary_original_context = c.context;
+    // Without scaling nothing depends on the context, which may change.
+    if (c.rotary_scaling != "none" && c.rotary_original_context == 0) c.rotary_original_context = c.context;
+    const int64_t rotated = rotary_size_of(c);
     if (c.positions != "rotary") {
       if (c.rotary_scaling != "none")
         throw Error("model.rotary_scaling = \"" + c.rotary_scaling + "\" needs model.positions = \"rotary\".");
       return;
     }
-    if (c.rotary_size % 2 != 0 || c.rotary_size > c.head_size)
-      throw Error("model.rotary_size = " + std::to_string(c.rotary_size) +
+    if (rotated % 2 != 0 || rotated > c.head_size)
+      throw Error("model.rotary_size = " + std::to_string(rotated) +
                   " must be even and at most the head size, which is " + std::to_string(c.head_size) + ".");
-    if (c.rotary_scaling == "dynamic" && c.rotary_size == 2)
+    if (c.rotary_scaling == "dynamic" && rotated == 2)
       throw Error("model.rotary_scaling = \"dynamic\" needs a model.rotary_size of at least 4.");
     if ((c.rotary_scaling == "llama3" || c.rotary_scaling == "yarn") && !(c.rotary_low < c.rotary_high))
       throw Error("model.rotary_low must be less than model.rotary_high.");

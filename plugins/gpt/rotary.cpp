@@ -22,7 +22,7 @@ Kept by_turns(const GptConfig& c) {
 
 // YaRN: the same border as numbers of pairs, rounded outwards, and linear in those.
 Kept by_pairs(const GptConfig& c) {
-  const double size = double(c.rotary_size);
+  const double size = double(rotary_size_of(c));
   const auto pair_of = [&](double turns) {
     return size * std::log(double(c.rotary_original_context) / (turns * kTurn)) / (2 * std::log(c.rotary_base));
   };
@@ -34,7 +34,7 @@ Kept by_pairs(const GptConfig& c) {
 
 // "Dynamic NTK": another base, from the length of the sequences that there are.
 double dynamic_base(const GptConfig& c, int64_t sequence_length) {
-  const double size = double(c.rotary_size), longer = double(sequence_length) / double(c.rotary_original_context);
+  const double size = double(rotary_size_of(c)), longer = double(sequence_length) / double(c.rotary_original_context);
   return c.rotary_base * std::pow(c.rotary_factor * std::max(longer, 1.0) - (c.rotary_factor - 1), size / (size - 2));
 }
 
@@ -49,7 +49,7 @@ void set_rotary(const GptConfig& c, bool local, int64_t sequence_length, strata:
   double base = local && c.local_rotary_base > 0 ? c.local_rotary_base : c.rotary_base;
   if (!plain && c.rotary_scaling == "dynamic") base = dynamic_base(c, sequence_length);
   attributes.set("base", base);
-  if (c.rotary_size != c.head_size) attributes.set("rotated", c.rotary_size);
+  if (rotary_size_of(c) != c.head_size) attributes.set("rotated", c.rotary_size);
   if (plain) return;
   if (c.rotary_scaling != "dynamic") attributes.set("factor", c.rotary_factor);
   const Kept kept = c.rotary_scaling == "llama3" ? by_turns(c) : c.rotary_scaling == "yarn" ? by_pairs(c) : Kept{};
