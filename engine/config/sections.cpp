@@ -101,6 +101,10 @@ void declare(Options& options, MeshSection& mesh) {
       .add("replicate", mesh.replicate, "groups of ranks among the data ranks that each hold everything; divides data")
       .range(1, 65536);
   options
+      .add("expert", mesh.expert,
+           "ranks among the data ranks that divide experts among them and send each other tokens; divides data")
+      .range(1, 65536);
+  options
       .add("tensor", mesh.tensor,
            "ranks that share the work on the same sequences, for each of the data ranks; neighbours in the order of "
            "ranks")
@@ -217,10 +221,11 @@ Sections read_sections(const Config& config, DataTable needed) {
                 "data.global_batch = " + std::to_string(data.global_batch) +
                     " is not a multiple of data.micro_batch = " + std::to_string(data.micro_batch) + ".");
   const MeshSection& mesh = sections.mesh;
-  if (mesh.data % mesh.replicate != 0)
+  if (mesh.data % (mesh.replicate * mesh.expert) != 0)
     throw Error(config.root().table("mesh")->place,
                 "mesh.data = " + std::to_string(mesh.data) +
-                    " is not a multiple of mesh.replicate = " + std::to_string(mesh.replicate) + ".");
+                    " is not a multiple of mesh.replicate = " + std::to_string(mesh.replicate) +
+                    (mesh.expert > 1 ? " times mesh.expert = " + std::to_string(mesh.expert) : "") + ".");
   const double ranks = double(mesh.pipeline) * double(mesh.data) * double(mesh.tensor) * double(mesh.sequence);
   if (ranks > 65536)
     throw Error(config.root().table("mesh")->place,

@@ -55,13 +55,15 @@ struct MeshSection {
   int64_t pipeline = 1;
   int64_t data = 1;
   int64_t replicate = 1;
+  int64_t expert = 1;
   int64_t tensor = 1;
   int64_t sequence = 1;
   // The mesh's axes, outermost first (strata/mesh.h).
   Mesh::Sizes axes() const {
     return {{"pipeline", int(pipeline), true},
             {"replicate", int(replicate)},
-            {"shard", int(data / replicate)},
+            {"shard", int(data / replicate / expert)},
+            {"expert", int(expert)},
             {"sequence", int(sequence)},
             {"tensor", int(tensor)}};
   }

@@ -3,7 +3,9 @@
 //
 // A slot is a row of the sorted copies. With a capacity an expert takes no more rows than that, first choices of all
 // tokens before second ones (Lepikhin et al., arXiv 2006.16668); a choice that finds no room has slot -1, is not
-// computed and adds nothing. Slots are filled without gaps, so that nothing is computed for rows that nobody has.
+// computed and adds nothing. Slots are filled without gaps, so that nothing is computed for rows that nobody has; or,
+// as attribute `padded` says, each expert has as many as its capacity, so that it is known where its rows are before it
+// is known who has them: other ranks' experts are sent to so.
 #include <cstring>
 
 #include "engine/ops/registration.h"
@@ -15,6 +17,8 @@ namespace {
 constexpr int64_t kMostChoices = int64_t{1} << 30;  // slots are i32
 
 bool is_integer(const OpView& v, int i) { return v.has_input(i) && v.input(i).dtype == DType::i32; }
+
+bool is_padded(const OpView& v) { return v.attributes().integer("padded", 0) != 0; }
 
 // Choices of a token that went to each expert and how many found room, then where each expert's rows begin, then slots.
 void assign_slots(const Binding& b) {
@@ -31,7 +35,7 @@ void assign_slots(const Binding& b) {
     }
   for (int64_t e = 0; e < experts; ++e) offsets[e + 1] += offsets[e];
   for (int64_t i = 0; i < tokens * k; ++i)
-    if (slots[i] >= 0) slots[i] += offsets[choices[i]];
+    if (slots[i] >= 0) slots[i] += is_padded(b) ? int32_t(choices[i] * capacity) : offsets[choices[i]];
 }
 
 void register_slots() {
@@ -39,21 +43,43 @@ void register_slots() {
   register_kind(
       {.name = "expert_slots",
        .summary = "choices i32 (…, k) of experts, -1: none -> slots i32 (…, k), -1: dropped, and offsets i32 (E + 1) "
-                  "of experts in them; attributes experts = E, capacity (0: any number)",
+                  "of experts in them; attributes experts = E, capacity (0: any number), padded (1: of each expert as "
+                  "many slots as its capacity; offsets count those that are taken)",
        .shape = [](const OpView& v) -> std::vector<TensorSpec> {
          require(v.inputs() == 1 && is_integer(v, 0) && elements(v.input(0).shape) <= kMostChoices &&
                      v.attributes().has("experts") && v.attributes().integer("experts") > 0 &&
-                     v.attributes().has("capacity") && v.attributes().integer("capacity") >= 0,
-                 v, "choices i32 (…, k), at most 2^30, and attributes experts and capacity");
+                     v.attributes().has("capacity") && v.attributes().integer("capacity") >= (is_padded(v) ? 1 : 0) &&
+                     (!is_padded(v) ||
+                      v.attributes().integer("capacity") <= kMostChoices / v.attributes().integer("experts")),
+                 v, "choices i32 (…, k), at most 2^30, and attributes experts and capacity, at most 2^30 slots");
          return {like(v.input(0)), {{v.attributes().integer("experts") + 1}, DType::i32}};
        },
        .kernels = {{"cpu", kernel}, {"reference", kernel}}});
+}
+
+// How many of each expert's slots are taken.
+void register_filled() {
+  const Kernel kernel{[](const Binding& b) -> Launch {
+    return [b] {
+      for (int64_t e = 0; e < b.output(0).shape[0]; ++e)
+        b.out<int32_t>(0)[e] = b.in<int32_t>(0)[e + 1] - b.in<int32_t>(0)[e];
+    };
+  }};
+  register_kind({.name = "expert_filled",
+                 .summary = "offsets i32 (E + 1) -> how many rows each has, i32 (E)",
+                 .shape = [](const OpView& v) -> std::vector<TensorSpec> {
+                   require(v.inputs() == 1 && is_integer(v, 0) && v.input(0).shape.size() == 1 && v.columns(0) > 1, v,
+                           "offsets i32 (E + 1)");
+                   return {{{v.columns(0) - 1}, DType::i32}};
+                 },
+                 .kernels = {{"cpu", kernel}, {"reference", kernel}}});
 }
 
 // Rows that slots can be: no more than choices, and than what experts take.
 int64_t rows_of_slots(const OpView& v) {
   const int64_t choices = elements(v.input(1).shape), capacity = v.attributes().integer("capacity");
   const int64_t experts = v.input(2).shape[0] - 1;
+  if (is_padded(v)) return experts * capacity;
   return capacity == 0 || capacity > choices / experts ? choices : experts * capacity;
 }
 
@@ -111,8 +137,13 @@ void dispatch(const Binding& b) {
         });
       }
   });
-  const int64_t filled = offsets[b.input(2).shape[0] - 1];
-  std::memset(at(b.out<void>(0), type, filled * columns), 0, size_t((b.output(0).shape[0] - filled) * bytes));
+  const int64_t experts = b.input(2).shape[0] - 1;
+  const auto clear = [&](int64_t from, int64_t to) {
+    std::memset(at(b.out<void>(0), type, from * columns), 0, size_t((to - from) * bytes));
+  };
+  if (!is_padded(b)) return clear(offsets[experts], b.output(0).shape[0]);
+  const int64_t room = b.attributes().integer("capacity");
+  for (int64_t e = 0; e < experts; ++e) clear(e * room + offsets[e + 1] - offsets[e], (e + 1) * room);
 }
 
 // y (…, C): the rows of each token's slots, times weights, in the order of its choices.
@@ -266,6 +297,7 @@ void register_combine() {
 
 const AtLoad expert_dispatch_registered([] {
   register_slots();
+  register_filled();
   register_dispatch();
   register_combine();
 });

@@ -3,6 +3,9 @@
 // tensor (E·C, F), expert e's from row e·C on, in the layers from C to F and back alike. Rows behind the last expert's
 // belong to nobody and become zero.
 //
+// Rows of several ranks come padded instead: (N, R, C) from N ranks, of each R / E for each of E experts, of which the
+// first as many are somebody's as `filled` (N, E) says; the others become zero.
+//
 // How the work is cut depends on sizes alone, and what is summed over is never cut, so that results have the same bits
 // for any number of threads.
 #include <atomic>
@@ -18,7 +21,31 @@ constexpr int64_t kPiece = 256;  // columns, or rows, of a result that one task 
 constexpr int64_t kPanel = 256;  // numbers of 16 bits become f32 in panels of as many rows, columns and depth
 constexpr int64_t kPanelBytes = kPanel * kPanel * 4;
 
-int64_t experts_of(const Tensor& offsets) { return offsets.shape[0] - 1; }
+// By `offsets` (E + 1), or `filled` (N, E).
+bool is_padded(const Tensor& groups) { return groups.shape.size() == 2; }
+int64_t experts_of(const Tensor& groups) { return is_padded(groups) ? groups.shape[1] : groups.shape[0] - 1; }
+int64_t sources_of(const Tensor& groups) { return is_padded(groups) ? groups.shape[0] : 1; }
+
+// Rows [begin, end) are an expert's, those behind them to `room` nobody's.
+struct Group {
+  int64_t expert, begin, end, room;
+};
+
+// One for each source and expert, in this order; what is behind the last is nobody's.
+struct Groups {
+  const int32_t* data;
+  int64_t experts, sources, room;  // rows of each where they are padded, otherwise 0
+  explicit Groups(const Binding& b)
+      : data(b.in<int32_t>(2)),
+        experts(experts_of(b.input(2))),
+        sources(sources_of(b.input(2))),
+        room(is_padded(b.input(2)) ? b.rows(0) / (experts * sources) : 0) {}
+  int64_t count() const { return experts * sources; }
+  Group operator[](int64_t g) const {
+    if (room == 0) return {g, data[g], data[g + 1], data[g + 1]};
+    return {g % experts, g * room, g * room + data[g], (g + 1) * room};
+  }
+};
 
 struct Factor {
   const void* data;
@@ -91,157 +118,248 @@ void each_task(const Binding& b, int64_t count, Task&& task) {
 // y (S, out) from x (S, in): expert by expert, pieces of the columns of y. `transpose`: w (E·C, F) goes from F to C.
 void run_groups(const Binding& b, Transpose transpose) {
   const Tensor &x = b.input(0), &w = b.input(1), &y = b.output(0);
-  const int64_t in = x.shape[1], out = y.shape[1], columns = w.shape[1], rows = w.shape[0] / experts_of(b.input(2));
-  const int64_t pieces = (out + kPiece - 1) / kPiece, experts = experts_of(b.input(2));
-  const int32_t* offsets = b.in<int32_t>(2);
-  each_task(b, experts * pieces, [&](int64_t task, float* panels) {
-    const int64_t e = task / pieces, j = task % pieces * kPiece, from = offsets[e];
-    const int64_t weight = e * rows * columns + (transpose == Transpose::yes ? j * columns : j);
-    multiply({.m = offsets[e + 1] - from,
-              .n = std::min(kPiece, out - j),
+  const Groups groups(b);
+  const int64_t in = x.shape.back(), out = y.shape.back(), columns = w.shape[1], rows = w.shape[0] / groups.experts;
+  const int64_t pieces = (out + kPiece - 1) / kPiece;
+  const auto clear = [&](int64_t from, int64_t to, int64_t j, int64_t n) {
+    for (int64_t r = from; r < to && !b.accumulates(0); ++r)
+      std::memset(at(b.out<void>(0), y.dtype, r * out + j), 0, size_t(n * size_of(y.dtype)));
+  };
+  each_task(b, groups.count() * pieces, [&](int64_t task, float* panels) {
+    const Group group = groups[task / pieces];
+    const int64_t j = task % pieces * kPiece, n = std::min(kPiece, out - j);
+    const int64_t weight = group.expert * rows * columns + (transpose == Transpose::yes ? j * columns : j);
+    multiply({.m = group.end - group.begin,
+              .n = n,
               .k = in,
-              .a = {at(b.in<void>(0), x.dtype, from * in), in, Transpose::no},
+              .a = {at(b.in<void>(0), x.dtype, group.begin * in), in, Transpose::no},
               .b = {at(b.in<void>(1), w.dtype, weight), columns, transpose},
-              .c = at(b.out<void>(0), y.dtype, from * out + j),
+              .c = at(b.out<void>(0), y.dtype, group.begin * out + j),
               .c_stride = out,
               .type = x.dtype,
               .result = y.dtype,
               .accumulate = b.accumulates(0)},
              panels);
+    clear(group.end, group.room, j, n);
   });
-  const int64_t end = offsets[experts], bytes = out * size_of(y.dtype);
-  if (!b.accumulates(0)) std::memset(at(b.out<void>(0), y.dtype, end * out), 0, size_t((y.shape[0] - end) * bytes));
+  clear(groups[groups.count() - 1].room, b.rows(0), 0, out);
 }
 
-// dw (E·C, F) = for each expert the transpose of its rows of a (S, C) times those of b (S, F); pieces of rows.
-void run_weight_gradient(const Binding& b) {
+// dw (E·C, F) = for each expert the transpose of its rows of a (S, C) times those of b (S, F); pieces of rows. The rows
+// of several sources are added one source after the other, or `apart` make a result each, (N, E·C, F).
+void run_weight_gradient(const Binding& b, bool apart) {
   const Tensor &left = b.input(0), &right = b.input(1), &dw = b.output(0);
-  const int64_t m = left.shape[1], n = right.shape[1], pieces = (m + kPiece - 1) / kPiece;
-  const int32_t* offsets = b.in<int32_t>(2);
-  each_task(b, experts_of(b.input(2)) * pieces, [&](int64_t task, float* panels) {
-    const int64_t e = task / pieces, i = task % pieces * kPiece, from = offsets[e];
-    multiply({.m = std::min(kPiece, m - i),
-              .n = n,
-              .k = offsets[e + 1] - from,
-              .a = {at(b.in<void>(0), left.dtype, from * m + i), m, Transpose::yes},
-              .b = {at(b.in<void>(1), right.dtype, from * n), n, Transpose::no},
-              .c = at(b.out<void>(0), dw.dtype, (e * m + i) * n),
-              .c_stride = n,
-              .type = left.dtype,
-              .result = dw.dtype,
-              .accumulate = b.accumulates(0)},
-             panels);
+  const Groups groups(b);
+  const int64_t m = left.shape.back(), n = right.shape.back(), pieces = (m + kPiece - 1) / kPiece;
+  const int64_t results = apart ? groups.count() : groups.experts;
+  each_task(b, results * pieces, [&](int64_t task, float* panels) {
+    const int64_t result = task / pieces, i = task % pieces * kPiece;
+    for (int64_t g = result; g < groups.count(); g += results) {
+      const Group group = groups[g];
+      multiply({.m = std::min(kPiece, m - i),
+                .n = n,
+                .k = group.end - group.begin,
+                .a = {at(b.in<void>(0), left.dtype, group.begin * m + i), m, Transpose::yes},
+                .b = {at(b.in<void>(1), right.dtype, group.begin * n), n, Transpose::no},
+                .c = at(b.out<void>(0), dw.dtype, (result * m + i) * n),
+                .c_stride = n,
+                .type = left.dtype,
+                .result = dw.dtype,
+                .accumulate = b.accumulates(0) || g > result},
+               panels);
+    }
   });
 }
 
 // Plain loops. `transpose` as above.
 template <class T>
 void plain_groups(const Binding& b, bool transpose) {
-  const int64_t in = b.columns(0), out = b.output(0).shape[1], columns = b.columns(1);
-  const int64_t experts = experts_of(b.input(2)), rows = b.input(1).shape[0] / experts;
-  const int32_t* offsets = b.in<int32_t>(2);
+  const Groups groups(b);
+  const int64_t in = b.columns(0), out = b.output(0).shape.back(), columns = b.columns(1);
+  const int64_t rows = b.input(1).shape[0] / groups.experts;
   const T *x = b.in<T>(0), *w = b.in<T>(1);
   T* y = b.out<T>(0);
-  for (int64_t s = 0, e = 0; s < b.input(0).shape[0]; ++s) {
-    while (e < experts && s >= offsets[e + 1]) ++e;
-    for (int64_t o = 0; o < out; ++o) {
-      T sum = b.accumulates(0) ? y[s * out + o] : T(0);
-      for (int64_t i = 0; i < in && e < experts; ++i)
-        sum += x[s * in + i] * w[transpose ? (e * rows + o) * columns + i : (e * rows + i) * columns + o];
-      y[s * out + o] = sum;
-    }
-  }
+  if (!b.accumulates(0)) std::fill_n(y, b.rows(0) * out, T(0));
+  for (int64_t g = 0; g < groups.count(); ++g)
+    for (int64_t s = groups[g].begin, e = groups[g].expert; s < groups[g].end; ++s)
+      for (int64_t o = 0; o < out; ++o) {
+        T sum = y[s * out + o];
+        for (int64_t i = 0; i < in; ++i)
+          sum += x[s * in + i] * w[transpose ? (e * rows + o) * columns + i : (e * rows + i) * columns + o];
+        y[s * out + o] = sum;
+      }
 }
 
 template <class T>
-void plain_weight_gradient(const Binding& b) {
-  const int64_t m = b.columns(0), n = b.columns(1);
-  const int32_t* offsets = b.in<int32_t>(2);
-  for (int64_t e = 0; e < experts_of(b.input(2)); ++e)
+void plain_weight_gradient(const Binding& b, bool apart) {
+  const Groups groups(b);
+  const int64_t m = b.columns(0), n = b.columns(1), results = apart ? groups.count() : groups.experts;
+  for (int64_t e = 0; e < results; ++e)
     for (int64_t i = 0; i < m; ++i)
       for (int64_t j = 0; j < n; ++j) {
         T& to = b.out<T>(0)[(e * m + i) * n + j];
         T sum = b.accumulates(0) ? to : T(0);
-        for (int64_t s = offsets[e]; s < offsets[e + 1]; ++s) sum += b.in<T>(0)[s * m + i] * b.in<T>(1)[s * n + j];
+        for (int64_t g = e; g < groups.count(); g += results)
+          for (int64_t s = groups[g].begin; s < groups[g].end; ++s)
+            sum += b.in<T>(0)[s * m + i] * b.in<T>(1)[s * n + j];
         to = sum;
       }
 }
 
-bool are_offsets(const Tensor& t) { return t.dtype == DType::i32 && t.shape.size() == 1 && t.shape[0] >= 2; }
-bool is_matrix(const OpView& v, int i) {
-  return v.has_input(i) && is_float(v.input(i)) && v.input(i).shape.size() == 2 && v.input(i).dtype == v.input(0).dtype;
+// x (S, C) with offsets (E + 1), or x (N, R, C) with filled (N, E).
+bool groups_fit(const Tensor& x, const Tensor& groups) {
+  if (groups.dtype != DType::i32) return false;
+  if (groups.shape.size() == 1) return groups.shape[0] >= 2 && x.shape.size() == 2;
+  return groups.shape.size() == 2 && x.shape.size() == 3 && groups.shape[0] == x.shape[0] && groups.shape[1] > 0 &&
+         x.shape[1] % groups.shape[1] == 0;
+}
+bool is_alike(const OpView& v, int i) {
+  return v.has_input(i) && is_float(v.input(i)) && v.input(i).dtype == v.input(0).dtype;
+}
+bool has_groups(const OpView& v, bool padded) {
+  return v.inputs() == 3 && is_alike(v, 0) && is_alike(v, 1) && v.has_input(2) && is_padded(v.input(2)) == padded &&
+         groups_fit(v.input(0), v.input(2));
 }
 
-TensorSpec group_shape(const OpView& v, bool transpose) {
-  bool right = v.inputs() == 3 && is_matrix(v, 0) && is_matrix(v, 1) && v.has_input(2) && are_offsets(v.input(2)) &&
-               v.input(1).shape[0] % experts_of(v.input(2)) == 0;
+TensorSpec group_shape(const OpView& v, bool transpose, bool padded) {
+  bool right =
+      has_groups(v, padded) && v.input(1).shape.size() == 2 && v.input(1).shape[0] % experts_of(v.input(2)) == 0;
   const int64_t rows = right ? v.input(1).shape[0] / experts_of(v.input(2)) : 0;
   right = right && v.columns(0) == (transpose ? v.columns(1) : rows);
   require(right, v,
-          transpose ? "x (S, F), w (E·C, F) and offsets i32 (E + 1)" : "x (S, C), w (E·C, F) and offsets i32 (E + 1)");
-  return {{v.input(0).shape[0], transpose ? rows : v.columns(1)}, v.input(0).dtype};
+          std::string(padded ? "x (N, R, " : "x (S, ") + (transpose ? "F" : "C") + "), w (E·C, F) and " +
+              (padded ? "filled i32 (N, E)" : "offsets i32 (E + 1)"));
+  Shape shape = v.input(0).shape;
+  shape.back() = transpose ? rows : v.columns(1);
+  return {shape, v.input(0).dtype};
 }
 
 Cost group_cost(const OpView& v, double c, double f) {
-  Cost cost{2 * double(v.input(0).shape[0]) * c * f, double(v.output(0).bytes()) * (v.accumulates(0) ? 2 : 1)};
+  Cost cost{2 * double(v.rows(0)) * c * f, double(v.output(0).bytes()) * (v.accumulates(0) ? 2 : 1)};
   for (int i = 0; i < v.inputs(); ++i) cost.bytes += double(v.input(i).bytes());
   return cost;
 }
 
-// What becomes of a row is a product with w; of dy it is one with w the other way.
-void gradients(Differentiation& d, bool transpose) {
-  const TensorId dy = d.output_gradient(0), offsets = d.input(2);
-  const auto weight = [&](TensorId c, TensorId f) {
-    return d.build().emit("grouped_linear_weight_gradient", {c, f, offsets});
-  };
-  if (d.needs(1)) d.set(1, transpose ? weight(dy, d.input(0)) : weight(d.input(0), dy));
-  if (d.needs(0))
-    d.set(0, d.build().emit(transpose ? "grouped_linear" : "grouped_linear_transposed", {dy, d.input(1), offsets}));
+std::string name_of_kind(bool padded, const std::string& rest) {
+  return (padded ? "padded_linear" : "grouped_linear") + rest;
 }
 
-void register_groups(bool transpose) {
+// What becomes of a row is a product with w; of dy it is one with w the other way. With the attribute apart, what the
+// rows of each source make of the gradient of w is summed in a balanced tree, as ranks' gradients are.
+void gradients(Differentiation& d, bool transpose, bool padded) {
+  const TensorId dy = d.output_gradient(0), groups = d.input(2);
+  const bool apart = d.forward().attributes().integer("apart", 0) != 0;
+  if (d.needs(1)) {
+    const TensorId c = transpose ? dy : d.input(0), f = transpose ? d.input(0) : dy;
+    const TensorId made =
+        d.build().emit(name_of_kind(padded, apart ? "_weight_gradients" : "_weight_gradient"), {c, f, groups});
+    d.set(1, apart ? d.build().emit("sum_of_sources", {made}) : made);
+  }
+  if (d.needs(0))
+    d.set(0, d.build().emit(name_of_kind(padded, transpose ? "" : "_transposed"), {dy, d.input(1), groups}));
+}
+
+void register_groups(bool transpose, bool padded) {
+  const std::string rows = padded ? "(N, R, " : "(S, ", groups = padded ? "filled i32 (N, E)" : "offsets i32 (E + 1)";
+  const std::string in = transpose ? "F)" : "C)", out = transpose ? "C)" : "F)";
+  const std::string dimensions = padded ? (transpose ? "nef, ef, ne -> nec" : "nec, ef, ne -> nef")
+                                        : (transpose ? "sf, rf, e -> sc" : "sc, rf, e -> sf");
   register_kind(
-      {.name = transpose ? "grouped_linear_transposed" : "grouped_linear",
-       .summary = transpose ? "x (S, F), w (E·C, F), offsets i32 (E + 1) -> y (S, C): rows of expert e times w[e]ᵀ"
-                            : "x (S, C), w (E·C, F), offsets i32 (E + 1) -> y (S, F): rows of expert e times w[e]",
-       .shape = [=](const OpView& v) -> std::vector<TensorSpec> { return {group_shape(v, transpose)}; },
-       .gradient = [=](Differentiation& d) { gradients(d, transpose); },
+      {.name = name_of_kind(padded, transpose ? "_transposed" : ""),
+       .summary = "x " + rows + in + ", w (E·C, F), " + groups + " -> y " + rows + out +
+                  ": rows of expert e times w[e]" + (transpose ? "ᵀ" : ""),
+       .shape = [=](const OpView& v) -> std::vector<TensorSpec> { return {group_shape(v, transpose, padded)}; },
+       .gradient = [=](Differentiation& d) { gradients(d, transpose, padded); },
        .cost =
            [](const OpView& v) {
              return group_cost(v, double(v.input(1).shape[0] / experts_of(v.input(2))), double(v.columns(1)));
            },
        .accumulates = 1,
        .half = true,
-       .sharding = {.dimensions = transpose ? "sf, rf, e -> sc" : "sc, rf, e -> sf", .whole = "scre", .linear = 1},
+       .sharding = {.dimensions = dimensions, .whole = padded ? "nc" : "scre", .linear = 1},
        .kernels = {{"cpu", cpu_kernel([=](const Binding& b) { run_groups(b, Transpose(transpose)); }, workspace_of)},
                    {"reference", reference_kernel([=](const Binding& b, auto zero) {
                       plain_groups<decltype(zero)>(b, transpose);
                     })}}});
 }
 
-void register_weight_gradient() {
+std::vector<TensorSpec> weight_gradient_shape(const OpView& v, bool padded, bool apart) {
+  require(has_groups(v, padded) && v.input(1).shape.size() == v.input(0).shape.size() && v.rows(0) == v.rows(1), v,
+          padded ? "a (N, R, C), b (N, R, F) and filled i32 (N, E)" : "a (S, C), b (S, F) and offsets i32 (E + 1)");
+  Shape shape{elements({experts_of(v.input(2)), v.columns(0)}), v.columns(1)};
+  if (apart) shape.insert(shape.begin(), sources_of(v.input(2)));
+  return {{shape, wide(v.input(0).dtype)}};
+}
+
+void register_weight_gradient(bool padded, bool apart = false) {
   register_kind(
-      {.name = "grouped_linear_weight_gradient",
-       .summary = "a (S, C), b (S, F), offsets i32 (E + 1) -> dw (E·C, F): of expert e its rows of aᵀ times those of b",
-       .shape = [](const OpView& v) -> std::vector<TensorSpec> {
-         require(v.inputs() == 3 && is_matrix(v, 0) && is_matrix(v, 1) && v.input(0).shape[0] == v.input(1).shape[0] &&
-                     v.has_input(2) && are_offsets(v.input(2)),
-                 v, "a (S, C), b (S, F) and offsets i32 (E + 1)");
-         return {{{elements({experts_of(v.input(2)), v.columns(0)}), v.columns(1)}, wide(v.input(0).dtype)}};
-       },
+      {.name = name_of_kind(padded, apart ? "_weight_gradients" : "_weight_gradient"),
+       .summary = std::string(padded ? "a (N, R, C), b (N, R, F), filled i32 (N, E)"
+                                     : "a (S, C), b (S, F), offsets i32 (E + 1)") +
+                  " -> dw " + (apart ? "(N, E·C, F)" : "(E·C, F)") + ": of expert e its rows of aᵀ times those of b" +
+                  (apart ? ", from each source" : ""),
+       .shape = [=](const OpView& v) { return weight_gradient_shape(v, padded, apart); },
        .cost = [](const OpView& v) { return group_cost(v, double(v.columns(0)), double(v.columns(1))); },
        .accumulates = 1,
        .half = true,
-       .sharding = {.dimensions = "sc, sf, e -> rf", .whole = "sce"},
-       .kernels = {{"cpu", cpu_kernel(run_weight_gradient, workspace_of)},
-                   {"reference",
-                    reference_kernel([](const Binding& b, auto zero) { plain_weight_gradient<decltype(zero)>(b); })}}});
+       .sharding = {.dimensions = !padded ? "sc, sf, e -> rf"
+                                  : apart ? "nec, nef, ne -> nef"
+                                          : "nec, nef, ne -> ef",
+                    .whole = padded ? "nc" : "sce"},
+       .kernels = {{"cpu", cpu_kernel([=](const Binding& b) { run_weight_gradient(b, apart); }, workspace_of)},
+                   {"reference", reference_kernel([=](const Binding& b, auto zero) {
+                      plain_weight_gradient<decltype(zero)>(b, apart);
+                    })}}});
+}
+
+// Of `count` arrays, `stride` apart, elements [0, n): pairs first, as ranks' gradients are summed (communicator.h).
+constexpr int64_t kSummed = 256;
+template <class T>
+void add_tree(const T* from, int64_t count, int64_t stride, int64_t n, T* to) {
+  if (count == 1) {
+    std::copy_n(from, n, to);
+    return;
+  }
+  int64_t split = 1;
+  while (split * 2 < count) split *= 2;
+  T right[kSummed];
+  add_tree(from, split, stride, n, to);
+  add_tree(from + split * stride, count - split, stride, n, right);
+  for (int64_t i = 0; i < n; ++i) to[i] += right[i];
+}
+
+template <class T>
+void sum_sources(const Binding& b) {
+  const int64_t count = b.input(0).shape[0], size = elements(b.output(0).shape);
+  b.threads().split((size + kSummed - 1) / kSummed, 4, [&](int64_t i, int64_t end) {
+    for (; i < end; ++i)
+      add_tree(b.in<T>(0) + i * kSummed, count, size, std::min(kSummed, size - i * kSummed), b.out<T>(0) + i * kSummed);
+  });
+}
+
+void register_sum() {
+  register_kind({.name = "sum_of_sources",
+                 .summary = "x (N, R, F) -> y (R, F): the sum over the first dimension, in a balanced tree",
+                 .shape = [](const OpView& v) -> std::vector<TensorSpec> {
+                   require(v.inputs() == 1 && v.has_input(0) && v.input(0).shape.size() == 3 && is_float(v.input(0)) &&
+                               !is_half(v.input(0).dtype),
+                           v, "x (N, R, F) in f32");
+                   return {{{v.input(0).shape[1], v.input(0).shape[2]}, v.input(0).dtype}};
+                 },
+                 .sharding = {.dimensions = "nef -> ef", .whole = "n"},
+                 .kernels = {{"cpu", cpu_kernel(sum_sources<float>)},
+                             {"reference",
+                              reference_kernel([](const Binding& b, auto zero) { sum_sources<decltype(zero)>(b); })}}});
 }
 
 const AtLoad grouped_linear_registered([] {
-  register_groups(false);
-  register_groups(true);
-  register_weight_gradient();
+  for (const bool padded : {false, true}) {
+    register_groups(false, padded);
+    register_groups(true, padded);
+    register_weight_gradient(padded);
+  }
+  register_weight_gradient(true, true);
+  register_sum();
 });
 
 }  // namespace

@@ -143,7 +143,7 @@ void require_used(const Mesh& mesh, const Program& program, const std::vector<Na
   const std::vector<std::string_view> of_data = mesh.parts_of(kDataAxis);
   for (const Axis& axis : mesh.axes()) {
     const bool known = std::find(of_data.begin(), of_data.end(), axis.name) != of_data.end();
-    if (axis.size == 1 || known) continue;
+    if (axis.size == 1 || (known && axis.name != kExpertAxis)) continue;
     if (std::any_of(splits.begin(), splits.end(), [&](const NamedSplit& split) { return split.axis == axis.name; }))
       continue;
     if (std::any_of(program.ops.begin(), program.ops.end(), [&](const Op& op) {
@@ -234,7 +234,7 @@ class Build {
   }
 
   void build_model() {
-    ModelStage model(batch_, goal_, phases_);
+    ModelStage model(batch_, goal_, phases_, mesh_);
     for (const NamedPlugin& named : plugins_) guarded(named, "model", [&](Plugin& plugin) { plugin.model(model); });
     Builder build(single_);
     result_ = model.call("model", build, {});

@@ -31,6 +31,21 @@ Frozen frozen_in(const Program& program) {
   return frozen;
 }
 
+// Of those, what belongs to experts: whose matrices have a dimension of that name.
+struct OfExperts {
+  int64_t count = 0, bytes = 0;
+};
+OfExperts of_experts(const Program& program) {
+  OfExperts experts;
+  for (TensorId id : program.with_role(Role::parameter)) {
+    const Tensor& tensor = program[id];
+    if (std::any_of(tensor.dimensions.begin(), tensor.dimensions.end(),
+                    [](const Dimension& dimension) { return dimension.name == "experts"; }))
+      experts.count += elements(tensor.full_shape()), experts.bytes += tensor.bytes();
+  }
+  return experts;
+}
+
 // What ZeRO's paper calls model states, on the device: parameters and states as they rest, and the most that gradients
 // take while none is being made: between microbatches, and where all of them wait for something (clipping).
 Json::Object model_states(const PlannedProgram& planned) {
@@ -338,6 +353,8 @@ std::string plan_text(const RunPlans& plans) {
   if (const Frozen frozen = frozen_in(program); frozen.count > 0)
     text += fmt::format("frozen parameters {:>16}   ({}, without gradients and states)\n", frozen.count,
                         bytes_text(frozen.bytes));
+  if (const OfExperts experts = of_experts(program); experts.count > 0)
+    text += fmt::format("expert parameters {:>16}   ({} on this rank)\n", experts.count, bytes_text(experts.bytes));
   if (planned.ranks > 1) text += fmt::format("ranks             {:>16}   (memory is that of one)\n", planned.ranks);
   text += programs_text(plans);
   for (int t = 0; t < kTiers; ++t) {
@@ -394,6 +411,8 @@ std::string plan_json(const RunPlans& plans) {
                    {"parameters", parameter_count(program)},
                    {"frozen_parameters", frozen_in(program).count},
                    {"frozen_bytes", frozen_in(program).bytes},
+                   {"expert_parameters", of_experts(program).count},
+                   {"expert_bytes", of_experts(program).bytes},
                    {"tokens_per_step", planned.built.tokens_per_step},
                    {"ops", int64_t(program.ops.size())},
                    {"model_flops", planned.built.model_flops},

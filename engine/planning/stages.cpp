@@ -101,14 +101,16 @@ void GradientStage::materialize(Gradient& gradient) {
 }
 
 std::string take_data_axes(const Mesh& mesh, std::vector<std::string>& partial) {
-  std::vector<std::string> taken;
+  std::vector<std::string> found;
   size_t in_all = 0;
   for (std::string_view axis : mesh.parts_of(kDataAxis)) {
     in_all += mesh.size(axis) > 1;
-    if (std::erase(partial, axis) && mesh.size(axis) > 1) taken.emplace_back(axis);
+    if (std::erase(partial, axis) && mesh.size(axis) > 1) found.emplace_back(axis);
   }
-  if (taken.empty()) return "";
-  return taken.size() == in_all ? std::string(kDataAxis) : taken.front();
+  if (found.empty()) return "";
+  if (found.size() == in_all) return std::string(kDataAxis);
+  partial.insert(partial.end(), found.begin() + 1, found.end());
+  return found.front();
 }
 
 std::vector<TensorId> GradientStage::over_all(std::string_view each, std::string_view together) {

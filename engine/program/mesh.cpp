@@ -52,7 +52,7 @@ Mesh::Mesh(int rank, Sizes axes) : rank_(rank), sizes_(std::move(axes)) {
     size_ *= ranks;
     axes_.push_back(combined(name, rank, grid, {a}));
     axes_.back().own_programs = own_programs;
-    if (name == kReplicateAxis || name == kShardAxis) data.push_back(a);
+    if (name == kReplicateAxis || name == kShardAxis || name == kExpertAxis) data.push_back(a);
     if (own_programs) programs.push_back(a);
   }
   data_ = combined(std::string(kDataAxis), rank, grid, data);
@@ -74,14 +74,14 @@ const Axis& Mesh::operator[](std::string_view axis) const {
 }
 
 std::vector<std::string_view> Mesh::parts_of(std::string_view axis) const {
-  if (axis == kDataAxis) return {kReplicateAxis, kShardAxis};
+  if (axis == kDataAxis) return {kReplicateAxis, kShardAxis, kExpertAxis};
   return {axis};
 }
 
 bool Mesh::counts() const {
   return std::all_of(axes_.begin(), axes_.end(), [](const Axis& axis) {
     return axis.coordinate == 0 || axis.name == kReplicateAxis || axis.name == kShardAxis ||
-           axis.name == kSequenceAxis || axis.own_programs;  // those without a loss add nothing
+           axis.name == kExpertAxis || axis.name == kSequenceAxis || axis.own_programs;  // those without a loss add nothing
   });
 }
 

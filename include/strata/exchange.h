@@ -39,8 +39,8 @@ struct Gradient {
   // count it (SharedParameter).
   bool counts = true;
 };
-// Takes the axes that split the batch out of `partial` and returns the name of the group that sums over them: "data",
-// or one of its axes; "" when there is nothing to sum.
+// Takes axes that split the batch out of `partial` and returns the name of a group that sums over them: "data" for all
+// of them, or one; "" when there is nothing to sum (any more).
 std::string take_data_axes(const Mesh& mesh, std::vector<std::string>& partial);
 
 // The name under which the model declared the gradient's parameter, also where the gradient or the parameter is one

@@ -14,9 +14,11 @@ struct Axis {
   bool own_programs = false;   // ranks along it have programs of their own: other tensors, data and losses
 };
 
-// Ranks that see different sequences. They are `replicate` × `shard`: groups of `shard` ranks that share what is split
-// among them, repeated `replicate` times.
-inline constexpr std::string_view kDataAxis = "data", kReplicateAxis = "replicate", kShardAxis = "shard";
+// Ranks that see different sequences. They are `replicate` × `shard` × `expert`: groups of `shard` ranks that share what
+// is split among them, repeated `replicate` times, and for each of them the ranks among which experts are split, to
+// which the tokens of each other's sequences go.
+inline constexpr std::string_view kDataAxis = "data", kReplicateAxis = "replicate", kShardAxis = "shard",
+                                  kExpertAxis = "expert";
 // Ranks that see the same sequences and share the work of each op.
 inline constexpr std::string_view kTensorAxis = "tensor";
 // Ranks that see the same sequences and have a part of the tokens of each. A loss is each rank's own there: what its
@@ -32,15 +34,15 @@ class Mesh {
   };
   using Sizes = std::vector<Size>;
   Mesh() = default;  // one rank
-  // The grid's axes, outermost first: neighbouring ranks differ in the last one. `replicate` and `shard` make up
-  // `data`, which can be named like an axis of the grid.
+  // The grid's axes, outermost first: neighbouring ranks differ in the last one. `replicate`, `shard` and `expert` make
+  // up `data`, which can be named like an axis of the grid.
   Mesh(int rank, Sizes axes);
   int rank() const { return rank_; }
   int size() const { return size_; }
   int size(std::string_view axis) const { return (*this)[axis].size; }
   const Axis& operator[](std::string_view axis) const;     // an axis nobody named has one rank
   const std::vector<Axis>& axes() const { return axes_; }  // of the grid
-  // What `axis` is made of: itself, or for `data` its two.
+  // What `axis` is made of: itself, or for `data` its three.
   std::vector<std::string_view> parts_of(std::string_view axis) const;
   // Axes of the grid and those made of them: what ranks form groups over.
   std::vector<Axis> groups() const;

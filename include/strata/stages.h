@@ -27,6 +27,7 @@ class ModelStage {
   const BatchShape& batch() const { return batch_; }
   Goal goal() const { return goal_; }
   const Phases& phases() const { return phases_; }  // that the program is for
+  const Mesh& mesh() const { return mesh_; }        // as rank 0 sees it: every rank plans the same
 
   void define(std::string name, Module module);   // the model plugin's; a name defined twice is an Error
   void replace(std::string name, Module module);  // called instead of the defined one, whichever comes first
@@ -38,13 +39,14 @@ class ModelStage {
   void declare_vocabulary(int64_t size) { vocabulary_ = size; }
   int64_t vocabulary() const { return vocabulary_; }
 
-  ModelStage(BatchShape batch, Goal goal, Phases phases = {})
-      : batch_(batch), goal_(goal), phases_(std::move(phases)) {}
+  ModelStage(BatchShape batch, Goal goal, Phases phases = {}, Mesh mesh = {})
+      : batch_(batch), goal_(goal), phases_(std::move(phases)), mesh_(std::move(mesh)) {}
 
  private:
   BatchShape batch_;
   Goal goal_;
   Phases phases_;
+  Mesh mesh_;
   int64_t vocabulary_ = 0;
   std::map<std::string, Module, std::less<>> defined_, replaced_;
   std::map<std::string, std::vector<std::function<TensorId(Builder&, TensorId, const Module&)>>, std::less<>> wraps_;

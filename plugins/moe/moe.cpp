@@ -110,7 +110,8 @@ class Experts final : public strata::Plugin {
 
   strata::Capabilities capabilities() const override {
     // Where the loss is scaled, and what a stage of a pipeline keeps, must be known when losses are added (forward).
-    return {.provides = {"changes the model"}, .after = {"unscaled_gradients", "splits over pipeline"}};
+    return {.provides = {"changes the model", "splits over expert"},
+            .after = {"unscaled_gradients", "splits over pipeline"}};
   }
 
   void model(strata::ModelStage& stage) override {
@@ -127,6 +128,8 @@ class Experts final : public strata::Plugin {
     replaced_.clear();
     batch_ = stage.batch();
     trains_ = stage.goal() == strata::Goal::train;
+    ranks_ = stage.mesh().size(strata::kExpertAxis);
+    if (ranks_ > 1) require_divisible(stage);
     stage.wrap("feed_forward", [this](Builder& b, TensorId x, const strata::ModelStage::Module& inner) {
       if (!blocks_.empty() && std::find(blocks_.begin(), blocks_.end(), b.block_index) == blocks_.end())
         return inner(b, x);
@@ -191,6 +194,20 @@ class Experts final : public strata::Plugin {
       if (!replaced_.contains(block))
         throw Error("blocks names block " + std::to_string(block) +
                     ", but the model has no feed-forward layer there; blocks are counted from 0.");
+  }
+
+  void require_divisible(const strata::ModelStage& stage) const {
+    const std::string axis = "mesh.expert = " + std::to_string(ranks_);
+    if (experts_ % ranks_ != 0)
+      throw Error("experts = " + std::to_string(experts_) + " cannot be divided evenly among the ranks of " + axis +
+                  "; set mesh.expert to a divisor of " + std::to_string(experts_) + ".");
+    if (dropout_ > 0)
+      throw Error("dropout between an expert's products draws by row, and with " + axis +
+                  " rows of several ranks come together, which is not built; set dropout to 0, or mesh.expert to 1.");
+    if (stage.batch().reproducible && (stage.mesh().size(strata::kDataAxis) != ranks_ || batch_.microbatches > 1))
+      throw Error("run.reproducible with " + axis + " needs mesh.data = mesh.expert and one microbatch a rank, but " +
+                  "mesh.data = " + std::to_string(stage.mesh().size(strata::kDataAxis)) + " and there are " +
+                  std::to_string(batch_.microbatches) + "; change data.micro_batch or the mesh, or unset it.");
   }
 
   // Choices that an expert takes of a microbatch; 0: any number.
@@ -301,26 +318,52 @@ class Experts final : public strata::Plugin {
     return {made[0], made[1]};
   }
 
+  // From or to the ranks that have the experts (engine/ops/expert_exchange.cpp).
+  TensorId exchanged(Builder& b, TensorId rows, std::string_view to, std::string_view name) const {
+    return b.emit("expert_exchange", {rows},
+                  {{"axis", std::string(strata::kExpertAxis)}, {"size", int64_t(ranks_)}, {"to", std::string(to)}},
+                  std::string(name));
+  }
+
+  // Experts' matrices, of which a rank has those of its experts.
+  TensorId matrices(Builder& b, std::string_view name, int64_t hidden, int64_t inner) const {
+    const TensorId id = weight(b, name, strata::elements({experts_ / ranks_, hidden}), inner,
+                               {{"experts", hidden}, "ffn"}, std::vector<int64_t>(size_t(experts_), hidden));
+    if (ranks_ > 1)
+      b.program()[id].layout = strata::Layout{
+          {.dimension = 0, .axis = std::string(strata::kExpertAxis), .full = strata::elements({experts_, hidden})}};
+    return id;
+  }
+
+  // Where experts are split, each has as many rows as it may take of a microbatch of each rank, so that what ranks send
+  // each other is always the same bytes; without a capacity that is all tokens, each of which goes to an expert once.
   TensorId experts(Builder& b, TensorId x, TensorId weights, TensorId choices, int64_t room) const {
     const auto scope = b.scope("experts");
     const int64_t hidden = b[x].shape.back(), inner = ffn_ > 0 ? ffn_ : 4 * hidden;
-    const strata::Attributes capacity{{"capacity", room}};
-    const std::vector<TensorId> slots =
-        b.emit_all("expert_slots", {choices}, {{"experts", experts_}, {"capacity", room}}, {}, "slots");
-    const TensorId rows = b.emit("expert_dispatch", {x, slots[0], slots[1]}, capacity, "rows");
-    const auto matrices = [&](std::string_view name) {
-      return weight(b, name, strata::elements({experts_, hidden}), inner, {{"experts", hidden}, "ffn"},
-                    std::vector<int64_t>(size_t(experts_), hidden));
-    };
+    const int64_t tokens = strata::elements(b[x].shape) / hidden;
+    const bool split = ranks_ > 1;
+    if (split) room = room == 0 ? tokens : std::min(room, tokens);
+    strata::Attributes capacity{{"capacity", room}}, slotted{{"experts", experts_}, {"capacity", room}}, product;
+    if (split) capacity.set("padded", int64_t{1}), slotted.set("padded", int64_t{1});
+    if (split && batch_.reproducible) product.set("apart", int64_t{1});
+    const std::string kind = split ? "padded_linear" : "grouped_linear";
+    const std::vector<TensorId> slots = b.emit_all("expert_slots", {choices}, slotted, {}, "slots");
+    TensorId rows = b.emit("expert_dispatch", {x, slots[0], slots[1]}, capacity, "rows"), groups = slots[1];
+    if (split) {
+      groups = exchanged(b, b.emit("expert_filled", {slots[1]}, {}, "filled"), "experts", "received.filled");
+      rows = exchanged(b, rows, "experts", "received");
+    }
     TensorId between = activate(b, [&](std::string_view name) {
-      return b.emit("grouped_linear", {rows, matrices(name), slots[1]}, {}, std::string(name) + ".out");
+      return b.emit(kind, {rows, matrices(b, name, hidden, inner), groups}, product, std::string(name) + ".out");
     });
     if (trains_ && dropout_ > 0) {
       strata::Attributes attributes{{"probability", dropout_}};
       const std::vector<TensorId> inputs = drawn(b, {between}, "dropout", attributes);
       between = b.emit("dropout", inputs, attributes, "dropout");
     }
-    const TensorId back = b.emit("grouped_linear_transposed", {between, matrices("down"), slots[1]}, {}, "down.out");
+    TensorId back =
+        b.emit(kind + "_transposed", {between, matrices(b, "down", hidden, inner), groups}, product, "down.out");
+    if (split) back = exchanged(b, back, "tokens", "returned");
     return b.emit("expert_combine", {back, slots[0], slots[1], weights}, capacity, "out");
   }
 
@@ -343,6 +386,7 @@ class Experts final : public strata::Plugin {
   double jitter_ = 0, dropout_ = 0, bias_rate_ = 0, importance_ = 0.1, load_ = 0.1;
   strata::BatchShape batch_{};  // of the program that is being planned
   bool trains_ = false;
+  int ranks_ = 1;  // that experts are divided among
   bool reports_ = false;
   std::set<int64_t> replaced_{};  // blocks
 };

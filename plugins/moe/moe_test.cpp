@@ -3,7 +3,16 @@
 // STRATA_SEED and STRATA_CASES choose what is drawn, to repeat a case or to look for longer.
 #include <algorithm>
 #include <cmath>
+#include <filesystem>
+#include <fstream>
+#include <random>
+#include <sstream>
 
+#include "engine/data/token_file.h"
+#include "engine/planning/memory_plan.h"
+#include "engine/planning/report.h"
+#include "engine/program/autodiff.h"
+#include "engine/runtime/trainer.h"
 #include "tests/harness.h"
 #include "tests/ordering.h"
 #include "tests/outcome.h"
@@ -114,6 +123,139 @@ TEST(Experts, RanksThatShareTheWorkAgree) {
     }
 }
 
+// A run whose experts are divided among `ranks`, each with one microbatch.
+ExpertsCase divided_case(int ranks, const std::string& experts) {
+  ExpertsCase c;
+  c.run = "reproducible = true\n";
+  c.model = "hidden = 24\nheads = 2\npositions = \"rotary\"\nnorm = \"rms_norm\"\nbias = false\n";
+  c.experts = "experts = 8\nffn = 17\n" + experts;
+  c.optimizer = "[plugins.adamw]\nlearning_rate = 1e-3\n[plugins.clip]\nmax_norm = 0.1\n";
+  c.mesh = "data = " + std::to_string(ranks) + "\nexpert = " + std::to_string(ranks) + "\n";
+  c.strategies = "[plugins.data_parallel]\n";
+  c.ranks = ranks, c.micro_batch = 8 / ranks;
+  return c;
+}
+
+test::Outcome outcome_of_words(const ExpertsCase& c, bool plain, int words) {
+  return test::outcome_of(text_of(c, plain), plain ? 1 : c.ranks, kTokens, words);
+}
+
+// Experts on several ranks are those of one, also where all tokens are alike and so all choose the same.
+TEST(Experts, DividedAmongRanksAreExact) {
+  for (const int ranks : {2, 8})
+    for (const std::string experts : {"", "capacity_factor = 1.0\nbias_rate = 0.01\n"})
+      for (const int words : {kWords, 1}) {
+        const ExpertsCase c = divided_case(ranks, experts);
+        SCOPED_TRACE(text_of(c, false) + "words " + std::to_string(words));
+        expect_equal(outcome_of_words(c, false, words), outcome_of_words(c, true, words));
+        if (HasFailure()) return;
+      }
+}
+
+// Where experts' ranks rest what, make again what, and how they choose changes no bit.
+TEST(Experts, DividedInRandomCompositionsAreExact) {
+  const test::TemporaryFolder folder;
+  const uint64_t base = test::first_seed();
+  const auto cases = uint64_t(test::cases(4));
+  for (uint64_t seed = base; seed < base + cases; ++seed) {
+    Random random(seed);
+    ExpertsCase c = draw_case(random, folder.path());
+    const auto pick = [&](const std::vector<std::string>& from) {
+      return from[size_t(test::draw(random, 0, int64_t(from.size()) - 1))];
+    };
+    const size_t rest = c.strategies.find("[plugins.", 1);  // but what sums gradients and where
+    const bool summed = c.strategies.starts_with("[plugins.data_parallel]") ||
+                        c.strategies.starts_with("[plugins.zero]") || c.strategies.starts_with("[plugins.pipeline]");
+    const std::string others = !summed ? c.strategies : rest == std::string::npos ? "" : c.strategies.substr(rest);
+    const std::string router = pick({"topk\"\nk = 3", "gshard", "switch", "shazeer"});
+    const ExpertsCase divided = divided_case(2 << test::draw(random, 0, 1),
+                                             "router = \"" + router + (router.starts_with("topk") ? "\n" : "\"\n") +
+                                                 pick({"", "shared = 13\n"}) + pick({"", "blocks = [1]\n"}) +
+                                                 pick({"", "capacity_factor = 1.3\n"}) + pick({"", "jitter = 0.1\n"}) +
+                                                 pick({"", "activation = \"gelu\"\n"}));
+    c.run = divided.run, c.model = divided.model, c.experts = divided.experts, c.optimizer = divided.optimizer;
+    c.mesh = divided.mesh, c.ranks = divided.ranks, c.micro_batch = divided.micro_batch;
+    c.strategies = pick({"[plugins.data_parallel]\n", "[plugins.zero]\nstage = 3\n"}) + others;
+    SCOPED_TRACE("STRATA_SEED=" + std::to_string(seed) + " STRATA_CASES=1\n" + text_of(c, false));
+    expect_equal(outcome(c, false), outcome(c, true));
+    if (HasFailure()) return;
+  }
+}
+
+// Groups that each have all experts, ranks that divide each expert's work, and stages sum in another order.
+TEST(Experts, DividedBesideOtherAxesAgree) {
+  const std::pair<std::string, std::string> meshes[] = {
+      {"data = 4\nexpert = 2\n[plugins.zero]\nstage = 3\n", ""},
+      {"data = 4\nexpert = 2\n[plugins.zero]\nstage = 2\n", "capacity_factor = 1.0\n"},
+      {"data = 4\nexpert = 2\nreplicate = 2\n[plugins.zero]\nstage = 1\n", ""},
+      {"data = 2\nexpert = 2\ntensor = 2\n[plugins.data_parallel]\n[plugins.tensor_parallel]\n",
+       "capacity_factor = 1.0\n"},
+      {"data = 2\nexpert = 2\npipeline = 2\n[plugins.data_parallel]\n[plugins.pipeline]\n", ""}};
+  for (const auto& [mesh, experts] : meshes) {
+    ExpertsCase c = divided_case(4, experts + "shared = 14\n");
+    c.experts.replace(c.experts.find("ffn = 17\n"), 9, "ffn = 18\n");
+    c.run = "", c.mesh = mesh, c.strategies = "", c.micro_batch = 2;
+    c.optimizer = "[plugins.adamw]\nlearning_rate = 1e-3\nepsilon = 1e-5\n[plugins.clip]\nmax_norm = 0.1\n";
+    SCOPED_TRACE(text_of(c, false));
+    test::expect_close(outcome(c, false), outcome(c, true));
+    if (HasFailure()) return;
+  }
+}
+
+// A run that goes on with its experts divided otherwise has the checkpoint of one that never stopped.
+TEST(Experts, GoOnDividedOtherwise) {
+  const test::TemporaryFolder folder;
+  TokenFileWriter writer(folder / "t.bin", false);
+  std::vector<int32_t> tokens(900);
+  for (size_t i = 0; i < tokens.size(); ++i) tokens[i] = int32_t(i * i % kWords);
+  writer.append(tokens);
+  writer.commit();
+  const auto train_to = [&](int steps, bool divided, const std::string& run) {
+    const ExpertsCase c = divided_case(4, "");
+    const std::string config = test::write_file(folder / "config.toml", text_of(c, !divided));
+    run_local(
+        divided ? 4 : 1,
+        [&](World& world) {
+          Session session(config,
+                          {"run.steps=" + std::to_string(steps), "run.directory=\"" + (folder / run) + "\"",
+                           "data.train=[\"" + (folder / "t.bin") + "\"]"},
+                          divided ? &world : nullptr);
+          train(session, {.resume = steps > 2 && run == "parts", .trace = ""});
+        },
+        120);
+  };
+  const auto checkpoint = [&](const std::string& run) {
+    std::ostringstream all;
+    for (const auto& entry : std::filesystem::directory_iterator(folder / run + "/step-00000006"))
+      if (entry.path().extension() == ".safetensors") all << std::ifstream(entry.path(), std::ios::binary).rdbuf();
+    return all.str();
+  };
+  train_to(6, false, "whole");
+  train_to(2, true, "parts");
+  train_to(4, false, "parts");
+  train_to(5, true, "parts");
+  train_to(6, false, "parts");
+  EXPECT_GT(checkpoint("whole").size(), size_t{10000});
+  EXPECT_TRUE(checkpoint("parts") == checkpoint("whole"));
+}
+
+// Of each layer and microbatch, both ways and back again: rows for all experts, as many as each may take, and how many
+// there are.
+TEST(Experts, BytesExchangedFollowTheFormula) {
+  for (const bool capacity : {false, true}) {
+    ExpertsCase c = divided_case(4, capacity ? "capacity_factor = 1.5\n" : "");
+    double bytes = 0;
+    run_local(4, [&](World& world) {
+      const test::Runner runner(text_of(c, false), {}, Goal::train, {}, &world);
+      if (world.rank() != 0) return;
+      for (const Op& op : runner.built.program.ops)
+        if (op.kind->name == "expert_exchange") bytes += cost_of(OpView(runner.built.program, op)).wire;
+    });
+    const int64_t tokens = 22, rows = capacity ? int64_t(1.5 * double(tokens) * 2 / 8) : tokens;
+    EXPECT_EQ(bytes, double(2 * (4 * 8 * rows * 24 * 4 + 8 * 4)));
+  }
+}
+
 // Numbers kept for the backward pass a block, by the choices R = tokens·k of a microbatch, width C and inner width F:
 // of the dense block without its feed-forward layer; rows C, up, gate and product F each, result C; logits E, weights
 // and choices and slots k a token; offsets.
@@ -152,7 +294,7 @@ TEST(Experts, LearnAndShareTheLoad) {
     return std::array{loss, load, dropped};
   };
   const auto even = last("experts = 4\nk = 1\nnormalize = false\nbalance = 0.1\n");
-  EXPECT_LT(even[0], 0.5);  // from log 61 = 4.1
+  EXPECT_LT(even[0], 0.5);   // from log 61 = 4.1
   EXPECT_LT(even[1], 1.35);  // times the even share; without it, or a bias, 1.45
   EXPECT_EQ(even[2], 0.0);
   const auto pushed = last("experts = 4\nk = 1\nnormalize = false\nbalance = 0.0\nbias_rate = 0.01\n");
@@ -160,6 +302,86 @@ TEST(Experts, LearnAndShareTheLoad) {
   const auto full = last("experts = 4\nk = 4\ncapacity_factor = 0.5\n");  // all choose all: half finds room
   EXPECT_EQ(full[1], 0.5);
   EXPECT_EQ(full[2], 0.5);
+}
+
+TEST(Experts, PlansTellWhatTheyTake) {
+  const test::TemporaryFolder folder;
+  Session session(test::write_file(folder / "config.toml", text_of(divided_case(4, ""), false)), {});
+  session.rates = Rates();
+  const std::string text = plan_text(session.plan_run());
+  // 2 layers of 3 matrices for 8 experts, a quarter of them in bytes here; the kind's calls are 5 a layer.
+  const int64_t count = 2 * 3 * 8 * 24 * 17;
+  EXPECT_NE(text.find(std::to_string(count) + "   ("), std::string::npos) << text;
+  EXPECT_NE(text.find("expert parameters"), std::string::npos) << text;
+  EXPECT_NE(text.find("on this rank)"), std::string::npos) << text;
+  EXPECT_NE(text.find("  expert          expert_exchange             10"), std::string::npos) << text;
+}
+
+using PaddedNumbers = std::vector<std::vector<float>>;
+
+// Rows of three sources, of which some are nobody's: y = x w1, z = y w2ᵀ, and the gradients of Σ dz·z.
+PaddedNumbers padded_results(const std::string& backend, bool apart, bool poison) {
+  constexpr int64_t kSources = 3, kExperts = 2, kRoom = 4, kColumns = 5, kInner = 300;  // more than one piece
+  const int32_t filled[kSources * kExperts] = {4, 0, 1, 3, 0, 2};
+  Program program;
+  Builder b(program);
+  const TensorId x = b.data("x", {kSources, kExperts * kRoom, kColumns}, DType::f32),
+                 up = b.data("up", {kExperts * kColumns, kInner}, DType::f32),
+                 down = b.data("down", {kExperts * kColumns, kInner}, DType::f32),
+                 dz = b.data("dz", {kSources, kExperts * kRoom, kColumns}, DType::f32),
+                 counts = b.data("filled", {kSources, kExperts}, DType::i32);
+  const Attributes attributes{{"apart", int64_t(apart)}};
+  const TensorId y = b.emit("padded_linear", {x, up, counts}, attributes);
+  const TensorId z = b.emit("padded_linear_transposed", {y, down, counts}, attributes);
+  std::vector<TensorId> results = differentiate(program, {{z, dz}}, {x, up, down}).wanted;
+  results.push_back(z);
+  for (TensorId id : results) program[id].step_output = true;
+  Threads threads(2);
+  const MemoryPlan plan = plan_memory(program, backend, 2);
+  Storage storage(program, plan);
+  Executor executor(program, plan, storage, backend, threads);
+  std::mt19937 random(5);
+  std::normal_distribution<float> normal;
+  for (TensorId id : {x, up, down, dz})
+    for (int64_t i = 0; i < elements(program[id].shape); ++i)
+      static_cast<float*>(executor.pointer(id))[i] = normal(random);
+  std::copy(std::begin(filled), std::end(filled), static_cast<int32_t*>(executor.pointer(counts)));
+  poison ? executor.run_poisoned() : executor.run();
+  PaddedNumbers numbers;
+  for (TensorId id : results) {
+    const auto* values = static_cast<const float*>(executor.pointer(id));
+    numbers.emplace_back(values, values + elements(program[id].shape));
+  }
+  for (int64_t row = 0; row < kSources * kExperts * kRoom; ++row)
+    if (row % kRoom >= filled[row / kRoom])
+      for (int64_t c = 0; c < kColumns; ++c) {
+        EXPECT_EQ(numbers[0][size_t(row * kColumns + c)], 0.0f);
+        EXPECT_EQ(numbers[3][size_t(row * kColumns + c)], 0.0f);
+      }
+  return numbers;
+}
+
+TEST(Experts, PaddedRowsOfSeveralSources) {
+  const PaddedNumbers expected = padded_results("reference", false, false);
+  for (const bool apart : {false, true}) {
+    const PaddedNumbers actual = padded_results("cpu", apart, true);
+    for (size_t r = 0; r < expected.size(); ++r)
+      for (size_t i = 0; i < expected[r].size(); ++i)  // sums of up to 300 products of numbers near 1, in f32
+        ASSERT_NEAR(actual[r][i], expected[r][i], 3e-4) << r << " " << i;
+  }
+  EXPECT_GT(std::abs(expected[3][0]), 1e-3);
+}
+
+// Experts' gradients are summed over two of the three axes that make up the data ranks.
+TEST(Experts, DataRanksAreThreeAxes) {
+  const Mesh mesh(0, {{"replicate", 2}, {"shard", 2}, {"expert", 2}});
+  EXPECT_EQ(mesh.size("data"), 8);
+  std::vector<std::string> partial = {"replicate", "shard"};
+  EXPECT_EQ(take_data_axes(mesh, partial), "replicate");
+  EXPECT_EQ(take_data_axes(mesh, partial), "shard");
+  EXPECT_EQ(take_data_axes(mesh, partial), "");
+  partial = {"expert", "replicate", "shard"};
+  EXPECT_EQ(take_data_axes(mesh, partial), "data");
 }
 
 void expect_refused(const std::string& experts, const std::string& why, const std::string& more = "") {
@@ -174,6 +396,35 @@ void expect_refused(const std::string& experts, const std::string& why, const st
     EXPECT_NE(std::string(error.what()).find(why), std::string::npos) << error.what();
     EXPECT_EQ(error.code(), ExitCode::usage);
   }
+}
+
+void expect_divided_refused(const ExpertsCase& c, const std::string& why) {
+  run_local(c.ranks, [&](World& world) {
+    try {
+      const test::Runner runner(text_of(c, false), {}, Goal::train, {}, &world);
+      ADD_FAILURE() << "accepted: " << text_of(c, false);
+    } catch (const Error& error) {
+      EXPECT_NE(std::string(error.what()).find(why), std::string::npos) << error.what();
+      EXPECT_EQ(error.code(), ExitCode::usage);
+    }
+  });
+}
+
+TEST(Experts, WrongDivisionsAreErrors) {
+  const auto with = [](const std::string& mesh, const std::string& experts, int ranks = 2) {
+    ExpertsCase c = divided_case(ranks, experts);
+    c.mesh = mesh;
+    return c;
+  };
+  ExpertsCase odd = with("data = 2\nexpert = 2\n", "");
+  odd.experts = "experts = 5\n";
+  expect_divided_refused(odd, "experts = 5 cannot be divided evenly among the ranks of mesh.expert = 2");
+  expect_divided_refused(with("data = 2\nexpert = 2\n", "dropout = 0.1\n"), "dropout between an expert's products");
+  expect_divided_refused(with("data = 2\nexpert = 3\n", ""), "mesh.data = 2 is not a multiple of");
+  expect_divided_refused(with("data = 4\nexpert = 2\n", "", 4), "needs mesh.data = mesh.expert");
+  ExpertsCase several = with("data = 2\nexpert = 2\n", "");
+  several.micro_batch = 2;
+  expect_divided_refused(several, "one microbatch a rank");
 }
 
 TEST(Experts, WrongOptionsAreErrors) {

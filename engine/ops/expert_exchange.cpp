@@ -1,0 +1,88 @@
+// Rows on their way to the ranks that have their experts, and back. Each rank has rows for all experts, as many for
+// each, and gives every rank those of its experts; what a rank receives are the rows of its experts from each of them.
+// Both ways the bytes of a rank's part lie in one piece.
+#include <algorithm>
+
+#include "engine/ops/registration.h"
+#include "strata/communicator.h"
+
+namespace strata::expert_exchange {
+namespace {
+
+std::string axis_of(const OpView& v) { return v.attributes().string("axis"); }
+bool to_experts(const OpView& v) { return v.attributes().string("to") == "experts"; }
+int64_t size_of_axis(const OpView& v) { return v.attributes().integer("size"); }
+
+bool has_split(const Tensor& tensor, int dimension, const std::string& axis) {
+  return std::any_of(tensor.layout.begin(), tensor.layout.end(), [&](const Split& split) {
+    return split.dimension == dimension && (axis.empty() || split.axis == axis);
+  });
+}
+
+std::vector<TensorSpec> shape(const OpView& v) {
+  require(v.inputs() == 1 && v.has_input(0) && v.attributes().has("to") && v.attributes().has("size"), v,
+          "one tensor, and attributes to and size");
+  const Tensor& x = v.input(0);
+  Shape shape = x.shape;
+  if (to_experts(v)) {
+    require(shape[0] % size_of_axis(v) == 0 && !has_split(x, 0, ""), v,
+            "rows for the experts of each of " + std::to_string(size_of_axis(v)) + " ranks, x (S, …)");
+    shape[0] /= size_of_axis(v);
+    shape.insert(shape.begin(), size_of_axis(v));
+  } else {
+    require(shape.size() >= 2 && shape[0] == size_of_axis(v) && has_split(x, 1, axis_of(v)), v,
+            "rows from each rank for this one's experts, x (N, S / N, …), split over the axis");
+    shape[1] *= shape[0];
+    shape.erase(shape.begin());
+  }
+  return {{shape, x.dtype}};
+}
+
+std::vector<Layout> layout(const OpView& v) {
+  Layout layout;
+  for (Split split : v.input(0).layout) {
+    if (!to_experts(v) && split.dimension == 1 && split.axis == axis_of(v)) continue;
+    split.dimension += to_experts(v) ? 1 : -1;
+    layout.push_back(split);
+  }
+  if (to_experts(v)) layout.push_back({.dimension = 1, .axis = axis_of(v), .full = v.input(0).shape[0]});
+  return {layout};
+}
+
+Launch bind(const Binding& b) {
+  const int size = b.group().size();
+  std::vector<Pieces> send(static_cast<size_t>(size)), receive(static_cast<size_t>(size));
+  const int64_t bytes = b.input(0).bytes() / size;
+  for (int r = 0; r < size; ++r) {
+    send[size_t(r)].add({const_cast<std::byte*>(b.in<std::byte>(0)) + r * bytes, bytes});
+    receive[size_t(r)].add({b.out<std::byte>(0) + r * bytes, bytes});
+  }
+  return [send, receive, &group = b.group()] { group.all_to_all(send, receive); };
+}
+
+const AtLoad expert_exchange_registered([] {
+  OpKind kind{.name = "expert_exchange",
+              .summary =
+                  "to = \"experts\": x (S, …), rows for the experts of each of `size` ranks of an axis -> (N, S / N, "
+                  "…), those for this one's, from each rank; to = \"tokens\": the way back"};
+  kind.shape = shape;
+  kind.gradient = [](Differentiation& d) {
+    const OpView& v = d.forward();
+    const TensorId gradient = d.output_gradient(0);
+    d.build().program()[gradient].layout = v.output(0).layout;
+    Attributes back = v.attributes();
+    back.set("to", std::string(to_experts(v) ? "tokens" : "experts"));
+    d.set(0, d.build().emit("expert_exchange", {gradient}, back));
+  };
+  kind.cost = [](const OpView& v) {
+    const double bytes = double(v.input(0).bytes());
+    return Cost{.flops = 0, .bytes = 3 * 2 * bytes, .wire = bytes};
+  };
+  kind.layout = layout;
+  kind.exchange = kind.half = true;
+  kind.kernels = {{"cpu", {bind}}, {"reference", {bind}}};
+  register_kind(std::move(kind));
+});
+
+}  // namespace
+}  // namespace strata::expert_exchange
