@@ -1,30 +1,9 @@
 // Decisions that budgets do not ask for; see decisions_at_start.h.
 #include "engine/planning/decisions_at_start.h"
 
-#include <tuple>
+#include <algorithm>
 
 namespace strata {
-
-Uses::Uses(const Program& program) : of(program.tensors.size()), visit(program.ops.size()) {
-  const auto in_pass = [](const Op& op) {
-    return op.step_part == StepPart::forward || op.step_part == StepPart::backward;
-  };
-  const Op* before = nullptr;
-  for (int32_t i = 0, count = 0; i < int32_t(program.ops.size()); ++i) {
-    const Op& op = program.ops[i];
-    if (in_pass(op)) {
-      if (before && std::tie(op.block, op.microbatch, op.step_part) !=
-                        std::tie(before->block, before->microbatch, before->step_part))
-        ++count;
-      before = &op;
-    }
-    visit[i] = count;
-    for (const auto* list : {&op.inputs, &op.outputs})
-      for (TensorId id : *list)
-        if (auto* uses = id ? &of[program.whole(id).value] : nullptr; uses && (uses->empty() || uses->back() != i))
-          uses->push_back(i);
-  }
-}
 
 int64_t kept_bytes(const Program& program, int32_t tensor, int form) {
   int64_t bytes = 0;
@@ -33,7 +12,7 @@ int64_t kept_bytes(const Program& program, int32_t tensor, int form) {
   return bytes;
 }
 
-Decisions decisions_at_start(const Program& program, const Uses& all, const Homes& homes) {
+Decisions decisions_at_start(const Program& program, const Uses& all, const Homes& homes, bool everything) {
   Decisions decisions;
   for (int32_t t = 0; t < int32_t(program.tensors.size()); ++t) {
     const Tensor& tensor = program.tensors[t];
@@ -46,7 +25,7 @@ Decisions decisions_at_start(const Program& program, const Uses& all, const Home
         const When when = forms->second[size_t(f)].when;
         if (when == When::after_forward && (always < 0 || kept_bytes(program, t, f) < kept_bytes(program, t, always)))
           always = f;
-        if (when == When::between_blocks || (when == When::unless_budget && homes.budget(Tier::device) <= 0))
+        if (when == When::between_blocks || (when == When::unless_budget && everything))
           between = f;
       }
     const Tier tier = homes.away_tier(tensor);
@@ -58,18 +37,77 @@ Decisions decisions_at_start(const Program& program, const Uses& all, const Home
                                   (last || program.ops[uses[u + 1]].step_part != StepPart::forward);
       if (between >= 0) {
         if (!last && all.visit[uses[u + 1]] - all.visit[uses[u]] > 1)
-          decisions[{t, uses[u + 1]}] = {between, Tier::device, false};
+          decisions[{t, uses[u + 1]}] = {between, Tier::device};
       } else if (always >= 0) {
         const bool nothing_kept = forms->second[always].rest.empty();
         if (leaves_forward && (!last || nothing_kept))
           decisions[{t, last ? kNever : uses[u + 1]}] = {
-              always, homes.budget(Tier::device) > 0 || tensor.farthest == Tier::device ? Tier::device : tier, true};
-      } else if (!last && homes.budget(Tier::device) <= 0 && all.visit[uses[u + 1]] - all.visit[uses[u]] > 1) {
-        decisions[{t, uses[u + 1]}] = {-1, tier, false};
+              always, !everything || tensor.farthest == Tier::device ? Tier::device : tier, Decision::Again::never};
+      } else if (!last && everything && all.visit[uses[u + 1]] - all.visit[uses[u]] > 1) {
+        decisions[{t, uses[u + 1]}] = {-1, tier};
       }
     }
   }
   return decisions;
+}
+
+namespace {
+
+// The form that keeps nothing; -1: none.
+int form_without_bytes(const Program& program, int32_t tensor) {
+  const auto forms = program.forms.find(tensor);
+  if (forms == program.forms.end()) return -1;
+  for (int f = 0; f < int(forms->second.size()); ++f)
+    if (forms->second[size_t(f)].rest.empty()) return f;
+  return -1;
+}
+
+bool reads_matrix(const Program& program, const Op& op) {
+  return std::any_of(op.inputs.begin(), op.inputs.end(), [&](TensorId id) {
+    return id && program[id].role == Role::parameter && program[id].shape.size() > 1;
+  });
+}
+
+}  // namespace
+
+std::vector<Pattern> patterns_of(const Program& program, size_t most) {
+  int blocks = 0;
+  for (const auto& [tensor, forms] : program.forms)
+    for (const RestingForm& form : forms)
+      if (form.rest.empty() && form.when != RestingForm::When::after_forward && !form.restore.empty())
+        blocks = std::max(blocks, form.restore.front().block + 1);
+  if (blocks == 0) return {};
+  std::vector<Pattern> patterns{{Pattern::Kind::groups, 1}, {Pattern::Kind::selective}};
+  int root = 1;
+  while (root * root < blocks) ++root;
+  if (blocks > 2) patterns.push_back({Pattern::Kind::nested, root});
+  for (int every = 2; every < blocks; ++every) patterns.push_back({Pattern::Kind::groups, every});
+  for (int every = 2; every < blocks; every *= 2)
+    if (every != root) patterns.push_back({Pattern::Kind::nested, every});
+  if (patterns.size() > most) patterns.resize(most);
+  return patterns;
+}
+
+void add_pattern(const Program& program, const Uses& all, const Pattern& pattern, Decisions& decisions) {
+  for (int32_t t = 0; t < int32_t(program.tensors.size()); ++t) {
+    const int form = form_without_bytes(program, t);
+    const auto& uses = all.of[size_t(t)];
+    if (form < 0 || uses.empty() || program.tensors[size_t(t)].step_output) continue;
+    const Op& maker = program.ops[size_t(uses.front())];
+    if (maker.block < 0 || maker.step_part != StepPart::forward) continue;
+    bool other_block = false, other_group = false;
+    size_t u = 0;  // of its uses, the last in the forward pass
+    for (; u + 1 < uses.size() && program.ops[size_t(uses[u + 1])].step_part == StepPart::forward; ++u) {
+      const int reader = program.ops[size_t(uses[u + 1])].block;
+      other_block |= reader != maker.block;
+      other_group |= reader < 0 || reader / pattern.every != maker.block / pattern.every;
+    }
+    using Again = Decision::Again;
+    Again again = Again::never;
+    if (pattern.kind == Pattern::Kind::selective ? reads_matrix(program, maker) : other_group) continue;
+    if (pattern.kind == Pattern::Kind::nested && !other_block) again = Again::in_other_blocks;
+    decisions.try_emplace({t, u + 1 < uses.size() ? uses[u + 1] : kNever}, Decision{form, Tier::device, again});
+  }
 }
 
 }  // namespace strata

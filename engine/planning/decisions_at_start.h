@@ -8,16 +8,26 @@
 
 namespace strata {
 
-// Where a program uses its tensors.
-struct Uses {
-  std::vector<std::vector<int32_t>> of;  // by tensor: ops, ascending; parts count for their whole
-  std::vector<int32_t> visit;            // by op: counts stretches of one block, microbatch and pass
-  explicit Uses(const Program& program);
-};
-
 // Bytes that a tensor's resting form keeps.
 int64_t kept_bytes(const Program& program, int32_t tensor, int form);
 
-Decisions decisions_at_start(const Program& program, const Uses& uses, const Homes& homes);
+// `everything`: what may rest elsewhere does so wherever ops of another block come between two uses, as without a
+// budget; otherwise only what plugins demand.
+Decisions decisions_at_start(const Program& program, const Uses& uses, const Homes& homes, bool everything);
+
+// Simpler settings, as decisions: what a person would try. Forms that keep nothing, of tensors made within blocks.
+struct Pattern {
+  enum class Kind {
+    groups,     // everything but what other groups of `every` blocks read
+    nested,     // the same, and within a group, once it is back, everything but what other blocks read
+    selective,  // what is made without a matrix of parameters
+  };
+  Kind kind = Kind::groups;
+  int every = 1;  // blocks
+};
+// Those that differ in this program, at most `most`.
+std::vector<Pattern> patterns_of(const Program& program, size_t most);
+// Added to `decisions` where these say nothing.
+void add_pattern(const Program& program, const Uses& uses, const Pattern& pattern, Decisions& decisions);
 
 }  // namespace strata

@@ -13,21 +13,16 @@ constexpr Tier kAllTiers[] = {Tier::device, Tier::host, Tier::nvme};
 
 class Materializer {
  public:
-  Materializer(const Program& program, const Decisions& decisions, bool staged)
-      : in_(program), decisions_(decisions), staged_(staged) {
+  Materializer(const Program& program, const Decisions& decisions, const Uses& uses, bool staged)
+      : in_(program), decisions_(decisions), all_uses_(uses), staged_(staged) {
     Program& out = result_.program;
     out = program;
     out.ops.clear();
     out.ops.reserve(program.ops.size());
     const size_t count = program.tensors.size();
     copies_.resize(count);
-    uses_.resize(count);
     owner_.resize(count);
-    for (int32_t i = 0; i < int32_t(program.ops.size()); ++i)
-      for (const auto* list : {&program.ops[i].inputs, &program.ops[i].outputs})
-        for (TensorId id : *list)
-          if (auto* uses = id ? &uses_[program.whole(id).value] : nullptr; uses && (uses->empty() || uses->back() != i))
-            uses->push_back(i);
+    in_chain_.resize(count);
     readers_.resize(count);
     for (const auto& [tensor, forms] : program.forms)
       for (const RestingForm& form : forms)
@@ -40,7 +35,10 @@ class Materializer {
   }
 
   Materialized run() {
-    for (position_ = 0; position_ < int32_t(in_.ops.size()); ++position_) place(in_.ops[position_]);
+    for (position_ = 0; position_ < int32_t(in_.ops.size()); ++position_) {
+      if (position_ > 0 && visit(position_) != visit(position_ - 1)) drop_lingering();
+      place(in_.ops[position_]);
+    }
     return std::move(result_);
   }
 
@@ -56,16 +54,22 @@ class Materializer {
 
   // The first op of the original program from `position` on that uses the tensor, or kNever.
   int32_t next_use(TensorId id, int32_t position) const {
-    const auto& uses = uses_[id.value];
+    const auto& uses = all_uses_.of[size_t(id.value)];
     const auto at = std::lower_bound(uses.begin(), uses.end(), position);
     return at == uses.end() ? kNever : *at;
   }
+
+  int32_t visit(int32_t op) const { return all_uses_.visit[size_t(op)]; }
 
   void place(const Op& original) {
     Op op = original;
     touched_.clear();
     for (TensorId id : original.outputs)
       if (in_[id].persistent) before_write(in_.whole(id), original);
+    wanted_.clear();
+    for (TensorId id : op.inputs)
+      if (id && nowhere(in_.whole(id))) wanted_.push_back(in_.whole(id));
+    if (!wanted_.empty()) restore(wanted_, original);
     for (TensorId& id : op.inputs)
       if (id) id = as_used(id, acquire(in_.whole(id), op.tier, original));
     std::vector<TensorId> home_again;                      // persistent tensors written away from home
@@ -143,10 +147,11 @@ class Materializer {
     }
   }
 
-  bool given_up(TensorId id) {
+  bool nowhere(TensorId id) {
     const Copies& c = copies(id);
-    return c.form >= 0 && !c.at[0] && !c.at[1] && !c.at[2];
+    return !c.at[0] && !c.at[1] && !c.at[2];
   }
+  bool given_up(TensorId id) { return copies(id).form >= 0 && nowhere(id); }
 
   // Whether an op to come reads the tensor, or restoring another one does.
   bool needed_later(TensorId id) {
@@ -212,7 +217,7 @@ class Materializer {
         emit_move(source, fresh, context, Purpose::restore);
         copies(id).at[int(tier)] = fresh;
       } else {
-        restore(id, context);
+        restore({id}, context);
         if (tier != Tier::device) return acquire(id, tier, context);
       }
     } else {
@@ -231,39 +236,67 @@ class Materializer {
     result_.waiting.push_back({{decided.value, next_use(decided, position_)}, tier, from, now});
   }
 
-  // Runs the restoring ops of the form the tensor was given up with.
-  void restore(TensorId id, const Op& context) {
-    const int index = copies(id).form;
-    STRATA_CHECK(index >= 0);
-    const RestingForm& form = in_.forms.at(id.value).at(size_t(index));
-    if (std::find(restoring_.begin(), restoring_.end(), id) != restoring_.end())
-      throw Error("the resting form \"" + form.name + "\" restores " + in_[id].name +
-                  " from tensors that are restored from it.");
-    restoring_.push_back(id);
-    for (const Op& original : form.restore) {
+  // Runs what makes the tensors again: restoring ops of the forms they were given up with, before them those of what
+  // these read, each once. What only comes along and is not to stay is let go after its last reader among them, so a
+  // long chain takes no more memory than what it keeps.
+  void restore(const std::vector<TensorId>& wanted, const Op& context) {
+    chain_.clear();
+    ++chains_;
+    for (TensorId id : wanted) collect(id);
+    reads_.clear();
+    for (TensorId id : wanted) ++reads_[id.value];  // these stay
+    for (const Link& link : chain_)
+      for (TensorId id : link.op->inputs)
+        if (id) ++reads_[id.value];
+    const std::vector<Link> chain = std::move(chain_);
+    for (const Link& link : chain) {
+      const Op& original = *link.op;
       Op op = original;
       for (TensorId& input : op.inputs)
         if (input) input = acquire(input, Tier::device, context);
       for (TensorId& output : op.outputs) {
         const TensorId logical = output;
         output = incarnation(logical, Tier::device);
-        if (!copies(logical).at[0]) {
-          copies(logical).at[0] = output;
-          // What comes along stays for its own next use.
-          if (logical == id)
-            touch(logical, Tier::device);
-          else
-            copies(logical).touched[0] = int32_t(result_.program.ops.size());
-        }
+        if (copies(logical).at[0]) continue;
+        in_chain_[size_t(logical.value)] = fresh();
+        copies(logical).at[0] = output;
+        copies(logical).touched[0] = int32_t(result_.program.ops.size());
       }
       op.purpose = Purpose::restore;
       op.step_part = context.step_part;
       emit(std::move(op));
+      if (link.last)
+        for (const Op& rest : in_.forms.at(link.of.value).at(size_t(copies(link.of).form)).rest)
+          for (TensorId kept : rest.outputs)
+            if (copies(kept).at[1] || copies(kept).at[2]) copies(kept).at[0] = {};
+      for (TensorId id : original.inputs)
+        if (id && --reads_[id.value] == 0 && in_chain_[size_t(id.value)] == fresh()) give_up(id, context);
     }
-    for (const Op& original : form.rest)
-      for (TensorId kept : original.outputs)
-        if (copies(kept).at[1] || copies(kept).at[2]) copies(kept).at[0] = {};
-    restoring_.pop_back();
+  }
+
+  // What the present chain does with a tensor: it has begun to collect what makes it, it has what makes it, it has made
+  // it where there was none. Smaller numbers are of chains before.
+  uint32_t begun() const { return 3 * chains_; }
+  uint32_t made() const { return 3 * chains_ + 1; }
+  uint32_t fresh() const { return 3 * chains_ + 2; }
+
+  // Adds what restores the tensor to the chain, after what that needs.
+  void collect(TensorId id) {
+    uint32_t& state = in_chain_[size_t(id.value)];
+    if (state >= made()) return;
+    const int index = copies(id).form;
+    STRATA_CHECK(index >= 0);
+    const RestingForm& form = in_.forms.at(id.value).at(size_t(index));
+    if (state == begun())
+      throw Error("the resting form \"" + form.name + "\" restores " + in_[id].name +
+                  " from tensors that are restored from it.");
+    state = begun();
+    for (const Op& op : form.restore) {
+      for (TensorId input : op.inputs)
+        if (input && in_chain_[size_t(input.value)] < made() && nowhere(input)) collect(input);
+      chain_.push_back({&op, id, &op == &form.restore.back()});
+      for (TensorId output : op.outputs) in_chain_[size_t(output.value)] = made();
+    }
   }
 
   // After a use: what the decision about the way to the next one says.
@@ -271,10 +304,15 @@ class Materializer {
     Copies& c = copies(id);
     if (c.at[int(Tier::host)] && c.at[int(Tier::nvme)]) c.at[int(Tier::host)] = {};  // staging only
     if (!c.at[0]) return;
-    const auto found = decisions_.find({id.value, next_use(id, position_ + 1)});
+    const int32_t next = next_use(id, position_ + 1);
+    const auto found = decisions_.find({id.value, next});
     if (found == decisions_.end()) return;
     const Decision& decision = found->second;
-    if (decision.forward_only && context.step_part != StepPart::forward) return;
+    if (decision.again != Decision::Again::always && context.step_part != StepPart::forward) {
+      if (decision.again == Decision::Again::never) return;
+      if (next == kNever) return lingering_.push_back(id);  // others of this block may be restored from it
+      if (visit(next) == visit(position_)) return;
+    }
     if (!c.at[1] && !c.at[2]) {
       if (decision.form >= 0 && c.pinned) return;
       if (decision.form >= 0)
@@ -283,6 +321,14 @@ class Materializer {
         move_out(id, decision.tier, context);
     }
     c.at[0] = {};
+  }
+
+  // What stayed for the stretch of one block that is over.
+  void drop_lingering() {
+    for (TensorId id : lingering_)
+      if (Copies& c = copies(id); c.form >= 0 && !c.pinned && in_.forms.at(id.value)[size_t(c.form)].rest.empty())
+        c.at[0] = {};
+    lingering_.clear();
   }
 
   // Makes what a form keeps, unless it is there from an earlier time.
@@ -326,22 +372,32 @@ class Materializer {
 
   const Program& in_;
   const Decisions& decisions_;
+  const Uses& all_uses_;
   bool staged_;
   Materialized result_;
   std::vector<Copies> copies_;                             // by tensor of the original program
-  std::vector<std::vector<int32_t>> uses_;                 // by tensor: ops of the original program, ascending
   std::vector<TensorId> owner_;                            // by tensor a form keeps: the tensor it was made from
   std::vector<std::pair<TensorId, Tier>> touched_;         // by the op being placed
   std::vector<std::vector<TensorId>> readers_;             // by tensor: those whose forms restore from it
-  std::vector<TensorId> restoring_;                        // whose restoring ops are being placed
+  std::vector<TensorId> wanted_;                           // by the op being placed, and nowhere
+  struct Link {
+    const Op* op;  // a restoring one
+    TensorId of;   // whose form it belongs to
+    bool last;     // of that form
+  };
+  std::vector<Link> chain_;                  // what is to run, in order
+  uint32_t chains_ = 0;                      // how many there were
+  std::vector<uint32_t> in_chain_;           // by tensor: what the last chain that it was part of did
+  std::unordered_map<int32_t, int> reads_;   // by tensor: by the rest of the chain
+  std::vector<TensorId> lingering_;          // to be let go when the stretch of one block ends
   std::map<std::pair<int32_t, int32_t>, TensorId> parts_;  // by part and copy of its whole
   int32_t position_ = 0;
 };
 
 }  // namespace
 
-Materialized materialize(const Program& program, const Decisions& decisions, bool staged) {
-  return Materializer(program, decisions, staged).run();
+Materialized materialize(const Program& program, const Decisions& decisions, const Uses& uses, bool staged) {
+  return Materializer(program, decisions, uses, staged).run();
 }
 
 }  // namespace strata

@@ -5,6 +5,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "engine/planning/uses.h"
 #include "strata/op_kind.h"
 
 namespace strata {
@@ -12,9 +13,12 @@ namespace strata {
 // What becomes of a tensor on the device on its way to a use: `form` is an index into Program::forms, or -1 to move
 // the tensor itself to `tier`; with a form, `tier` is where that what it keeps goes.
 struct Decision {
+  // Whether it is given up again once it is back: never, where its next use is in another stretch of one block, or
+  // after every use.
+  enum class Again : uint8_t { never, in_other_blocks, always };
   int form = -1;
   Tier tier = Tier::device;
-  bool forward_only = false;  // given up in the forward pass; once it is back it stays
+  Again again = Again::always;
 };
 
 // A tensor is given up after its last use before the op at `use` of the original program; kNever: no op there uses it
@@ -42,6 +46,6 @@ struct Materialized {
 };
 
 // `staged`: nothing moves between device and NVMe but by way of host memory.
-Materialized materialize(const Program& program, const Decisions& decisions, bool staged);
+Materialized materialize(const Program& program, const Decisions& decisions, const Uses& uses, bool staged);
 
 }  // namespace strata

@@ -10,15 +10,18 @@ namespace strata {
 namespace {
 
 constexpr int kMostRounds = 64;
+constexpr size_t kMostOps = 6;  // times those of the program: what restores more than it computes helps nobody
 
 }  // namespace
 
 std::pair<Materialized, MemoryPlan> Relief::fit(const std::array<int64_t, kTiers>& targets) {
+  std::optional<std::pair<Materialized, MemoryPlan>> before;
   for (int round = 0;; ++round) {
     for (Tensor& part : program_.tensors)
       if (part.part_of && part.persistent) part.home = program_[part.part_of].home;
     Materialized now =
-        materialize(program_, decisions_, is_asynchronous(settings_.backend) && !program_.direct_storage);
+        materialize(program_, decisions_, uses_, is_asynchronous(settings_.backend) && !program_.direct_storage);
+    if (before && now.program.ops.size() > kMostOps * program_.ops.size()) return std::move(*before);
     bool within = true, changed = false;
     MemoryPlan plan = measure_memory(now.program, settings_.backend, settings_.threads);
     for (Tier tier : {Tier::device, Tier::host}) {
@@ -28,6 +31,7 @@ std::pair<Materialized, MemoryPlan> Relief::fit(const std::array<int64_t, kTiers
       changed |= relieve(now, plan, tier, target);
     }
     if (within || !changed || round == kMostRounds) return {std::move(now), std::move(plan)};
+    before.emplace(std::move(now), std::move(plan));
   }
 }
 
@@ -37,6 +41,10 @@ bool Relief::relieve(const Materialized& now, const MemoryPlan& plan, Tier tier,
   const int64_t excess = plan[tier].total_bytes() - target;
   if (homes_may_go && homes_first_ && send_homes_away(tier, excess)) return true;
   bool changed = false;
+  seconds_.clear();
+  given_up_.clear();
+  for (const auto& [gap, decision] : decisions_)
+    if (decision.form >= 0) given_up_[gap.tensor] = decision.form;
   std::vector<std::vector<Candidate>> begins(now.program.ops.size());
   for (size_t w = 0; w < now.waiting.size(); ++w) {
     const Waiting& waiting = now.waiting[w];
@@ -91,11 +99,9 @@ std::optional<Relief::Candidate> Relief::best(const Waiting& waiting) const {
     for (int f = 0; f < int(forms->second.size()); ++f) {
       const RestingForm& form = forms->second[size_t(f)];
       if (!form.rest.empty() && (only_without_bytes || waiting.gap.use == kNever)) continue;
-      double seconds = 0;
-      for (const auto* list : {&form.rest, &form.restore})
-        for (const Op& op : *list) seconds += seconds_of(OpView(program_, op), settings_.rates);
-      offer({f, Tier::device, in_forward || waiting.gap.use == kNever},
-            tensor.bytes() - kept_bytes(program_, id.value, f), seconds);
+      const bool never = in_forward || waiting.gap.use == kNever;
+      offer({f, Tier::device, never ? Decision::Again::never : Decision::Again::always},
+            tensor.bytes() - kept_bytes(program_, id.value, f), seconds_of_form(id.value, f, form));
     }
   };
   if (waiting.tier == Tier::host) {  // farther away, or not kept at all
@@ -112,18 +118,43 @@ std::optional<Relief::Candidate> Relief::best(const Waiting& waiting) const {
     // Given up in the forward pass and back already, or kept in another form: give up again, or move what is kept.
     if (taken->form >= 0 && taken->tier == Tier::device && tensor.farthest != Tier::device &&
         kept_bytes(program_, id.value, taken->form) > 0)
-      offer({taken->form, homes_.away_tier(tensor), taken->forward_only}, kept_bytes(program_, id.value, taken->form),
+      offer({taken->form, homes_.away_tier(tensor), taken->again}, kept_bytes(program_, id.value, taken->form),
             move_seconds(homes_.away_tier(tensor), kept_bytes(program_, id.value, taken->form)));
-    else if (taken->forward_only)
-      offer({taken->form, taken->tier, false}, tensor.bytes(), 1);
+    else if (taken->again == Decision::Again::never)
+      offer({taken->form, taken->tier, Decision::Again::in_other_blocks}, tensor.bytes(), 1);
+    else if (taken->again == Decision::Again::in_other_blocks)
+      offer({taken->form, taken->tier, Decision::Again::always}, tensor.bytes(), 2);
     return best;
   }
   if (const Tier tier = homes_.away_tier(tensor);
       waiting.gap.use != kNever && movable(tensor) && tier != Tier::device) {
-    offer({-1, tier, false}, tensor.bytes(), move_seconds(tier, tensor.bytes()));
+    offer({-1, tier}, tensor.bytes(), move_seconds(tier, tensor.bytes()));
   }
   offer_forms(false);
   return best;
+}
+
+// What restoring takes, with what has to be made again before it. Of that only what other blocks made counts: what is
+// of the same block is made again for the block's other tensors as well.
+double Relief::seconds_of_form(int32_t tensor, int f, const RestingForm& form) const {
+  const int64_t key = int64_t(tensor) * 64 + f;
+  if (const auto known = seconds_.find(key); known != seconds_.end()) return known->second;
+  seconds_[key] = 0;  // a form that restores from itself is refused elsewhere
+  double seconds = 0;
+  for (const auto* list : {&form.rest, &form.restore})
+    for (const Op& op : *list) {
+      seconds += seconds_of(OpView(program_, op), settings_.rates);
+      for (TensorId input : op.inputs) {
+        if (!input || program_[input].persistent) continue;
+        const auto forms = program_.forms.find(input.value);
+        const auto given = given_up_.find(input.value);
+        if (forms == program_.forms.end() || given == given_up_.end()) continue;
+        const RestingForm& other = forms->second[size_t(given->second)];
+        if (!other.restore.empty() && other.restore.front().block != op.block)
+          seconds += seconds_of_form(input.value, given->second, other);
+      }
+    }
+  return seconds_[key] = seconds;
 }
 
 bool Relief::is_forward_gap(const Gap& gap) const {

@@ -36,6 +36,7 @@ class Relief {
   bool relieve(const Materialized& now, const MemoryPlan& plan, Tier tier, int64_t target);
   std::optional<Candidate> best(const Waiting& waiting) const;
   bool is_forward_gap(const Gap& gap) const;
+  double seconds_of_form(int32_t tensor, int f, const RestingForm& form) const;
   double move_seconds(Tier tier, int64_t bytes) const;
   bool send_homes_away(Tier from, int64_t bytes);
 
@@ -45,6 +46,8 @@ class Relief {
   const Homes& homes_;
   const ResidencySettings& settings_;
   const bool homes_first_;
+  std::unordered_map<int32_t, int> given_up_;                    // by tensor: in which form
+  mutable std::unordered_map<int64_t, double> seconds_{};  // by tensor and form, found in this round
 };
 
 }  // namespace strata

@@ -16,7 +16,8 @@
 namespace strata {
 namespace {
 
-constexpr size_t kManyOps = 20'000;  // planning such a program again and again takes seconds
+// How many plans are made: as many as 1.2 million ops allow (planning takes 2 to 3 us an op and plan), within limits.
+size_t most_attempts(size_t ops) { return std::clamp<size_t>(1'200'000 / std::max<size_t>(1, ops), 8, 40); }
 
 class Planner {
  public:
@@ -39,10 +40,10 @@ class Planner {
     homes_.choose_homes(program_);
     homes_.choose_update_tiers(program_);
     for (const Tensor& tensor : program_.tensors) homes_at_start_.push_back(tensor.home);
-    decided_ = decisions_at_start(program_, uses_, homes_);
     const auto may_go = [](const Tensor& t) { return t.persistent && !t.part_of && t.home != t.farthest; };
     homes_may_go_ = homes_.one_memory() && std::any_of(program_.tensors.begin(), program_.tensors.end(), may_go);
     const bool budgets = budget(Tier::device) > 0 || budget(Tier::host) > 0;
+    starts_.push_back(decisions_at_start(program_, uses_, homes_, budget(Tier::device) <= 0));
     Planned chosen = budgets ? within_budgets() : without_budgets();
     // What is to be elsewhere goes there all the same.
     if (!budgets && chosen.memory.device().total_bytes() > bytes_without_)
@@ -69,12 +70,13 @@ class Planner {
     int64_t room = 0;                       // bytes of the device for bringing back early; 0: the target
     bool homes_first = true;                // what has its home in memory goes before what waits there
     bool forms = true;
+    size_t start = 0;  // the decisions that relief begins with
   };
 
   // Decides, writes the decisions into the program, and plans its memory; moves are spread where that fits.
   Planned attempt(const Aim& aim) {
     for (size_t t = 0; t < homes_at_start_.size(); ++t) program_.tensors[t].home = homes_at_start_[t];
-    Decisions decisions = decided_;
+    Decisions decisions = starts_[aim.start];
     if (!aim.forms) std::erase_if(decisions, [](const auto& decision) { return decision.second.form >= 0; });
     auto [now, before] =
         Relief(program_, std::move(decisions), uses_, homes_, settings_, aim.homes_first).fit(aim.targets);
@@ -142,13 +144,60 @@ class Planner {
                                    [&](const Planned& plan) { return plan.seconds <= kLittle * fastest; }));
   }
 
-  // The series: from a plan that gives up all it can to one that keeps everything, in even steps of the device's
-  // memory.
-  std::vector<int64_t> device_targets(int64_t least) const {
-    const int steps = program_.ops.size() > kManyOps ? 4 : budget(Tier::host) > 0 || homes_may_go_ ? 8 : 16;
-    std::vector<int64_t> targets;
-    for (int step = 0; step <= steps; ++step) targets.push_back(least + (bytes_without_ - least) * step / steps);
-    return bytes_without_ > least ? targets : std::vector{least};
+  // Simpler settings beside what plugins demand: recomputation by groups of blocks, in two levels, of cheap ops alone;
+  // everything away that may go, with recomputation and without.
+  void add_starts(size_t most) {
+    const auto with = [&](Decisions start, const Pattern* pattern, bool away) {
+      if (pattern) add_pattern(program_, uses_, *pattern, start);
+      if (away) start.merge(decisions_at_start(program_, uses_, homes_, true));
+      starts_.push_back(std::move(start));
+    };
+    const std::vector<Pattern> patterns = patterns_of(program_, most);
+    if (moves_ && budget(Tier::device) > 0) {
+      with(starts_[0], nullptr, true);
+      for (size_t p = 0; p < patterns.size() && p < 3; p += 2) with(starts_[0], &patterns[p], true);
+    }
+    away_ = starts_.size();
+    for (const Pattern& pattern : patterns) with(starts_[0], &pattern, false);
+  }
+
+  // The series of aims, the most useful first, so that of large programs, of which fewer plans are made, the first
+  // will do. It does not depend on the budget of the device: from `least` to everything kept, denser at the low end,
+  // where a little memory makes much difference.
+  std::vector<Aim> series(int64_t least, int64_t host_target) const {
+    std::vector<Aim> aims;
+    const auto add = [&](double share, size_t start) {
+      if (start >= starts_.size()) return;
+      const int64_t target = least + int64_t(double(bytes_without_ - least) * share);
+      for (bool homes_first : {true, false})
+        if (homes_first || (homes_may_go_ && start == 0))
+          aims.push_back({.targets = {share < 0 ? 0 : target, host_target, 0}, .homes_first = homes_first, .start = start});
+    };
+    constexpr double kAsItIs = -1;
+    if (budget(Tier::device) <= 0) {
+      add(kAsItIs, 0);
+      return aims;
+    }
+    const size_t starts = starts_.size(), groups = away_, selective = away_ + 1, nested = away_ + 2;
+    if (bytes_without_ > least)
+      for (double share : {1.0, 0.5, 0.25, 0.0}) add(share, 0);
+    else
+      add(0, 0);
+    for (size_t start = 1; start < std::min(starts, away_ + 3); ++start) add(kAsItIs, start);
+    if (bytes_without_ > least) {
+      for (double share : {0.1, 0.03}) {
+        for (size_t start = 1; start < away_; ++start) add(share, start);
+        for (size_t start : {groups, nested}) add(share, start);
+        add(share, 0);
+      }
+      for (double share : {0.75, 0.125, 0.015}) add(share, 0);
+      for (size_t start : {groups, nested, selective}) add(0.25, start);
+      for (size_t start : {groups, nested}) add(0.01, start), add(0, start);
+    }
+    for (size_t start = away_ + 3; start < starts; ++start) add(kAsItIs, start);
+    if (bytes_without_ > least)
+      for (double share : {0.875, 0.625, 0.375, 0.3125, 0.1875, 0.0625}) add(share, 0);
+    return aims;
   }
 
   // Whether `b` is to be preferred: one that takes no more than without any of this, then the faster one, and of equals
@@ -162,18 +211,14 @@ class Planner {
   }
 
   Planned within_budgets() {
-    // Whether the budgets can be met at all is a question to plans that give up on the host what they can; so the
-    // answer for one budget does not hang on the other's series.
     const bool host = budget(Tier::host) > 0;
-    const auto aims_of = [&](int64_t target, int64_t host_target) {
-      std::vector<Aim> aims{{.targets = {target, host_target, 0}}};
-      if (homes_may_go_) aims.push_back({.targets = {target, host_target, 0}, .homes_first = false});
-      return aims;
-    };
-    std::vector<int64_t> targets{0};
+    size_t left = most_attempts(program_.ops.size());
+    add_starts(left / 2);
     std::optional<Planned> best, refused;
-    int64_t least_asked = INT64_MAX;  // bytes of the device, of plans that do what the plugins ask for
+    int64_t least = INT64_MAX;        // bytes of the device, of all plans
+    int64_t least_asked = INT64_MAX;  // the same of plans that do what the plugins ask for, where the host has room
     const auto consider = [&](Planned plan) {
+      least = std::min(least, plan.memory.device().total_bytes());
       if (!plan.last_resort && !beyond(plan.memory, {0, budget(Tier::host), budget(Tier::nvme)}))
         least_asked = std::min(least_asked, plan.memory.device().total_bytes());
       if (!over(plan.memory)) {
@@ -183,17 +228,22 @@ class Planner {
         refused = std::move(plan);
       }
     };
-    consider(attempt(aims_of(1, host)[0]));
-    if (budget(Tier::device) > 0) targets = device_targets((best ? best : refused)->memory.device().total_bytes());
-    for (auto target = targets.rbegin(); target != targets.rend(); ++target)
-      for (const Aim& aim : aims_of(*target, host)) consider(attempt(aim));
+    // The least of all: from what is demanded, from everything away, from recomputation in two levels.
+    for (size_t start : {size_t{0}, size_t{1}, away_ + 2})
+      if (start == 0 || (start < starts_.size() && (start != 1 || away_ > 1)))
+        consider(attempt({.targets = {1, host, 0}, .start = start}));
+    // Whether the budgets can be met at all is a question to plans that give up on the host what they can; so the
+    // answer for one budget does not hang on the other's series.
+    const auto take = [&](const std::vector<Aim>& aims, size_t most) {
+      for (size_t a = 0; a < aims.size() && a < most; ++a) consider(attempt(aims[a]));
+    };
+    take(series(least, host), host ? left / 2 : left);
     Planned last = without_restoring();
     if (!best && over(last.memory)) {
       consider(std::move(last));
       return std::move(*refused);
     }
-    for (auto target = targets.rbegin(); target != targets.rend() && host; ++target)
-      consider(attempt(aims_of(*target, budget(Tier::host))[0]));
+    if (host) take(series(least, budget(Tier::host)), left / 2);
     // Restoring needs memory too: what is asked for and saves none need not be.
     last.last_resort = last.memory.device().total_bytes() > least_asked;
     consider(std::move(last));
@@ -233,8 +283,9 @@ class Planner {
   const ResidencySettings& settings_;
   const Homes homes_;
   const Uses uses_;
-  Decisions decided_;
+  std::vector<Decisions> starts_;     // what plugins demand; from 1 on simpler settings added to it
   std::vector<Tier> homes_at_start_;  // by tensor: what each attempt begins with
+  size_t away_ = 1;                   // of them, the first that leaves things where they are
   bool moves_ = false;                // tensors may be elsewhere
   Planned without_;                   // were nothing to rest; its program only where nothing moves
   bool homes_may_go_ = false;

@@ -1,0 +1,16 @@
+// Where a program uses its tensors, found once for all plans that are made of it.
+#pragma once
+#include <cstdint>
+#include <vector>
+
+#include "strata/program.h"
+
+namespace strata {
+
+struct Uses {
+  std::vector<std::vector<int32_t>> of;  // by tensor: ops, ascending; parts count for their whole
+  std::vector<int32_t> visit;            // by op: counts stretches of one block, microbatch and pass
+  explicit Uses(const Program& program);
+};
+
+}  // namespace strata
