@@ -25,8 +25,7 @@ Decisions decisions_at_start(const Program& program, const Uses& all, const Home
         const When when = forms->second[size_t(f)].when;
         if (when == When::after_forward && (always < 0 || kept_bytes(program, t, f) < kept_bytes(program, t, always)))
           always = f;
-        if (when == When::between_blocks || (when == When::unless_budget && everything))
-          between = f;
+        if (when == When::between_blocks || (when == When::unless_budget && everything)) between = f;
       }
     const Tier tier = homes.away_tier(tensor);
     const bool moves = movable(tensor) && tier != Tier::device && !tensor.step_output;
@@ -104,7 +103,7 @@ void add_pattern(const Program& program, const Uses& all, const Pattern& pattern
     }
     using Again = Decision::Again;
     Again again = Again::never;
-    if (pattern.kind == Pattern::Kind::selective ? reads_matrix(program, maker) : other_group) continue;
+    if (other_group || (pattern.kind == Pattern::Kind::selective && reads_matrix(program, maker))) continue;
     if (pattern.kind == Pattern::Kind::nested && !other_block) again = Again::in_other_blocks;
     decisions.try_emplace({t, u + 1 < uses.size() ? uses[u + 1] : kNever}, Decision{form, Tier::device, again});
   }

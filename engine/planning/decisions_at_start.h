@@ -20,7 +20,7 @@ struct Pattern {
   enum class Kind {
     groups,     // everything but what other groups of `every` blocks read
     nested,     // the same, and within a group, once it is back, everything but what other blocks read
-    selective,  // what is made without a matrix of parameters
+    selective,  // of that, what is made without a matrix of parameters
   };
   Kind kind = Kind::groups;
   int every = 1;  // blocks

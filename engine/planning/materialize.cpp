@@ -375,21 +375,21 @@ class Materializer {
   const Uses& all_uses_;
   bool staged_;
   Materialized result_;
-  std::vector<Copies> copies_;                             // by tensor of the original program
-  std::vector<TensorId> owner_;                            // by tensor a form keeps: the tensor it was made from
-  std::vector<std::pair<TensorId, Tier>> touched_;         // by the op being placed
-  std::vector<std::vector<TensorId>> readers_;             // by tensor: those whose forms restore from it
-  std::vector<TensorId> wanted_;                           // by the op being placed, and nowhere
+  std::vector<Copies> copies_;                      // by tensor of the original program
+  std::vector<TensorId> owner_;                     // by tensor a form keeps: the tensor it was made from
+  std::vector<std::pair<TensorId, Tier>> touched_;  // by the op being placed
+  std::vector<std::vector<TensorId>> readers_;      // by tensor: those whose forms restore from it
+  std::vector<TensorId> wanted_;                    // by the op being placed, and nowhere
   struct Link {
     const Op* op;  // a restoring one
     TensorId of;   // whose form it belongs to
     bool last;     // of that form
   };
-  std::vector<Link> chain_;                  // what is to run, in order
-  uint32_t chains_ = 0;                      // how many there were
-  std::vector<uint32_t> in_chain_;           // by tensor: what the last chain that it was part of did
-  std::unordered_map<int32_t, int> reads_;   // by tensor: by the rest of the chain
-  std::vector<TensorId> lingering_;          // to be let go when the stretch of one block ends
+  std::vector<Link> chain_;                                // what is to run, in order
+  uint32_t chains_ = 0;                                    // how many there were
+  std::vector<uint32_t> in_chain_;                         // by tensor: what the last chain that it was part of did
+  std::unordered_map<int32_t, int> reads_;                 // by tensor: by the rest of the chain
+  std::vector<TensorId> lingering_;                        // to be let go when the stretch of one block ends
   std::map<std::pair<int32_t, int32_t>, TensorId> parts_;  // by part and copy of its whole
   int32_t position_ = 0;
 };

@@ -232,6 +232,55 @@ int64_t place_by_size(std::vector<Buffer>& buffers) {
   return top;
 }
 
+// Buffers in a given order, each at the smallest gap that is free over its whole life. Those placed are found by
+// stretches of ops.
+class OrderedPlacement {
+ public:
+  OrderedPlacement(std::vector<Buffer> buffers, size_t ops)
+      : buffers_(std::move(buffers)), width_(std::max<size_t>(1, ops / 512)), placed_(ops / width_ + 1) {}
+
+  // The bytes it takes; -1: not below `most`, or not found in reasonable time.
+  int64_t place(const std::vector<uint32_t>& order, int64_t most) {
+    constexpr int64_t kMostVisits = 20'000'000;
+    for (auto& list : placed_) list.clear();
+    seen_.assign(buffers_.size(), 0);
+    int64_t top = 0, visits = 0;
+    std::vector<std::pair<int64_t, int64_t>> taken;  // offset and end of what lives at the same time
+    for (size_t n = 0; n < order.size(); ++n) {
+      Buffer& buffer = buffers_[order[n]];
+      taken.clear();
+      for (size_t s = size_t(buffer.first) / width_; s <= size_t(buffer.last) / width_; ++s) {
+        visits += int64_t(placed_[s].size());
+        for (uint32_t other : placed_[s]) {
+          const Buffer& p = buffers_[other];
+          if (seen_[other] == n + 1 || p.last < buffer.first || buffer.last < p.first) continue;
+          seen_[other] = uint32_t(n + 1);
+          taken.push_back({p.offset, p.offset + p.bytes});
+        }
+        placed_[s].push_back(order[n]);
+      }
+      std::sort(taken.begin(), taken.end());
+      int64_t end = 0, best = -1, best_room = 0;
+      for (const auto& [from, to] : taken) {
+        const int64_t room = from - end;
+        if (room >= buffer.bytes && (best < 0 || room < best_room)) best = end, best_room = room;
+        end = std::max(end, to);
+      }
+      buffer.offset = best >= 0 ? best : end;
+      top = std::max(top, buffer.offset + buffer.bytes);
+      if (top >= most || visits > kMostVisits) return -1;
+    }
+    return top;
+  }
+  const std::vector<Buffer>& buffers() const { return buffers_; }
+
+ private:
+  std::vector<Buffer> buffers_;
+  size_t width_;                               // ops of a stretch
+  std::vector<std::vector<uint32_t>> placed_;  // by stretch
+  std::vector<uint32_t> seen_;                 // by buffer: for which one it was looked at last
+};
+
 // Sums of bytes are taken in 64 bits from here on; a workspace is below 2^62 by the bound on elements.
 void require_countable(const Program& program) {
   constexpr double kMost = double(int64_t{1} << 61);
@@ -334,6 +383,39 @@ MemoryPlan plan_memory(const Program& program, const std::string& backend, int t
     }
   }
   return plan;
+}
+
+void place_closely(const Program& program, MemoryPlan& plan) {
+  constexpr double kLittle = 0.01;
+  for (int t = 0; t < kTiers; ++t) {
+    TierPlan& tier = plan.tiers[t];
+    const auto loses = [&] {
+      return double(tier.transient_bytes - tier.live_peak_bytes) > kLittle * double(tier.total_bytes());
+    };
+    if (!loses()) continue;
+    std::vector<uint32_t> list, order;
+    std::vector<Buffer> buffers;
+    for (size_t b = 0; b < plan.buffers.size(); ++b)
+      if (plan.buffers[b].tier == Tier(t)) list.push_back(uint32_t(b)), buffers.push_back(plan.buffers[b]);
+    order.resize(list.size());
+    OrderedPlacement placement(std::move(buffers), program.ops.size());
+    const auto life = [](const Buffer& b) { return double(b.last - b.first + 1); };
+    const auto size = [](const Buffer& b) { return double(b.bytes); };
+    for (int way = 0; way < 3 && loses(); ++way) {
+      const auto key = [&](uint32_t b) {
+        const Buffer& buffer = placement.buffers()[b];
+        return way == 0   ? std::pair(life(buffer), size(buffer))
+               : way == 1 ? std::pair(size(buffer), life(buffer))
+                          : std::pair(size(buffer) * life(buffer), size(buffer));
+      };
+      std::iota(order.begin(), order.end(), 0);
+      std::stable_sort(order.begin(), order.end(), [&](uint32_t a, uint32_t b) { return key(a) > key(b); });
+      const int64_t bytes = placement.place(order, tier.transient_bytes);
+      if (bytes < 0) continue;
+      tier.transient_bytes = bytes;
+      for (size_t b = 0; b < list.size(); ++b) plan.buffers[list[b]].offset = placement.buffers()[b].offset;
+    }
+  }
 }
 
 std::vector<Held> held_at(const Program& program, const MemoryPlan& plan, Tier tier, int32_t at) {

@@ -49,6 +49,7 @@ struct MemoryPlan {
   std::vector<int32_t> buffer_of;     // by tensor; -1 for persistent tensors and those no op touches
   std::vector<int32_t> workspace_of;  // by op: its workspace's buffer or -1
   std::vector<Buffer> buffers;
+  std::string notice{};  // what whoever asked for this plan should know about it; usually nothing
   TierPlan& operator[](Tier tier) { return tiers[int(tier)]; }
   const TierPlan& operator[](Tier tier) const { return tiers[int(tier)]; }
   const TierPlan& device() const { return tiers[int(Tier::device)]; }
@@ -74,7 +75,11 @@ inline std::string_view backend_of(const Op& op, std::string_view backend) {
 // `alignment` is in bytes; 0: what the program needs.
 MemoryPlan plan_memory(const Program& program, const std::string& backend, int threads, int64_t alignment = 0);
 
-// The same without offsets: liveness and peaks alone, for planning passes that try many programs. The arena is then
+// Tries other orders of placement where more than a hundredth of a tier is lost between tensors: the longest lives
+// first, the largest, the most of both. Takes up to a second; `plan` is never larger afterwards.
+void place_closely(const Program& program, MemoryPlan& plan);
+
+// plan_memory without offsets: liveness and peaks alone, for planning passes that try many programs. The arena is then
 // taken to be as large as its live peak.
 MemoryPlan measure_memory(const Program& program, const std::string& backend, int threads);
 

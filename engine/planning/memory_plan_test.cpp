@@ -47,7 +47,13 @@ TEST(MemoryPlan, RandomProgramsNeverOverlap) {
       }
       if (random() % 8 == 0) program[known.back()].step_output = true;
     }
-    testing::check_plan(plan_memory(program, "cpu", 2));
+    MemoryPlan plan = plan_memory(program, "cpu", 2);
+    testing::check_plan(plan);
+    const int64_t before = plan.device().total_bytes();
+    plan.tiers[0].transient_bytes = 2 * before;  // as if much were lost: all ways of placement are tried
+    place_closely(program, plan);
+    testing::check_plan(plan);
+    EXPECT_LE(double(plan.device().transient_bytes), 1.1 * double(plan.device().live_peak_bytes));
   }
 }
 

@@ -46,7 +46,7 @@ class Relief {
   const Homes& homes_;
   const ResidencySettings& settings_;
   const bool homes_first_;
-  std::unordered_map<int32_t, int> given_up_;                    // by tensor: in which form
+  std::unordered_map<int32_t, int> given_up_;              // by tensor: in which form
   mutable std::unordered_map<int64_t, double> seconds_{};  // by tensor and form, found in this round
 };
 

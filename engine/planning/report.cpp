@@ -8,6 +8,7 @@
 #include <map>
 
 #include "engine/planning/exchange_pieces.h"
+#include "engine/planning/roofline.h"
 #include "strata/json.h"
 
 namespace strata {
@@ -149,6 +150,8 @@ std::string prediction_text(const PlannedProgram& planned) {
       text += fmt::format(" {} {:.0f}%", name_of(Stream(s)),
                           100 * predicted.busy[size_t(s)] / std::max(predicted.seconds, 1e-12));
   text += "\n";
+  text += roofline_text(roofline(program, predicted));
+  if (!planned.memory.notice.empty()) text += "note: " + planned.memory.notice + "\n";
   if (exchanges(program)) text += wire_text(planned);
   if (const std::string pieces = pieces_text(program); !pieces.empty())
     text += fmt::format("exchanges that products may hide: {}\n", pieces);
@@ -186,18 +189,28 @@ Json::Object prediction_json(const PlannedProgram& planned) {
     wire.push_back(
         Json::Object{{"axis", key.first}, {"kind", key.second}, {"calls", part.calls}, {"bytes", part.bytes}});
   const double share = model_flop_share(planned, predicted.seconds);
-  return {{"seconds", predicted.seconds},
-          {"waiting_for_nvme", stalls.storage()},
-          {"waiting_for_copies", stalls.copies()},
-          {"waiting_for_host", stalls.host()},
-          {"waiting_for_ranks", stalls.ranks()},
-          {"exchanging", stalls.exchanging},
-          {"restoring", stalls.restoring},
-          {"wire_bytes", predicted.wire_bytes},
-          {"wire", std::move(wire)},
-          {"model_flop_share", std::isnan(share) ? Json() : Json(share)},
-          {"busy", std::move(busy)},
-          {"kinds", std::move(kinds)}};
+  const Roofline bound = roofline(program, predicted);
+  Json::Array streams;
+  for (const Busy& busy : bound.streams)
+    streams.push_back(Json::Object{{"stream", std::string(name_of(busy.stream))},
+                                   {"seconds", busy.seconds()},
+                                   {"by_microbatch", busy.by_microbatch}});
+  return {
+      {"seconds", predicted.seconds},
+      {"roofline",
+       Json::Object{{"streams", std::move(streams)}, {"reached", bound.reached}, {"microbatches", bound.microbatches}}},
+      {"notice", planned.memory.notice},
+      {"waiting_for_nvme", stalls.storage()},
+      {"waiting_for_copies", stalls.copies()},
+      {"waiting_for_host", stalls.host()},
+      {"waiting_for_ranks", stalls.ranks()},
+      {"exchanging", stalls.exchanging},
+      {"restoring", stalls.restoring},
+      {"wire_bytes", predicted.wire_bytes},
+      {"wire", std::move(wire)},
+      {"model_flop_share", std::isnan(share) ? Json() : Json(share)},
+      {"busy", std::move(busy)},
+      {"kinds", std::move(kinds)}};
 }
 
 Json::Object rates_json(const Rates& rates) {

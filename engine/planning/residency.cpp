@@ -3,21 +3,24 @@
 #include "engine/planning/residency.h"
 
 #include <algorithm>
+#include <cstdio>
 #include <optional>
 #include <tuple>
+#include <unordered_map>
 
 #include "engine/planning/decisions_at_start.h"
 #include "engine/planning/homes.h"
 #include "engine/planning/predict.h"
 #include "engine/planning/relief.h"
 #include "engine/planning/spread_moves.h"
+#include "engine/program/signature.h"
 #include "strata/device.h"
 
 namespace strata {
 namespace {
 
-// How many plans are made: as many as 1.2 million ops allow (planning takes 2 to 3 us an op and plan), within limits.
-size_t most_attempts(size_t ops) { return std::clamp<size_t>(1'200'000 / std::max<size_t>(1, ops), 8, 40); }
+// How many plans are made: as many as 500,000 ops allow (planning takes 2 to 3 us an op and plan), within limits.
+size_t most_attempts(size_t ops) { return std::clamp<size_t>(500'000 / std::max<size_t>(1, ops), 8, 32); }
 
 class Planner {
  public:
@@ -37,12 +40,13 @@ class Planner {
                        : plan_memory(program_, settings_.backend, settings_.threads, kAlignment).device().total_bytes();
     moves_ = moves_any(program_);
     if (!moves_) without_.program = program_;
+    const bool budgets = budget(Tier::device) > 0 || budget(Tier::host) > 0;
+    if (budgets) seconds_without_ = predict(program_, without_.memory, settings_.rates).seconds;
     homes_.choose_homes(program_);
     homes_.choose_update_tiers(program_);
     for (const Tensor& tensor : program_.tensors) homes_at_start_.push_back(tensor.home);
     const auto may_go = [](const Tensor& t) { return t.persistent && !t.part_of && t.home != t.farthest; };
     homes_may_go_ = homes_.one_memory() && std::any_of(program_.tensors.begin(), program_.tensors.end(), may_go);
-    const bool budgets = budget(Tier::device) > 0 || budget(Tier::host) > 0;
     starts_.push_back(decisions_at_start(program_, uses_, homes_, budget(Tier::device) <= 0));
     Planned chosen = budgets ? within_budgets() : without_budgets();
     // What is to be elsewhere goes there all the same.
@@ -51,6 +55,8 @@ class Planner {
           moved.memory.device().total_bytes() < chosen.memory.device().total_bytes() && !over(moved.memory))
         chosen = std::move(moved);
     if (const auto beyond = over(chosen.memory)) refuse(chosen, *beyond);
+    place_closely(chosen.program, chosen.memory);
+    if (budgets) chosen.memory.notice = notice(chosen);
     verify(chosen.program, "residency");
     program_ = std::move(chosen.program);
     return std::move(chosen.memory);
@@ -60,8 +66,9 @@ class Planner {
   struct Planned {
     Program program{};
     MemoryPlan memory{};
-    double seconds = 0, waits = 0;  // predicted, once it is compared with others
-    bool last_resort = false;       // not what the plugins ask for, but it fits
+    double seconds = 0, waits = 0;        // predicted, once it is compared with others
+    bool last_resort = false;             // not what the plugins ask for, but it fits
+    std::array<int64_t, kTiers> least{};  // bytes of each tier that it cannot be placed in less than
   };
 
   // What one attempt aims at.
@@ -73,14 +80,18 @@ class Planner {
     size_t start = 0;  // the decisions that relief begins with
   };
 
-  // Decides, writes the decisions into the program, and plans its memory; moves are spread where that fits.
-  Planned attempt(const Aim& aim) {
+  // Decides, writes the decisions into the program, and plans its memory; moves are spread where that fits. `at_most`:
+  // there is a plan that takes as many seconds, so that of one which cannot fit or takes longer nothing is planned but
+  // what it takes at least.
+  Planned attempt(const Aim& aim, std::optional<double> at_most = {}) {
     for (size_t t = 0; t < homes_at_start_.size(); ++t) program_.tensors[t].home = homes_at_start_[t];
     Decisions decisions = starts_[aim.start];
     if (!aim.forms) std::erase_if(decisions, [](const auto& decision) { return decision.second.form >= 0; });
     auto [now, before] =
         Relief(program_, std::move(decisions), uses_, homes_, settings_, aim.homes_first).fit(aim.targets);
     Planned plan{std::move(now.program)};
+    for (int t = 0; t < kTiers; ++t) plan.least[size_t(t)] = before.tiers[t].total_bytes();
+    if (at_most && (exceeds(plan.least, homes_.budgets()) || compute_seconds(plan.program) > *at_most)) return plan;
     std::vector<Op> in_place = plan.program.ops;
     const auto limits = limits_of_spreading(before, aim);
     spread_moves(plan.program, before, settings_.rates, limits);
@@ -90,6 +101,25 @@ class Planner {
       plan.memory = plan_memory(plan.program, settings_.backend, settings_.threads);
     }
     return plan;
+  }
+
+  // What a step cannot take less than.
+  double compute_seconds(const Program& program) {
+    double sum = 0;
+    for (const Op& op : program.ops) {
+      if (op.stream != Stream::compute) continue;
+      const OpView view(program, op);
+      const auto [known, is_new] = seconds_.try_emplace(signature(view), 0);
+      if (is_new) known->second = seconds_of(view, settings_.rates);
+      sum += known->second;
+    }
+    return sum;
+  }
+
+  static bool exceeds(const std::array<int64_t, kTiers>& bytes, const std::array<int64_t, kTiers>& limits) {
+    for (size_t t = 0; t < size_t(kTiers); ++t)
+      if (limits[t] > 0 && bytes[t] > limits[t]) return true;
+    return false;
   }
 
   void predict_time(Planned& plan) const {
@@ -121,6 +151,11 @@ class Planner {
     else
       plan = without_;
     plan.last_resort = true;
+    if (!moves_)
+      for (int t = 0; t < kTiers; ++t) {
+        const TierPlan& tier = plan.memory.tiers[t];
+        plan.least[size_t(t)] = tier.persistent_bytes + tier.live_peak_bytes;
+      }
     return plan;
   }
 
@@ -171,7 +206,8 @@ class Planner {
       const int64_t target = least + int64_t(double(bytes_without_ - least) * share);
       for (bool homes_first : {true, false})
         if (homes_first || (homes_may_go_ && start == 0))
-          aims.push_back({.targets = {share < 0 ? 0 : target, host_target, 0}, .homes_first = homes_first, .start = start});
+          aims.push_back(
+              {.targets = {share < 0 ? 0 : target, host_target, 0}, .homes_first = homes_first, .start = start});
     };
     constexpr double kAsItIs = -1;
     if (budget(Tier::device) <= 0) {
@@ -218,36 +254,81 @@ class Planner {
     int64_t least = INT64_MAX;        // bytes of the device, of all plans
     int64_t least_asked = INT64_MAX;  // the same of plans that do what the plugins ask for, where the host has room
     const auto consider = [&](Planned plan) {
-      least = std::min(least, plan.memory.device().total_bytes());
-      if (!plan.last_resort && !beyond(plan.memory, {0, budget(Tier::host), budget(Tier::nvme)}))
-        least_asked = std::min(least_asked, plan.memory.device().total_bytes());
-      if (!over(plan.memory)) {
+      least = std::min(least, plan.least[int(Tier::device)]);
+      if (!plan.last_resort && !exceeds(plan.least, {0, budget(Tier::host), budget(Tier::nvme)}))
+        least_asked = std::min(least_asked, plan.least[int(Tier::device)]);
+      if (plan.memory.buffer_of.empty()) return;  // not planned: it would not be taken
+      const auto fits = [&] { return !over(plan.memory); };
+      const auto might = [&] {  // or be the smallest that a refusal names
+        const auto of_refused = [&] {
+          const Tier tier = *over(plan.memory);
+          return !refused || over(refused->memory) != tier ||
+                 plan.least[size_t(tier)] < refused->memory[tier].total_bytes();
+        };
+        return !exceeds(plan.least, homes_.budgets()) || (!best && of_refused());
+      };
+      if (!fits() && might()) place_closely(plan.program, plan.memory);
+      if (fits()) {
         predict_time(plan);
         if (!best || better(plan, *best)) best = std::move(plan);
       } else if (!refused || excess(plan.memory) < excess(refused->memory)) {
         refused = std::move(plan);
       }
     };
+    const auto consider_aim = [&](const Aim& aim) {
+      const bool settled = best && best->memory.device().total_bytes() <= bytes_without_;
+      Planned plan = attempt(aim, settled ? std::optional(best->seconds) : std::nullopt);
+      if (budget(Tier::device) > 0 && aim.targets[int(Tier::device)] != 1 &&
+          plan.least[int(Tier::device)] > budget(Tier::device))
+        beyond_.push_back({plan.least[int(Tier::device)], aim});
+      consider(std::move(plan));
+    };
     // The least of all: from what is demanded, from everything away, from recomputation in two levels.
     for (size_t start : {size_t{0}, size_t{1}, away_ + 2})
       if (start == 0 || (start < starts_.size() && (start != 1 || away_ > 1)))
-        consider(attempt({.targets = {1, host, 0}, .start = start}));
+        consider_aim({.targets = {1, host, 0}, .start = start});
     // Whether the budgets can be met at all is a question to plans that give up on the host what they can; so the
     // answer for one budget does not hang on the other's series.
     const auto take = [&](const std::vector<Aim>& aims, size_t most) {
-      for (size_t a = 0; a < aims.size() && a < most; ++a) consider(attempt(aims[a]));
+      for (size_t a = 0; a < aims.size() && a < most; ++a) consider_aim(aims[a]);
     };
     take(series(least, host), host ? left / 2 : left);
     Planned last = without_restoring();
     if (!best && over(last.memory)) {
       consider(std::move(last));
-      return std::move(*refused);
+      return std::move(best ? *best : *refused);
     }
     if (host) take(series(least, budget(Tier::host)), left / 2);
     // Restoring needs memory too: what is asked for and saves none need not be.
     last.last_resort = last.memory.device().total_bytes() > least_asked;
     consider(std::move(last));
     return std::move(*best);
+  }
+
+  // What someone should know whose budget costs more than it saves.
+  std::string notice(const Planned& chosen) {
+    constexpr double kMuch = 3;
+    if (chosen.seconds <= kMuch * seconds_without_) return "";
+    char times[32];
+    std::snprintf(times, sizeof times, "%.1f", chosen.seconds / seconds_without_);
+    std::string text = "a step takes " + std::string(times) + " times as long as with memory for everything";
+    std::stable_sort(beyond_.begin(), beyond_.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+    std::optional<int64_t> enough;  // the smallest of those tried, halving what is left
+    for (size_t from = 0, to = beyond_.size(); from < to;) {
+      const size_t middle = (from + to) / 2;
+      Planned plan = attempt(beyond_[middle].second);
+      predict_time(plan);
+      if (2 * plan.seconds <= chosen.seconds && !beyond(plan.memory, {0, budget(Tier::host), budget(Tier::nvme)})) {
+        enough = plan.memory.device().total_bytes();
+        to = middle;
+      } else {
+        from = middle + 1;
+      }
+    }
+    if (enough)
+      text += "; with " + option_of(Tier::device, settings_) + " = " + std::to_string(*enough) + " (" +
+              bytes_text(*enough) + ") it would take less than half of that";
+    return text + ".";
   }
 
   // How far a plan is from fitting: beyond how many budgets, which one first, and what it takes there.
@@ -289,8 +370,11 @@ class Planner {
   bool moves_ = false;                // tensors may be elsewhere
   Planned without_;                   // were nothing to rest; its program only where nothing moves
   bool homes_may_go_ = false;
-  int64_t bytes_without_ = 0;  // of the device, were nothing to rest
-  int64_t plain_bytes_ = 0;    // the same without a disk, whose blocks tensors fill
+  std::vector<std::pair<int64_t, Aim>> beyond_;   // tried, and beyond the budget of the device: bytes at least
+  std::unordered_map<uint64_t, double> seconds_;  // of an op, by signature
+  double seconds_without_ = 0;                    // of a step, were nothing to rest
+  int64_t bytes_without_ = 0;                     // of the device, were nothing to rest
+  int64_t plain_bytes_ = 0;                       // the same without a disk, whose blocks tensors fill
 };
 
 }  // namespace
@@ -308,6 +392,7 @@ MemoryPlan plan_residency(Program& program, const ResidencySettings& settings) {
   if (rests(program) || (settings.homes && std::any_of(settings.homes->begin(), settings.homes->end(), away)))
     return Planner(program, settings).run();
   MemoryPlan plan = plan_memory(program, settings.backend, settings.threads);
+  place_closely(program, plan);
   const int64_t budget = budgets_of(settings)[int(Tier::device)];
   if (budget > 0 && plan.device().total_bytes() > budget)
     refuse_budget(program, plan, Tier::device, option_of(Tier::device, settings),

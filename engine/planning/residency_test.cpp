@@ -209,5 +209,116 @@ TEST(Residency, LargerBudgetsGiveNoSlowerPlans) { check_series_of_budgets("cpu",
 TEST(Residency, LargerBudgetsGiveNoSlowerPlansOnADevice) { check_series_of_budgets("cuda", 10); }
 #endif
 
+// A chain of blocks with residual connections, as in a transformer: a product, a cheap op and a sum in each.
+struct Chain {
+  explicit Chain(int blocks, int microbatches = 1) {
+    Builder build(program);
+    const Shape shape{64, 64};
+    std::vector<TensorId> weights;
+    for (int b = 0; b < blocks; ++b)
+      weights.push_back(build.parameter("w" + std::to_string(b), shape, {Initializer::Kind::normal, 0.1}));
+    for (int m = 0; m < microbatches; ++m) {
+      build.microbatch = m;
+      struct Block {
+        TensorId in, product, cheap;
+      };
+      std::vector<Block> made;
+      build.step_part = StepPart::forward;
+      TensorId x = build.data("x" + std::to_string(m), shape, DType::f32);
+      for (int b = 0; b < blocks; ++b) {
+        build.block_index = b;
+        const TensorId product = build.emit("linear", {x, weights[size_t(b)], {}});
+        const TensorId cheap = build.emit("gelu", {product});
+        made.push_back({x, product, cheap});
+        x = build.emit("add", {x, cheap});
+      }
+      build.block_index = -1;
+      x = build.emit("gelu", {x});
+      build.step_part = StepPart::backward;
+      for (int b = blocks; b-- > 0;) {
+        build.block_index = b;
+        for (TensorId read : {made[size_t(b)].cheap, made[size_t(b)].product, made[size_t(b)].in})
+          x = build.emit("add", {x, read});
+      }
+      program[x].step_output = true;
+    }
+  }
+
+  // Forms that keep nothing for what `chosen` says.
+  template <class Chosen>
+  void let_rest(RestingForm::When when, Chosen&& chosen) {
+    for (const Op& op : program.ops)
+      if (op.step_part == StepPart::forward && op.block >= 0 && chosen(op))
+        program.forms[op.outputs[0].value].push_back({.name = "recompute", .restore = {op}, .when = when});
+  }
+
+  Program program;
+};
+
+struct Outcome {
+  int64_t bytes = 0;
+  double seconds = 0;
+  size_t ops = 0;
+  std::string notice{};
+};
+
+Outcome outcome(Program program, int64_t budget) {
+  const Rates rates{};
+  const MemoryPlan plan = plan_residency(program, {.threads = 2, .device_budget = budget, .rates = rates});
+  return {plan.device().total_bytes(), predict(program, plan, rates).seconds, program.ops.size(), plan.notice};
+}
+
+// What recomputation by groups of blocks or of cheap ops reaches, a budget of as many bytes reaches too, or beats.
+TEST(Residency, ABudgetNeverLosesToASimplerSetting) {
+  constexpr auto kAll = [](const Op&) { return true; };
+  for (int blocks : {3, 12, 25})
+    for (int microbatches : {1, 3}) {
+      Chain by_budget(blocks, microbatches);
+      by_budget.let_rest(RestingForm::When::asked, kAll);
+      const auto check = [&](const std::string& name, auto&& chosen) {
+        Chain simple(blocks, microbatches);
+        simple.let_rest(RestingForm::When::after_forward, chosen);
+        const Outcome expected = outcome(simple.program, 0), actual = outcome(by_budget.program, expected.bytes);
+        EXPECT_LE(actual.bytes, expected.bytes) << name;
+        EXPECT_LE(actual.seconds, expected.seconds) << name << " of " << blocks;
+      };
+      for (int every : {1, 2, 3, 5})
+        check("every " + std::to_string(every),
+              [&](const Op& op) { return op.kind->name != "add" || (op.block + 1) % every != 0; });
+      check("selective", [&](const Op& op) { return op.kind->name == "gelu"; });
+      check("nothing", [](const Op&) { return false; });
+    }
+}
+
+// Recomputation in two levels: where only a few inputs of blocks fit, a step runs its forward pass about three times,
+// and not once more for every op.
+TEST(Residency, RecomputationOfRecomputationIsBounded) {
+  Chain chain(36);
+  chain.let_rest(RestingForm::When::asked, [](const Op&) { return true; });
+  const Outcome plain = outcome(chain.program, 0);
+  Outcome least;
+  try {
+    least = outcome(chain.program, 1);
+    FAIL();
+  } catch (const Error& error) {
+    least = outcome(chain.program, test::smallest_in(error.what()));
+  }
+  const size_t forward = 36 * 3;
+  EXPECT_LT(least.bytes, plain.bytes / 2);
+  // Twice the root of the number of blocks, and what one block computes with.
+  constexpr int64_t kTensor = 64 * 64 * 4;
+  const int64_t parameters = 36 * kTensor;
+  const Outcome few = outcome(chain.program, parameters + (2 * 6 + 8) * kTensor);
+  EXPECT_LE(few.ops, chain.program.ops.size() + 3 * forward);
+  double before = 0;
+  for (int64_t budget = plain.bytes; budget >= least.bytes; budget -= kTensor) {
+    const Outcome now = outcome(chain.program, budget);
+    EXPECT_LE(now.bytes, budget);
+    EXPECT_GE(now.seconds, before);
+    before = now.seconds;
+    EXPECT_LE(now.ops, 8 * chain.program.ops.size());
+  }
+}
+
 }  // namespace
 }  // namespace strata

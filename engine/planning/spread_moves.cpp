@@ -93,9 +93,10 @@ class Spreader {
     free = std::max(free, start_[i]) + seconds_[i];
     const int32_t end = std::min(reader_[i], count_);
     if (from.persistent || last_use_[op.inputs[0].value] != i) return;
+    const int64_t bytes = from.bytes();
     int32_t place = i;
-    while (place + 1 < end && start_[place + 1] < free && room(from.home, place + 1, from.bytes()))
-      live_[int(from.home)][++place] += from.bytes();
+    while (place + 1 < end && start_[place + 1] < free && room(from.home, place + 1, bytes))
+      live_[int(from.home)][++place] += bytes;
     place_[i] = place;
   }
 
