@@ -10,7 +10,8 @@ namespace strata {
 namespace {
 
 constexpr int kMostRounds = 64;
-constexpr size_t kMostOps = 6;  // times those of the program: what restores more than it computes helps nobody
+// Of what restores more than it computes: so many times the ops of the program, or so many where it is small.
+constexpr size_t kMostTimes = 6, kMostOps = 100'000;
 
 }  // namespace
 
@@ -21,7 +22,7 @@ std::pair<Materialized, MemoryPlan> Relief::fit(const std::array<int64_t, kTiers
       if (part.part_of && part.persistent) part.home = program_[part.part_of].home;
     Materialized now =
         materialize(program_, decisions_, uses_, is_asynchronous(settings_.backend) && !program_.direct_storage);
-    if (before && now.program.ops.size() > kMostOps * program_.ops.size()) return std::move(*before);
+    if (before && now.program.ops.size() > std::max(kMostTimes * program_.ops.size(), kMostOps)) return std::move(*before);
     bool within = true, changed = false;
     MemoryPlan plan = measure_memory(now.program, settings_.backend, settings_.threads);
     for (Tier tier : {Tier::device, Tier::host}) {
