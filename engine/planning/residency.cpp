@@ -33,6 +33,7 @@ class Planner {
   MemoryPlan run() {
     const int64_t alignment = program_.storage_directory.empty() ? kAlignment : kStorageAlignment;
     without_.memory = plan_memory(program_, settings_.backend, settings_.threads, alignment);
+    place_closely(program_, without_.memory);
     bytes_without_ = without_.memory.device().total_bytes();
     // Of small tensors the blocks of a disk take more than they hold: nobody who goes without the disk has those.
     plain_bytes_ = alignment == kAlignment
@@ -55,7 +56,6 @@ class Planner {
           moved.memory.device().total_bytes() < chosen.memory.device().total_bytes() && !over(moved.memory))
         chosen = std::move(moved);
     if (const auto beyond = over(chosen.memory)) refuse(chosen, *beyond);
-    place_closely(chosen.program, chosen.memory);
     if (budgets) chosen.memory.notice = notice(chosen);
     verify(chosen.program, "residency");
     program_ = std::move(chosen.program);
@@ -80,7 +80,9 @@ class Planner {
     size_t start = 0;  // the decisions that relief begins with
   };
 
-  // Decides, writes the decisions into the program, and plans its memory; moves are spread where that fits. `at_most`:
+  // Decides, writes the decisions into the program, and plans its memory; moves are spread where that fits. Where
+  // things lie follows from the aim alone: they are moved closer together whether a budget asks for it or not, since
+  // what shares memory waits, and a plan may not be faster for being denser than another budget made it. `at_most`:
   // there is a plan that takes as many seconds, so that of one which cannot fit or takes longer nothing is planned but
   // what it takes at least.
   Planned attempt(const Aim& aim, std::optional<double> at_most = {}) {
@@ -100,6 +102,7 @@ class Planner {
       plan.program.ops = std::move(in_place);
       plan.memory = plan_memory(plan.program, settings_.backend, settings_.threads);
     }
+    place_closely(plan.program, plan.memory);
     return plan;
   }
 
@@ -253,22 +256,16 @@ class Planner {
     std::optional<Planned> best, refused;
     int64_t least = INT64_MAX;        // bytes of the device, of all plans
     int64_t least_asked = INT64_MAX;  // the same of plans that do what the plugins ask for, where the host has room
+    std::vector<std::pair<int64_t, Aim>> skipped;  // of such plans that were not planned to their end: bytes at least
+    const auto count_asked = [&](const MemoryPlan& plan) {
+      if (!beyond(plan, {0, budget(Tier::host), budget(Tier::nvme)}))
+        least_asked = std::min(least_asked, plan.device().total_bytes());
+    };
     const auto consider = [&](Planned plan) {
       least = std::min(least, plan.least[int(Tier::device)]);
-      if (!plan.last_resort && !exceeds(plan.least, {0, budget(Tier::host), budget(Tier::nvme)}))
-        least_asked = std::min(least_asked, plan.least[int(Tier::device)]);
       if (plan.memory.buffer_of.empty()) return;  // not planned: it would not be taken
-      const auto fits = [&] { return !over(plan.memory); };
-      const auto might = [&] {  // or be the smallest that a refusal names
-        const auto of_refused = [&] {
-          const Tier tier = *over(plan.memory);
-          return !refused || over(refused->memory) != tier ||
-                 plan.least[size_t(tier)] < refused->memory[tier].total_bytes();
-        };
-        return !exceeds(plan.least, homes_.budgets()) || (!best && of_refused());
-      };
-      if (!fits() && might()) place_closely(plan.program, plan.memory);
-      if (fits()) {
+      if (!plan.last_resort) count_asked(plan.memory);
+      if (!over(plan.memory)) {
         predict_time(plan);
         if (!best || better(plan, *best)) best = std::move(plan);
       } else if (!refused || excess(plan.memory) < excess(refused->memory)) {
@@ -281,6 +278,7 @@ class Planner {
       if (budget(Tier::device) > 0 && aim.targets[int(Tier::device)] != 1 &&
           plan.least[int(Tier::device)] > budget(Tier::device))
         beyond_.push_back({plan.least[int(Tier::device)], aim});
+      if (plan.memory.buffer_of.empty()) skipped.push_back({plan.least[int(Tier::device)], aim});
       consider(std::move(plan));
     };
     // The least of all: from what is demanded, from everything away, from recomputation in two levels.
@@ -299,8 +297,14 @@ class Planner {
       return std::move(best ? *best : *refused);
     }
     if (host) take(series(least, budget(Tier::host)), left / 2);
-    // Restoring needs memory too: what is asked for and saves none need not be.
-    last.last_resort = last.memory.device().total_bytes() > least_asked;
+    // Restoring needs memory too: what is asked for and saves none need not be. Whether it does is not to hang on which
+    // plans were looked into under this budget.
+    const int64_t bytes = last.memory.device().total_bytes();
+    predict_time(last);
+    if (!over(last.memory) && (!best || last.seconds < best->seconds))
+      for (const auto& [at_least, aim] : skipped)
+        if (least_asked >= bytes && at_least < bytes) count_asked(attempt(aim).memory);
+    last.last_resort = bytes > least_asked;
     consider(std::move(last));
     return std::move(*best);
   }
