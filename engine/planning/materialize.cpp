@@ -34,8 +34,9 @@ class Materializer {
         copies_[t].at[int(program.tensors[t].home)] = {int32_t(t)};
   }
 
-  Materialized run() {
+  std::optional<Materialized> run(size_t most) {
     for (position_ = 0; position_ < int32_t(in_.ops.size()); ++position_) {
+      if (result_.program.ops.size() > most) return {};
       if (position_ > 0 && visit(position_) != visit(position_ - 1)) drop_lingering();
       place(in_.ops[position_]);
     }
@@ -396,8 +397,9 @@ class Materializer {
 
 }  // namespace
 
-Materialized materialize(const Program& program, const Decisions& decisions, const Uses& uses, bool staged) {
-  return Materializer(program, decisions, uses, staged).run();
+std::optional<Materialized> materialize(const Program& program, const Decisions& decisions, const Uses& uses,
+                                        bool staged, size_t most) {
+  return Materializer(program, decisions, uses, staged).run(most);
 }
 
 }  // namespace strata

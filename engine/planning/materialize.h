@@ -2,6 +2,7 @@
 // brings a tensor where the next op needs it; decides nothing itself (residency.h).
 #pragma once
 #include <cstdint>
+#include <optional>
 #include <unordered_map>
 #include <vector>
 
@@ -45,7 +46,9 @@ struct Materialized {
   std::vector<Waiting> waiting;
 };
 
-// `staged`: nothing moves between device and NVMe but by way of host memory.
-Materialized materialize(const Program& program, const Decisions& decisions, const Uses& uses, bool staged);
+// `staged`: nothing moves between device and NVMe but by way of host memory. Nothing where it would have more than
+// `most` ops: what restores from what is restored can grow without bound.
+std::optional<Materialized> materialize(const Program& program, const Decisions& decisions, const Uses& uses,
+                                        bool staged, size_t most = SIZE_MAX);
 
 }  // namespace strata

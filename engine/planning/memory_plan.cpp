@@ -236,21 +236,24 @@ int64_t place_by_size(std::vector<Buffer>& buffers) {
 // stretches of ops.
 class OrderedPlacement {
  public:
-  OrderedPlacement(std::vector<Buffer> buffers, size_t ops)
-      : buffers_(std::move(buffers)), width_(std::max<size_t>(1, ops / 512)), placed_(ops / width_ + 1) {}
+  // `visits`: how often a neighbour may be looked at before there is no more time.
+  OrderedPlacement(std::vector<Buffer> buffers, size_t ops, int64_t visits)
+      : visits_(visits),
+        buffers_(std::move(buffers)),
+        width_(std::max<size_t>(1, ops / 512)),
+        placed_(ops / width_ + 1) {}
 
   // The bytes it takes; -1: not below `most`, or not found in reasonable time.
   int64_t place(const std::vector<uint32_t>& order, int64_t most) {
-    constexpr int64_t kMostVisits = 20'000'000;
     for (auto& list : placed_) list.clear();
     seen_.assign(buffers_.size(), 0);
-    int64_t top = 0, visits = 0;
+    int64_t top = 0;
     std::vector<std::pair<int64_t, int64_t>> taken;  // offset and end of what lives at the same time
     for (size_t n = 0; n < order.size(); ++n) {
       Buffer& buffer = buffers_[order[n]];
       taken.clear();
       for (size_t s = size_t(buffer.first) / width_; s <= size_t(buffer.last) / width_; ++s) {
-        visits += int64_t(placed_[s].size());
+        visits_ -= int64_t(placed_[s].size());
         for (uint32_t other : placed_[s]) {
           const Buffer& p = buffers_[other];
           if (seen_[other] == n + 1 || p.last < buffer.first || buffer.last < p.first) continue;
@@ -267,18 +270,23 @@ class OrderedPlacement {
         end = std::max(end, to);
       }
       buffer.offset = best >= 0 ? best : end;
-      top = std::max(top, buffer.offset + buffer.bytes);
-      if (top >= most || visits > kMostVisits) return -1;
+      if (buffer.offset + buffer.bytes > top) top = buffer.offset + buffer.bytes, highest_ = n;
+      if (top >= most || visits_ < 0) return -1;
     }
     return top;
   }
   const std::vector<Buffer>& buffers() const { return buffers_; }
+  // Where in the order of the last placement the buffer stood that ends highest.
+  size_t highest() const { return highest_; }
+  bool has_time() const { return visits_ >= 0; }
 
  private:
+  int64_t visits_;  // that are left
   std::vector<Buffer> buffers_;
   size_t width_;                               // ops of a stretch
   std::vector<std::vector<uint32_t>> placed_;  // by stretch
   std::vector<uint32_t> seen_;                 // by buffer: for which one it was looked at last
+  size_t highest_ = 0;
 };
 
 // Sums of bytes are taken in 64 bits from here on; a workspace is below 2^62 by the bound on elements.
@@ -385,8 +393,10 @@ MemoryPlan plan_memory(const Program& program, const std::string& backend, int t
   return plan;
 }
 
-void place_closely(const Program& program, MemoryPlan& plan) {
+void place_closely(const Program& program, size_t ops, MemoryPlan& plan) {
+  constexpr int64_t kVisits = 20'000;  // an op, which takes some 20 us
   constexpr double kLittle = 0.01;
+  constexpr int kMostTries = 64;
   for (int t = 0; t < kTiers; ++t) {
     TierPlan& tier = plan.tiers[t];
     const auto loses = [&] {
@@ -398,9 +408,15 @@ void place_closely(const Program& program, MemoryPlan& plan) {
     for (size_t b = 0; b < plan.buffers.size(); ++b)
       if (plan.buffers[b].tier == Tier(t)) list.push_back(uint32_t(b)), buffers.push_back(plan.buffers[b]);
     order.resize(list.size());
-    OrderedPlacement placement(std::move(buffers), program.ops.size());
+    OrderedPlacement placement(std::move(buffers), program.ops.size(), kVisits * int64_t(ops));
     const auto life = [](const Buffer& b) { return double(b.last - b.first + 1); };
     const auto size = [](const Buffer& b) { return double(b.bytes); };
+    const auto try_order = [&] {
+      const int64_t bytes = placement.place(order, tier.transient_bytes);
+      if (bytes < 0) return;
+      tier.transient_bytes = bytes;
+      for (size_t b = 0; b < list.size(); ++b) plan.buffers[list[b]].offset = placement.buffers()[b].offset;
+    };
     for (int way = 0; way < 3 && loses(); ++way) {
       const auto key = [&](uint32_t b) {
         const Buffer& buffer = placement.buffers()[b];
@@ -410,10 +426,14 @@ void place_closely(const Program& program, MemoryPlan& plan) {
       };
       std::iota(order.begin(), order.end(), 0);
       std::stable_sort(order.begin(), order.end(), [&](uint32_t a, uint32_t b) { return key(a) > key(b); });
-      const int64_t bytes = placement.place(order, tier.transient_bytes);
-      if (bytes < 0) continue;
-      tier.transient_bytes = bytes;
-      for (size_t b = 0; b < list.size(); ++b) plan.buffers[list[b]].offset = placement.buffers()[b].offset;
+      try_order();
+    }
+    // What ends too high is placed earlier in the next try.
+    for (int again = 0; again < kMostTries && loses() && placement.has_time(); ++again) {
+      const auto late = order.begin() + ptrdiff_t(placement.highest());
+      if (late == order.begin()) break;
+      std::rotate(order.begin(), late, late + 1);
+      try_order();
     }
   }
 }

@@ -15,24 +15,26 @@ constexpr size_t kMostTimes = 6, kMostOps = 100'000;
 
 }  // namespace
 
-std::pair<Materialized, MemoryPlan> Relief::fit(const std::array<int64_t, kTiers>& targets) {
-  std::optional<std::pair<Materialized, MemoryPlan>> before;
+Relief::Result Relief::fit(const std::array<int64_t, kTiers>& targets) {
+  std::optional<Result> before;
+  const bool staged = is_asynchronous(settings_.backend) && !program_.direct_storage;
   for (int round = 0;; ++round) {
     for (Tensor& part : program_.tensors)
       if (part.part_of && part.persistent) part.home = program_[part.part_of].home;
-    Materialized now =
-        materialize(program_, decisions_, uses_, is_asynchronous(settings_.backend) && !program_.direct_storage);
-    if (before && now.program.ops.size() > std::max(kMostTimes * program_.ops.size(), kMostOps)) return std::move(*before);
+    const size_t most = before ? std::max(kMostTimes * program_.ops.size(), kMostOps) : SIZE_MAX;
+    std::optional<Materialized> now = materialize(program_, decisions_, uses_, staged, most);
+    if (!now) return std::move(*before);
     bool within = true, changed = false;
-    MemoryPlan plan = measure_memory(now.program, settings_.backend, settings_.threads);
+    MemoryPlan plan = measure_memory(now->program, settings_.backend, settings_.threads);
     for (Tier tier : {Tier::device, Tier::host}) {
       const int64_t target = targets[int(tier)];
       if (target <= 0 || plan[tier].total_bytes() <= target) continue;
       within = false;
-      changed |= relieve(now, plan, tier, target);
+      changed |= relieve(*now, plan, tier, target);
     }
-    if (within || !changed || round == kMostRounds) return {std::move(now), std::move(plan)};
-    before.emplace(std::move(now), std::move(plan));
+    Result result{std::move(now->program), std::move(plan), round == 0 && within};
+    if (within || !changed || round == kMostRounds) return result;
+    before = std::move(result);
   }
 }
 

@@ -22,9 +22,14 @@ class Relief {
         homes_(homes),
         settings_(settings),
         homes_first_(homes_first) {}
+  struct Result {
+    Program program;
+    MemoryPlan memory;            // without offsets
+    bool fitted_at_once = false;  // within the targets without relief
+  };
   // Adds decisions until the live bytes of every tier are within `targets` (0: as it is), or nothing is left to give
-  // up. The program with them, and its memory without offsets.
-  std::pair<Materialized, MemoryPlan> fit(const std::array<int64_t, kTiers>& targets);
+  // up.
+  Result fit(const std::array<int64_t, kTiers>& targets);
 
  private:
   struct Candidate {

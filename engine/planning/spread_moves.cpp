@@ -35,6 +35,8 @@ class Spreader {
     written_ = none, last_use_ = none;
   }
 
+  bool limited() const { return limited_; }
+
   // The new order of ops.
   std::vector<int32_t> run() {
     find_neighbours();
@@ -80,9 +82,11 @@ class Spreader {
     }
   }
 
-  bool room(Tier tier, int32_t at, int64_t bytes) const {
+  bool room(Tier tier, int32_t at, int64_t bytes) {
     const int64_t limit = limits_[int(tier)];
-    return limit <= 0 || live_[int(tier)][at] + bytes <= limit;
+    const bool fits = limit <= 0 || live_[int(tier)][at] + bytes <= limit;
+    limited_ |= !fits;
+    return fits;
   }
 
   // What leaves: its source stays until the transfer is predicted to be over.
@@ -123,6 +127,7 @@ class Spreader {
   std::array<std::vector<int64_t>, kTiers> live_;  // bytes alive by op
   std::vector<int32_t> written_, last_use_;        // by tensor
   std::vector<int32_t> source_, reader_;           // by op
+  bool limited_ = false;
   std::array<double, kStreams> busy_until_{}, due_ = filled(1e30);
 
   static std::array<double, kStreams> filled(double value) {
@@ -134,14 +139,16 @@ class Spreader {
 
 }  // namespace
 
-void spread_moves(Program& program, const MemoryPlan& plan, const Rates& rates,
+bool spread_moves(Program& program, const MemoryPlan& plan, const Rates& rates,
                   const std::array<int64_t, kTiers>& limits) {
-  if (std::none_of(program.ops.begin(), program.ops.end(), is_move)) return;
-  const std::vector<int32_t> order = Spreader(program, plan, rates, limits).run();
+  if (std::none_of(program.ops.begin(), program.ops.end(), is_move)) return false;
+  Spreader spreader(program, plan, rates, limits);
+  const std::vector<int32_t> order = spreader.run();
   std::vector<Op> ops;
   ops.reserve(order.size());
   for (int32_t i : order) ops.push_back(std::move(program.ops[i]));
   program.ops = std::move(ops);
+  return spreader.limited();
 }
 
 }  // namespace strata

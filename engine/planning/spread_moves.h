@@ -11,7 +11,8 @@
 namespace strata {
 
 // Reorders moves only, within dependencies. `limits` are live bytes by tier that no place may exceed (0: no limit).
-void spread_moves(Program& program, const MemoryPlan& plan, const Rates& rates,
+// Whether one of them stood in the way.
+bool spread_moves(Program& program, const MemoryPlan& plan, const Rates& rates,
                   const std::array<int64_t, kTiers>& limits);
 
 }  // namespace strata
