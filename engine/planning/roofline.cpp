@@ -33,7 +33,7 @@ std::string_view remedy(Stream stream) {
       return "twice the threads of the host (host.threads)";
     case Stream::read:
     case Stream::write:
-      return "a second disk";
+      return "NVMe twice as fast";
     case Stream::to_device:
     case Stream::to_host:
       return "a bus twice as fast";

@@ -23,7 +23,7 @@ struct Roofline {
 };
 
 Roofline roofline(const Program& program, const Prediction& prediction);
-// "reads from NVMe bound the step: 91.2 s of 98.0 s (93%); …"
+// "busy: …", and "the step is bound by reads from NVMe: 91.200 s, 93% of it; … halves them".
 std::string roofline_text(const Roofline& roofline);
 
 }  // namespace strata
