@@ -266,7 +266,7 @@ TEST(Ranks, CheckpointsFitAnyLayout) {
       world.gather("");
       Saver saver(*runner.storage, mesh, world, threads, to, 1, behind);
       if (!from.empty()) {
-        const CheckpointInfo info = saver.load(find_checkpoint(from, ""), true);
+        const CheckpointInfo info = saver.load(find_checkpoint(from, ""), true, 1).info;
         EXPECT_EQ(info.step, 10);
         EXPECT_EQ(info.samples, 240);
       } else {

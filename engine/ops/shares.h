@@ -5,6 +5,7 @@
 #include <string>
 
 #include "strata/communicator.h"
+#include "strata/layout.h"
 #include "strata/op_kind.h"
 
 namespace strata {
@@ -14,17 +15,9 @@ inline int dimension_of(const OpView& view, std::string_view attribute = "dimens
   return int(view.attributes().integer(attribute, 0));
 }
 
-// Of the splits of a tensor over an axis along a dimension, the one that an exchange may undo: no later one divides
-// that dimension. Null when there is none.
-const Split* last_split(const Tensor& tensor, int dimension, const std::string& axis);
-
 // The layout without that split, and with one more.
 Layout without_split(const Tensor& tensor, int dimension, const std::string& axis);
 Layout with_split(Layout layout, int dimension, const std::string& axis, int64_t full);
-
-// How many of `full` the rank has whose share output `o` is, as its layout says (once planning is over); until then
-// what the first rank has, which is the most.
-int64_t share_of_output(const OpView& view, int o, int dimension, const std::string& axis, int64_t full, int size);
 
 // The row of the whole tensor that this rank's first one is, without allocating: kernels ask.
 inline int64_t first_row(const Tensor& tensor) {

@@ -66,6 +66,59 @@ std::vector<TensorId> GradientBucket::sum(const std::vector<TensorId>& tensors) 
   return sums;
 }
 
+// Ranks along an axis have values of their own where the gradient is still partial over it, and where it splits a
+// dimension that the state does not follow: there the state is one tensor of which each rank holds its rows, unseen.
+TensorId GradientBucket::state(size_t i, std::string_view name, const Shape& shape, const FormState& state) {
+  std::string full_name = parameter(i) + "." + std::string(name);
+  for (std::string_view part : mesh_.parts_of(axis_))  // as whoever shares the gradient over one of them names it
+    if (mesh_.size(part) > 1) full_name += "." + std::string(part);
+  // Stages of a pipeline may share a parameter, and each has a gradient of it.
+  if (const int program = mesh_.programs().coordinate; program > 0) full_name += "." + std::to_string(program);
+  const Tensor gradient = build_[this->gradient(i)];
+  const auto followed = [&](size_t d) { return state.follows.empty() ? int(d) : state.follows[d]; };
+  bool right = shape.size() == (state.follows.empty() ? gradient.shape.size() : state.follows.size());
+  for (size_t d = 0; right && d < shape.size(); ++d)
+    right = followed(d) == FormState::kNone || (followed(d) >= 0 && size_t(followed(d)) < gradient.shape.size() &&
+                                                shape[d] == gradient.shape[size_t(followed(d))]);
+  if (!right)
+    throw Error("state " + full_name + " of shape " + text(shape) + " does not say which dimensions of the gradient " +
+                    text(*gradient.shape) + " it follows.",
+                ExitCode::failed);
+  const auto parts = mesh_.parts_of(axis_);
+  std::vector<std::string> own;  // axes
+  for (const std::string& axis : partial_.at(i))
+    if (!state.alike || std::find(parts.begin(), parts.end(), axis) == parts.end()) own.push_back(axis);
+  Layout seen;
+  for (Split split : gradient.layout) {
+    size_t d = 0;
+    while (d < shape.size() && followed(d) != split.dimension) ++d;
+    if (d == shape.size()) {
+      own.push_back(split.axis);
+      continue;
+    }
+    split.dimension = int(d);
+    seen.push_back(split);
+  }
+  const TensorId id = build_.program().add({.name = full_name,
+                                            .shape = shape,
+                                            .dtype = state.dtype,
+                                            .role = Role::optimizer_state,
+                                            .persistent = true,
+                                            .lasting = Lasting{.initializer = state.initializer, .begins_anew = true},
+                                            .layout = seen});
+  Layout layout;
+  int64_t full = build_[id].full_shape()[0];
+  for (const std::string& axis : own) full *= mesh_.size(axis);
+  for (const std::string& axis : own) {
+    if (mesh_.size(axis) == 1) continue;
+    layout.push_back({.dimension = 0, .axis = axis, .full = full, .unseen = true});
+    full /= mesh_.size(axis);
+  }
+  layout.insert(layout.end(), seen.begin(), seen.end());
+  build_.program()[id].layout = layout;
+  return id;
+}
+
 TensorId GradientBucket::emit(std::string_view kind, const std::vector<TensorId>& inputs, Attributes attributes) {
   build_.role = Role::gradient;
   const TensorId result = build_.emit(kind, inputs, std::move(attributes));
@@ -193,7 +246,9 @@ void GradientExchanges::exchange_class(Builder& build, std::vector<Gradient>& gr
       std::map<int, std::vector<std::string>> left;  // axes by form
       for (const std::string& axis : all) {
         const Wanted& asked = wanted.at(axis);
-        if (when(parameter, axis, asked) != now || std::erase(gradients[g].partial, axis) == 0) continue;
+        const auto& partial = gradients[g].partial;
+        if (when(parameter, axis, asked) != now || std::find(partial.begin(), partial.end(), axis) == partial.end())
+          continue;
         const int form = form_of(parameter, axis);
         if (asked.result.shared_over == axis)
           shared = true, shares[{axis, form}].push_back(g);
@@ -225,6 +280,8 @@ void GradientExchanges::exchange(Builder& build, std::vector<Gradient>& gradient
     bucket.gradients_.push_back(gradient.tensor);
     bucket.overflow_.push_back(needs_finite ? gradient.scale : TensorId{});
     bucket.parameters_.push_back(parameter_name(build.program(), gradient));
+    bucket.partial_.push_back(gradient.partial);
+    for (std::string_view axis : stage_.mesh_.parts_of(group)) std::erase(gradient.partial, axis);
   }
   build.role = Role::gradient;
   const std::vector<TensorId> results =

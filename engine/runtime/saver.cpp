@@ -93,20 +93,31 @@ Saver::~Saver() {
   if (writing_.valid()) writing_.wait();
 }
 
-CheckpointInfo Saver::load(const std::string& path, bool everything,
-                           const std::function<void(const CheckpointInfo&)>& check) {
+Saver::Loaded Saver::load(const std::string& path, bool everything, uint64_t seed,
+                          const std::function<void(const CheckpointInfo&)>& check) {
   const Checkpoint checkpoint(path);
   if (check) check(checkpoint.info());
+  Loaded loaded{.info = checkpoint.info(), .begun_anew = {}};
+  const auto lacks = [&](const Tensor& tensor) {
+    const auto found = checkpoint.tensors().find(tensor.name);
+    return found == checkpoint.tensors().end() || found->second.shape != tensor.full_shape();
+  };
   std::set<std::string> masters;
   for (const Tensor& tensor : storage_.persistent_tensors()) masters.insert(tensor.lasting->rounded_from);
   for (const Tensor& tensor : storage_.persistent_tensors())
     if ((tensor.role == Role::parameter || masters.contains(tensor.name) ||
          (everything && tensor.role != Role::scalar)) &&
-        is_in(checkpoint, tensor))
+        is_in(checkpoint, tensor)) {
+      if (tensor.lasting->begins_anew && lacks(tensor)) {
+        storage_.initialize(tensor, seed, threads_);
+        loaded.begun_anew.push_back(tensor.name);
+        continue;
+      }
       storage_.fill(tensor,
                     [&](void* out, int64_t first, int64_t count) { read_into(checkpoint, tensor, out, first, count); });
+    }
   storage_.release_piece();
-  return checkpoint.info();
+  return loaded;
 }
 
 std::vector<TensorRecord> Saver::records(bool on_nvme) {

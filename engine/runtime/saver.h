@@ -26,8 +26,13 @@ class Saver {
   // Fills parameters, and the optimizer's state when `everything`, from a checkpoint of any number of ranks under any
   // strategies. Throws Error when it holds another model.
   // `check` sees what the checkpoint says of itself before anything is read from it, and throws when it does not fit.
-  CheckpointInfo load(const std::string& path, bool everything,
-                      const std::function<void(const CheckpointInfo&)>& check = {});
+  // What may begin anew (Lasting) and is not in the checkpoint gets its first values, of `seed`.
+  struct Loaded {
+    CheckpointInfo info;
+    std::vector<std::string> begun_anew;  // names of tensors
+  };
+  Loaded load(const std::string& path, bool everything, uint64_t seed,
+              const std::function<void(const CheckpointInfo&)>& check = {});
   // Between steps, all ranks. Returns what went wrong, on all ranks; empty: nothing. A save before that is still being
   // written is awaited first, and its problem returned.
   std::string save(const CheckpointInfo& info);

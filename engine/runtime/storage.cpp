@@ -180,40 +180,42 @@ std::vector<std::byte> Storage::copy(const Tensor& tensor) {
 }
 
 void Storage::initialize(uint64_t seed, Threads& threads) {
-  for (const Tensor& tensor : tensors_)
-    fill(tensor, [&](void* data, int64_t first, int64_t count) {
-      switch (tensor.lasting->initializer.kind) {
-        case Initializer::Kind::zeros:
-          std::memset(data, 0, size_t(count * size_of(tensor.dtype)));
-          break;
-        case Initializer::Kind::constant:
-          STRATA_CHECK(tensor.dtype == DType::f64);
-          std::fill_n(static_cast<double*>(data), count, tensor.lasting->initializer.value);
-          break;
-        case Initializer::Kind::ones:
-        case Initializer::Kind::normal:
-          threads.split(count, 4096, [&](int64_t begin, int64_t end) {
-            constexpr int64_t kChunk = 1024;
-            float values[kChunk];
-            const uint64_t stream =
-                stream_of((tensor.lasting->rounded_from.empty() ? tensor.name : tensor.lasting->rounded_from).text());
-            const GlobalIndex global(tensor);
-            for (int64_t i = begin; i < end; i += kChunk) {
-              const int64_t some = std::min(kChunk, end - i);
-              if (tensor.lasting->initializer.kind == Initializer::Kind::ones)
-                std::fill_n(values, some, 1.0f);
-              else
-                global.runs(first + i, first + i + some, [&](int64_t local, int64_t index, int64_t run) {
-                  fill_normal(values + (local - first - i), index, run, tensor.lasting->initializer.value, seed,
-                              stream);
-                });
-              from_f32(tensor.dtype, values, at(data, tensor.dtype, i), some);
-            }
-          });
-          break;
-      }
-    });
+  for (const Tensor& tensor : tensors_) initialize(tensor, seed, threads);
   release_piece();
+}
+
+void Storage::initialize(const Tensor& tensor, uint64_t seed, Threads& threads) {
+  fill(tensor, [&](void* data, int64_t first, int64_t count) {
+    switch (tensor.lasting->initializer.kind) {
+      case Initializer::Kind::zeros:
+        std::memset(data, 0, size_t(count * size_of(tensor.dtype)));
+        break;
+      case Initializer::Kind::constant:
+        STRATA_CHECK(tensor.dtype == DType::f64);
+        std::fill_n(static_cast<double*>(data), count, tensor.lasting->initializer.value);
+        break;
+      case Initializer::Kind::ones:
+      case Initializer::Kind::normal:
+        threads.split(count, 4096, [&](int64_t begin, int64_t end) {
+          constexpr int64_t kChunk = 1024;
+          float values[kChunk];
+          const uint64_t stream =
+              stream_of((tensor.lasting->rounded_from.empty() ? tensor.name : tensor.lasting->rounded_from).text());
+          const GlobalIndex global(tensor);
+          for (int64_t i = begin; i < end; i += kChunk) {
+            const int64_t some = std::min(kChunk, end - i);
+            if (tensor.lasting->initializer.kind == Initializer::Kind::ones)
+              std::fill_n(values, some, 1.0f);
+            else
+              global.runs(first + i, first + i + some, [&](int64_t local, int64_t index, int64_t run) {
+                fill_normal(values + (local - first - i), index, run, tensor.lasting->initializer.value, seed, stream);
+              });
+            from_f32(tensor.dtype, values, at(data, tensor.dtype, i), some);
+          }
+        });
+        break;
+    }
+  });
 }
 
 }  // namespace strata

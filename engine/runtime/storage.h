@@ -33,6 +33,7 @@ class Storage {
 
   // Fills the persistent tensors from their initializers; normal values depend on seed and name only.
   void initialize(uint64_t seed, Threads& threads);
+  void initialize(const Tensor& tensor, uint64_t seed, Threads& threads);
 
   // A persistent tensor's memory, on the NVMe tier a StorageSlot*; null when there is none of that name.
   void* persistent(std::string_view name) const;

@@ -147,9 +147,13 @@ class Loop {
   }
 
   void load(const std::string& path, bool everything) {
-    const CheckpointInfo info = saver_->load(path, everything, [&](const CheckpointInfo& of) {
-      require_same_model(session_.config, of.config, path, session_.run.plugin_path);
-    });
+    const auto [info, begun_anew] =
+        saver_->load(path, everything, uint64_t(session_.run.seed), [&](const CheckpointInfo& of) {
+          require_same_model(session_.config, of.config, path, session_.run.plugin_path);
+        });
+    if (!begun_anew.empty() && first_rank())
+      warn(fmt::format("{} has no such values, or of another number of ranks: {} and {} other tensors begin anew.",
+                       path, begun_anew[0], begun_anew.size() - 1));
     if (!everything) return;
     step_ = info.step;
     samples_ = info.samples;

@@ -62,6 +62,18 @@ struct GradientResult {
   int64_t bucket = 25 << 20;  // bytes that are exchanged together, at least
 };
 
+// What a form remembers of a gradient from step to step.
+struct FormState {
+  DType dtype = DType::f32;
+  // For each dimension of the state the one of the gradient that it is split as, or kNone. Empty: it has the gradient's
+  // shape.
+  std::vector<int> follows{};
+  static constexpr int kNone = -1;
+  // The ranks that the gradient is summed over have the same; otherwise each has its own.
+  bool alike = false;
+  Initializer initializer{};
+};
+
 // Gradients that are exchanged together over one axis, as a form sees them.
 class GradientBucket {
  public:
@@ -81,6 +93,10 @@ class GradientBucket {
   // to step must stay as it is.
   TensorId overflow(size_t i) const { return overflow_.at(i); }
 
+  // A persistent tensor for gradient(i), named after its parameter, `name` and the axis. It may be offloaded, is saved
+  // with what each rank has of it, and begins anew (Lasting) where a checkpoint has none of as many ranks.
+  TensorId state(size_t i, std::string_view name, const Shape& shape, const FormState& state = {});
+
   // The engine's own exchange: full sums over the axis of tensors, in their types, all of each or this rank's share of
   // its rows as wanted. One exchange, of any number of tensors of one type.
   std::vector<TensorId> sum(const std::vector<TensorId>& tensors);
@@ -95,6 +111,7 @@ class GradientBucket {
   bool shares_;
   std::vector<TensorId> gradients_, overflow_;
   std::vector<std::string> parameters_;
+  std::vector<std::vector<std::string>> partial_;  // by gradient: axes over which it is not summed yet
 };
 
 // What goes over the wire. A plain value: a name for messages, and a function that emits the ops of one bucket and

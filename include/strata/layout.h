@@ -15,6 +15,8 @@
 
 namespace strata {
 
+class OpView;
+
 // A block of a tensor: by dimension, where it begins and how much of it there is, in elements.
 struct Box {
   Shape offset, extent;
@@ -24,6 +26,12 @@ struct Box {
 // What this rank holds of the whole tensor, whose shape is `tensor.full_shape()`. While planning: what coordinate 0 of
 // every axis holds. For tensors that are one box: not those with pairs of chunks (Split::pair).
 Box box_of(const Tensor& tensor);
+// Of the splits of a tensor over an axis along a dimension, the last if it is the last of that dimension, too: what
+// exchanges over the axis undo. Null when there is none.
+const Split* last_split(const Tensor& tensor, int dimension, const std::string& axis);
+// For shape rules of kinds whose output `o` is a rank's share of a dimension of `full`: how many of it the rank has,
+// as the output's layout says (once planning is over); until then what the first rank has, which is the most.
+int64_t share_of_output(const OpView& view, int o, int dimension, const std::string& axis, int64_t full, int size);
 // The share of a rank of `size` in what a split divides: of pairs the first chunk begins it, both count.
 Range share_of(const Split& split, int rank, int size);
 // All of a tensor of that shape.

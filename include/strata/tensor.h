@@ -160,6 +160,9 @@ struct Lasting {
   // is one. Optimizers that look at a matrix as a whole (Adafactor) take each for itself. Rows are those of the whole
   // tensor: a rank's part begins wherever its box does (box_of).
   std::vector<int64_t> fused{};
+  // A checkpoint without it, or with one of another shape (of another number of ranks), is loaded all the same: it gets
+  // its first values, and the run says so. For what a run can do without, such as the errors of compressed gradients.
+  bool begins_anew = false;
   // Of a parameter that is not trained: it has no gradient, no optimizer state and no master. Tables [parameters] of
   // the configuration and plugins (in stage forward, with Capabilities::early) say so, before anybody looks.
   bool frozen = false;

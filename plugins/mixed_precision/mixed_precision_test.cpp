@@ -231,7 +231,7 @@ TEST(MixedPrecision, CheckpointsFitAnyPrecision) {
       steps(source, 3, nullptr);
       Saver saver(*source.storage, mesh, *world, threads, directory, 1, false);
       EXPECT_EQ(saver.save({3, 24, {}, "text"}), "");
-      Saver(*target.storage, mesh, *world, threads, directory, 1, false).load(*saver.latest(), true);
+      Saver(*target.storage, mesh, *world, threads, directory, 1, false).load(*saver.latest(), true, 1);
       for (const Tensor& tensor : target.storage->persistent_tensors()) {
         if (tensor.role == Role::scalar) continue;
         const std::string& name = tensor.lasting->rounded_from.empty() ? tensor.name : tensor.lasting->rounded_from;
