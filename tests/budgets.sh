@@ -1,0 +1,96 @@
+#!/usr/bin/env bash
+# Plans of a model far beyond a device under a row of budgets: a larger one is never refused nor slower, the smallest that
+# a refusal names is true, little is lost between tensors, and the budget that a note names keeps its promise.
+# budgets.sh BUILD_FOLDER
+set -euo pipefail
+strata=$1/bin/strata
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+. "$(dirname "$(realpath "$0")")/common.sh"
+cd "$work"
+mkdir disk
+cat >large.toml <<TOML
+[mesh]
+data = 512
+[model]
+plugin = "gpt"
+layers = 8
+hidden = 25600
+heads = 160
+vocabulary = 50304
+context = 1024
+[data]
+train = ["none"]
+sequence_length = 1024
+global_batch = 512
+micro_batch = 1
+[device]
+backend = "cuda"
+[plugins.mixed_precision]
+gradients = "bf16"
+[plugins.adamw]
+[plugins.recompute]
+mode = "budget"
+[plugins.zero]
+stage = 3
+[plugins.offload]
+optimizer = "nvme"
+parameters = "nvme"
+gradients = "nvme"
+activations = "nvme"
+directory = "disk"
+TOML
+python3 - "$strata" <<'PYTHON' || { (($? == 77)) && exit 77; fail "plans under budgets"; }
+import json, re, subprocess, sys
+
+class OtherRates(Exception):
+    """What this machine's disk and memory reach was measured again: plans before are not to be compared."""
+
+rates = None
+
+def plan(budget):
+    """Predicted seconds, share of the device lost and note; or the smallest budget that would do."""
+    run = subprocess.run([sys.argv[1], "plan", "large.toml", "--set", f"device.memory={budget}", "--json"], capture_output=True, text=True)
+    if run.returncode == 2:
+        return int(re.search(r"smallest device.memory that would do here is (\d+) bytes", run.stderr)[1])
+    assert run.returncode == 0, run.stderr
+    result = json.loads(run.stdout)
+    global rates
+    if result["rates"] != rates:
+        rates = result["rates"]
+        raise OtherRates()
+    device = result["tiers"]["device"]
+    assert device["arena_bytes"] <= budget, (device["arena_bytes"], budget)
+    lost = (device["transient_bytes"] - device["live_peak_bytes"]) / device["arena_bytes"]
+    return result["predicted"]["seconds"], lost, result["predicted"].get("notice", "")
+
+def check():
+    gib = 1 << 30
+    smallest = plan(1 * gib)
+    assert plan(smallest - 1) == smallest, "a refusal names another smallest budget"
+    before, notes = float("inf"), 0
+    for budget in [smallest] + [int(n * gib) for n in (15, 16.2, 16.5, 17, 17.5, 18.6, 19, 24, 48, 80, 192)]:
+        found = plan(budget)
+        assert not isinstance(found, int), f"{budget} bytes are refused, {smallest} are not"
+        seconds, lost, note = found
+        print(f"{budget / gib:7.2f} GiB: {seconds:7.3f} s, {100 * lost:.2f}% lost {note}")
+        assert seconds <= before, f"slower than with less: {before} s"
+        assert lost <= 0.02
+        if named := re.search(r"device.memory = (\d+) ", note):
+            notes += 1
+            assert 2 * plan(int(named[1]))[0] <= seconds, "the budget that the note names takes more than half"
+        before = seconds
+    assert notes, "no note, however slow the plan"
+
+for _ in range(10):
+    try:
+        check()
+        break
+    except OtherRates:
+        print("measured rates have changed; beginning again")
+else:
+    print("skipped: the machine is too busy for a row of plans with the same rates")
+    sys.exit(77)
+PYTHON
+
+finish budgets
