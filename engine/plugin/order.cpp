@@ -10,6 +10,17 @@ bool holds(const std::vector<std::string>& list, std::string_view name) {
   return std::find(list.begin(), list.end(), name) != list.end();
 }
 
+// Why the first cannot work beside the second; empty: it can.
+std::string conflict(const NamedPlugin& first, const Capabilities& of_first, const NamedPlugin& second,
+                     const Capabilities& of_second) {
+  for (const Conflict& conflict : of_first.conflicts)
+    if (holds(of_second.provides, conflict.capability))
+      return "plugins \"" + first.name + "\" and \"" + second.name +
+             "\" cannot work together: the first conflicts with \"" + conflict.capability +
+             "\", which the second provides, because " + conflict.reason + ".";
+  return "";
+}
+
 }  // namespace
 
 std::vector<NamedPlugin> in_order(const std::vector<NamedPlugin>& plugins) {
@@ -23,10 +34,9 @@ std::vector<NamedPlugin> in_order(const std::vector<NamedPlugin>& plugins) {
         throw Error("plugin \"" + plugins[i].name + "\" requires \"" + needed +
                     "\", which no enabled plugin provides.");
     for (size_t j = 0; j < count; ++j)
-      for (const std::string& bad : capabilities[i].conflicts)
-        if (i != j && holds(capabilities[j].provides, bad))
-          throw Error("plugins \"" + plugins[i].name + "\" and \"" + plugins[j].name +
-                      "\" cannot work together: the first conflicts with \"" + bad + "\", which the second provides.");
+      if (const std::string why = conflict(plugins[i], capabilities[i], plugins[j], capabilities[j]);
+          i != j && !why.empty())
+        throw Error(why);
   }
   const auto before = [&](size_t a, size_t b) {  // a must run before b
     const auto gives = [&](const std::string& needed) { return holds(capabilities[a].provides, needed); };
@@ -63,6 +73,24 @@ std::vector<NamedPlugin> in_order(const std::vector<NamedPlugin>& plugins) {
     ordered.push_back(plugins[next]);
   }
   return ordered;
+}
+
+std::vector<std::string> refusals(const std::vector<NamedPlugin>& plugins) {
+  std::vector<std::string> all;
+  for (const NamedPlugin& first : plugins)
+    for (const NamedPlugin& second : plugins)
+      if (first.plugin != second.plugin)
+        if (std::string why = conflict(first, first.plugin->capabilities(), second, second.plugin->capabilities());
+            !why.empty())
+          all.push_back(std::move(why));
+  for (const std::string_view single : {"model", "optimizer"}) {
+    std::string names;
+    int count = 0;
+    for (const NamedPlugin& named : plugins)
+      if (holds(named.plugin->capabilities().provides, single)) names += (count++ ? ", \"" : "\"") + named.name + "\"";
+    if (count > 1) all.push_back("a run has one " + std::string(single) + "; enable only one of " + names + ".");
+  }
+  return all;
 }
 
 void require_exactly_one(const std::vector<NamedPlugin>& plugins, std::string_view capability,

@@ -18,6 +18,10 @@ struct NamedPlugin {
 // a capability is missing or in conflict, or when requirements go in a circle.
 std::vector<NamedPlugin> in_order(const std::vector<NamedPlugin>& plugins);
 
+// Which of these cannot be enabled together, by what they declare: a sentence for each pair that conflicts, and one for
+// all that provide what a run has one of. What depends on options or meshes is refused by the plugins' stages.
+std::vector<std::string> refusals(const std::vector<NamedPlugin>& plugins);
+
 // Throws Error unless exactly one plugin provides `capability`; `remedy` says what to do when none does.
 void require_exactly_one(const std::vector<NamedPlugin>& plugins, std::string_view capability, std::string_view remedy);
 

@@ -66,15 +66,30 @@ TEST_F(Order, Missing) {
 }
 
 TEST_F(Order, Conflict) {
-  add("a", {{}, {}, {"shards"}});
+  add("a", {{}, {}, {{"shards", "both would cut it; leave one out"}}});
   add("b", {{"shards"}, {}, {}});
   EXPECT_EQ(
       message(),
-      "plugins \"a\" and \"b\" cannot work together: the first conflicts with \"shards\", which the second provides.");
+      "plugins \"a\" and \"b\" cannot work together: the first conflicts with \"shards\", which the second provides, "
+      "because both would cut it; leave one out.");
+}
+
+TEST_F(Order, RefusalsAreAListOfWhatWouldBeRefused) {
+  add("a", {{"optimizer"}, {}, {{"shards", "both would cut it"}}});
+  add("b", {{"shards", "model"}, {}, {}});
+  add("c", {{"optimizer"}, {}, {{"optimizer", "of one's own says nothing"}}});
+  EXPECT_EQ(
+      refusals(named_),
+      (std::vector<std::string>{
+          "plugins \"a\" and \"b\" cannot work together: the first conflicts with \"shards\", which the second "
+          "provides, because both would cut it.",
+          "plugins \"c\" and \"a\" cannot work together: the first conflicts with \"optimizer\", which the second "
+          "provides, because of one's own says nothing.",
+          "a run has one optimizer; enable only one of \"a\", \"c\"."}));
 }
 
 TEST_F(Order, OnesOwnConflictMeansTheOthers) {
-  add("a", {{"x"}, {}, {"x"}});
+  add("a", {{"x"}, {}, {{"x", "it is so"}}});
   EXPECT_EQ(order(), "a");
 }
 

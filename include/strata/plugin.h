@@ -15,15 +15,38 @@
 
 namespace strata {
 
+// What a plugin does to the numbers of a run, by which `strata verify` judges it.
+struct Effect {
+  enum class Kind {
+    unsaid,    // verify refuses such a plugin
+    program,   // says what is trained, as models, optimizers and clipping do: the run compared with has it, too
+    exact,     // no bit changes, whatever else is enabled
+    reorders,  // sums are taken in another order; with run.reproducible no bit changes
+    lossy,     // numbers are rounded or left out; the loss stays near
+  };
+  Kind kind = Kind::unsaid;
+  double loss_band = 0;  // of lossy ones: the most that a loss of the first steps differs by, relative to the loss
+  static constexpr Effect program() { return {.kind = Kind::program}; }
+  static constexpr Effect exact() { return {.kind = Kind::exact}; }
+  static constexpr Effect reorders() { return {.kind = Kind::reorders}; }
+  static constexpr Effect lossy(double loss_band) { return {.kind = Kind::lossy, .loss_band = loss_band}; }
+};
+
+// What a plugin cannot work beside, and why: the end of a sentence that begins with "because".
+struct Conflict {
+  std::string capability, reason;
+};
+
 // What a plugin gives, needs and cannot stand. Order within a stage follows from it: providers run first.
 struct Capabilities {
   std::vector<std::string> provides{};
   std::vector<std::string> requires_{};
-  std::vector<std::string> conflicts{};
+  std::vector<Conflict> conflicts{};
   std::vector<std::string> after{};  // as `requires_`, but only where something enabled provides it
   // Before those that do not say so. In the stages `backward` and `gradients` such a plugin sees gradients as this rank
   // made them; they are exchanged before the others see them.
   bool early = false;
+  Effect effect{};
 };
 
 // The step loop as run-time hooks see it.

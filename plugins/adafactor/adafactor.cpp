@@ -106,7 +106,9 @@ class Adafactor final : public strata::Plugin {
         .non_negative();
   }
 
-  strata::Capabilities capabilities() const override { return {.provides = {"optimizer", "lowers optimizer_state"}}; }
+  strata::Capabilities capabilities() const override {
+    return {.provides = {"optimizer", "lowers optimizer_state"}, .effect = strata::Effect::program()};
+  }
 
   void update(strata::UpdateStage& stage) override {
     strata::Builder& build = stage.build();

@@ -79,7 +79,9 @@ class AdamW final : public strata::Plugin {
         .non_negative();
   }
 
-  strata::Capabilities capabilities() const override { return {.provides = {"optimizer"}}; }
+  strata::Capabilities capabilities() const override {
+    return {.provides = {"optimizer"}, .effect = strata::Effect::program()};
+  }
 
   void update(strata::UpdateStage& stage) override {
     for (const strata::Gradient& gradient : stage.gradients()) {

@@ -70,7 +70,9 @@ class AdamW8Bit final : public strata::Plugin {
         .non_negative();
   }
 
-  strata::Capabilities capabilities() const override { return {.provides = {"optimizer", "lowers optimizer_state"}}; }
+  strata::Capabilities capabilities() const override {
+    return {.provides = {"optimizer", "lowers optimizer_state"}, .effect = strata::Effect::program()};
+  }
 
   void update(strata::UpdateStage& stage) override {
     const strata::Attributes attributes{{"beta1", settings_.beta1},

@@ -43,7 +43,9 @@ class Clip final : public strata::Plugin {
 
   void options(strata::Options& o) override { o.add("max_norm", max_norm_, "largest global norm").positive(); }
 
-  strata::Capabilities capabilities() const override { return {.after = {"summed_gradients", "unscaled_gradients"}}; }
+  strata::Capabilities capabilities() const override {
+    return {.after = {"summed_gradients", "unscaled_gradients"}, .effect = strata::Effect::program()};
+  }
 
   void gradients(strata::GradientStage& stage) override {
     auto& build = stage.build();

@@ -11,7 +11,11 @@ class DataParallel final : public strata::Plugin {
   }
 
   strata::Capabilities capabilities() const override {
-    return {.provides = {"summed_gradients"}, .requires_ = {}, .conflicts = {"sharded_gradients"}, .early = true};
+    return {.provides = {"summed_gradients"},
+            .conflicts = {{"sharded_gradients",
+                           "each gradient would be summed over the ranks twice; leave one of the two out"}},
+            .early = true,
+            .effect = strata::Effect::reorders()};
   }
 
   void exchange(strata::ExchangeStage& stage) override {

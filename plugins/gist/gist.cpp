@@ -34,7 +34,10 @@ class Gist final : public strata::Plugin {
     o.add("minimum", minimum_, "smaller tensors stay as they are").non_negative().unit("bytes");
   }
 
-  strata::Capabilities capabilities() const override { return {.provides = {"lowers activations"}}; }
+  strata::Capabilities capabilities() const override {
+    return {.provides = {"lowers activations"},
+            .effect = lossy_ == "none" ? strata::Effect::exact() : strata::Effect::lossy(0.02)};
+  }
 
   void backward(strata::ProgramStage& stage) override {
     Program& program = stage.program;

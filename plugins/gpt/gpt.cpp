@@ -99,7 +99,9 @@ class Gpt final : public strata::Plugin {
         .may_change();
   }
 
-  strata::Capabilities capabilities() const override { return {.provides = {"model"}}; }
+  strata::Capabilities capabilities() const override {
+    return {.provides = {"model"}, .effect = strata::Effect::program()};
+  }
 
   void model(strata::ModelStage& stage) override {
     resolve();

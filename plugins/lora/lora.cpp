@@ -81,7 +81,9 @@ class Lora final : public strata::Plugin {
   }
 
   strata::Capabilities capabilities() const override {
-    return {.provides = {"adds to the model", "lowers optimizer_state", "lowers gradients"}, .early = true};
+    return {.provides = {"adds to the model", "lowers optimizer_state", "lowers gradients"},
+            .early = true,
+            .effect = strata::Effect::program()};
   }
 
   void forward(strata::ProgramStage& stage) override {

@@ -36,7 +36,8 @@ class MixedPrecision final : public strata::Plugin {
   strata::Capabilities capabilities() const override {
     return {.provides = {"unscaled_gradients", "lowers activations", "lowers parameters"},
             .requires_ = {"optimizer"},
-            .after = {"summed_gradients"}};
+            .after = {"summed_gradients"},
+            .effect = strata::Effect::lossy(0.02)};
   }
 
   void forward(strata::ProgramStage& stage) override {

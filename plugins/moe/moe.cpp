@@ -111,7 +111,8 @@ class Experts final : public strata::Plugin {
   strata::Capabilities capabilities() const override {
     // Where the loss is scaled, and what a stage of a pipeline keeps, must be known when losses are added (forward).
     return {.provides = {"changes the model", "splits over expert"},
-            .after = {"unscaled_gradients", "splits over pipeline"}};
+            .after = {"unscaled_gradients", "splits over pipeline"},
+            .effect = strata::Effect::program()};
   }
 
   void model(strata::ModelStage& stage) override {

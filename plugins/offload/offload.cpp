@@ -34,7 +34,8 @@ class Offload final : public strata::Plugin {
   }
 
   strata::Capabilities capabilities() const override {
-    return {.provides = {"lowers optimizer_state", "lowers gradients", "lowers parameters", "lowers activations"}};
+    return {.provides = {"lowers optimizer_state", "lowers gradients", "lowers parameters", "lowers activations"},
+            .effect = strata::Effect::exact()};
   }
 
   void placement(strata::ProgramStage& stage) override {

@@ -39,7 +39,9 @@ class Pipeline final : public strata::Plugin {
           "the first block of each chunk of the model but the first; empty: chunks balanced by time and memory");
   }
 
-  strata::Capabilities capabilities() const override { return {.provides = {"splits over " + kAxis}}; }
+  strata::Capabilities capabilities() const override {
+    return {.provides = {"splits over " + kAxis}, .effect = strata::Effect::reorders()};
+  }
 
   void forward(strata::ProgramStage& stage) override {
     stages_ = stage.mesh.size(kAxis);

@@ -154,6 +154,8 @@ class PowerSgd final : public strata::Plugin {
     o.add("start", start_, "steps before compression begins").non_negative().unit("steps");
   }
 
+  strata::Capabilities capabilities() const override { return {.effect = strata::Effect::lossy(0.05)}; }
+
   void phases(strata::PhaseStage& stage) override {
     if (start_ > 0) stage.declare(kPhase, {.first = std::min(start_, strata::Steps::kEnd - 1) + 1});
   }

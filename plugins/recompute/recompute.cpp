@@ -24,7 +24,9 @@ class Recompute final : public strata::Plugin {
     o.add("kinds", kinds_, "with selective: op kinds whose results are made again");
   }
 
-  strata::Capabilities capabilities() const override { return {.provides = {"lowers activations"}}; }
+  strata::Capabilities capabilities() const override {
+    return {.provides = {"lowers activations"}, .effect = strata::Effect::exact()};
+  }
 
   void backward(strata::ProgramStage& stage) override {
     Program& program = stage.program;

@@ -64,7 +64,7 @@ class Reversible final : public strata::Plugin {
   }
 
   strata::Capabilities capabilities() const override {
-    return {.provides = {"lowers activations", "changes the model"}};
+    return {.provides = {"lowers activations", "changes the model"}, .effect = strata::Effect::program()};
   }
 
   void model(strata::ModelStage& stage) override {

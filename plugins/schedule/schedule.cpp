@@ -14,6 +14,8 @@ class Schedule final : public strata::Plugin {
     o.add("steps", steps_, "length of the schedule; 0: run.steps").non_negative().unit("steps");
   }
 
+  strata::Capabilities capabilities() const override { return {.effect = strata::Effect::program()}; }
+
   void update(strata::UpdateStage&) override {
     if (steps_ > 0 && course_.warmup >= steps_)
       throw strata::Error("plugins.schedule.warmup = " + std::to_string(course_.warmup) +

@@ -73,7 +73,9 @@ class Sm3 final : public strata::Plugin {
         .non_negative();
   }
 
-  strata::Capabilities capabilities() const override { return {.provides = {"optimizer", "lowers optimizer_state"}}; }
+  strata::Capabilities capabilities() const override {
+    return {.provides = {"optimizer", "lowers optimizer_state"}, .effect = strata::Effect::program()};
+  }
 
   void update(strata::UpdateStage& stage) override {
     for (const strata::Gradient& stored : stage.gradients()) {

@@ -40,7 +40,8 @@ class TensorParallel final : public strata::Plugin {
 
   strata::Capabilities capabilities() const override {
     return {.provides = {"splits over tensor", "lowers parameters", "lowers gradients", "lowers optimizer_state",
-                         "lowers activations"}};
+                         "lowers activations"},
+            .effect = strata::Effect::reorders()};
   }
 
   void forward(strata::ProgramStage& stage) override {

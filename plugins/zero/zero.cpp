@@ -35,7 +35,8 @@ class Zero final : public strata::Plugin {
     strata::Capabilities c{.provides = {"summed_gradients", "sharded_gradients", "lowers optimizer_state"},
                            .requires_ = {},
                            .conflicts = {},
-                           .early = true};
+                           .early = true,
+                           .effect = strata::Effect::reorders()};
     if (stage_ >= 2) c.provides.push_back("lowers gradients");
     if (stage_ >= 3) c.provides.push_back("lowers parameters");
     return c;

@@ -61,7 +61,7 @@ int report_command_main(const ReportArguments& arguments);
 struct PluginsArguments {
   std::string name;
   std::vector<std::string> paths;
-  bool schema = false, markdown = false;
+  bool schema = false, markdown = false, refusals = false;
 };
 int plugins_command_main(const PluginsArguments& arguments);
 

@@ -128,6 +128,7 @@ void add_plugins(CLI::App& parent, PluginsArguments& arguments, Action& action) 
   command->add_option("--path", arguments.paths, "more folders to search");
   command->add_flag("--schema", arguments.schema, "print the JSON schema of a whole configuration, for editors");
   command->add_flag("--markdown", arguments.markdown, "print the reference of all options, as in docs/options.md");
+  command->add_flag("--refusals", arguments.refusals, "print which plugins cannot be enabled together, and why");
   command->callback([&arguments, &action] { action = [&arguments] { return plugins_command_main(arguments); }; });
 }
 

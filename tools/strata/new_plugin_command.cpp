@@ -26,7 +26,8 @@ enable_testing()
 add_test(NAME @NAME@ COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/test.sh $<TARGET_FILE:Strata::strata_command> $<TARGET_FILE_DIR:plugin_@NAME@>)
 )";
 
-constexpr const char* kSource = R"(// Clips every gradient element into [-limit, limit], with an op kind of its own. Replace by your own idea.
+constexpr const char* kSource =
+    R"(// Clips every gradient element into [-limit, limit], with an op kind of its own. Replace by your own idea.
 #include <strata/layout.h>
 #include <strata/plugin.h>
 
@@ -75,6 +76,9 @@ class @CLASS@ final : public strata::Plugin {
   void options(strata::Options& o) override {
     o.add("limit", limit_, "largest absolute value of a gradient element").positive();
   }
+
+  // It says what is trained. A strategy that changes no bit is Effect::exact(), and so on: `strata verify` holds it to it.
+  strata::Capabilities capabilities() const override { return {.effect = strata::Effect::program()}; }
 
   // Called once, when the step is planned: what is appended here runs every step, as soon as its gradient is final.
   void gradients(strata::GradientStage& stage) override {
@@ -168,7 +172,8 @@ std::string build_command(const fs::path& folder) {
   const bool installed = fs::exists(own / "lib/cmake/Strata/StrataConfig.cmake");
   const fs::path prefix = installed ? own : fs::absolute(folder) / "strata";
   const std::string build = quoted((folder / "build").string());
-  return (installed ? "" : "cmake --install " + quoted(own.string()) + " --prefix " + quoted(prefix.string()) + " && ") +
+  return (installed ? ""
+                    : "cmake --install " + quoted(own.string()) + " --prefix " + quoted(prefix.string()) + " && ") +
          "cmake -S " + quoted(folder.string()) + " -B " + build + " -DCMAKE_PREFIX_PATH=" + quoted(prefix.string()) +
          " && cmake --build " + build + " && ctest --test-dir " + build + " --output-on-failure";
 }

@@ -3,11 +3,28 @@
 
 #include "engine/config/sections.h"
 #include "engine/plugin/loader.h"
+#include "engine/plugin/order.h"
 #include "engine/plugin/schema.h"
 #include "tools/strata/commands.h"
 
 namespace strata {
 namespace {
+
+std::string text_of(const Effect& effect) {
+  switch (effect.kind) {
+    case Effect::Kind::unsaid:
+      return "not said; nothing can be held to it";
+    case Effect::Kind::program:
+      return "part of the program that is trained";
+    case Effect::Kind::exact:
+      return "exact: no bit changes";
+    case Effect::Kind::reorders:
+      return "reorders sums; with run.reproducible no bit changes";
+    case Effect::Kind::lossy:
+      return fmt::format("lossy: losses stay within {:g} of the plain run's", effect.loss_band);
+  }
+  return "";
+}
 
 void show(const std::string& name, const std::vector<std::string>& paths) {
   const LoadedPlugin plugin = load_plugin(name, paths);
@@ -18,7 +35,9 @@ void show(const std::string& name, const std::vector<std::string>& paths) {
   };
   list("provides", capabilities.provides);
   list("requires", capabilities.requires_);
-  list("conflicts with", capabilities.conflicts);
+  for (const Conflict& conflict : capabilities.conflicts)
+    fmt::print("conflicts with: {}, because {}\n", conflict.capability, conflict.reason);
+  fmt::print("effect: {}\n", text_of(capabilities.effect));
   Options options;
   declare_options(plugin, options);
   fmt::print("\n{}", options_text(options));
@@ -27,6 +46,14 @@ void show(const std::string& name, const std::vector<std::string>& paths) {
 }  // namespace
 
 int plugins_command_main(const PluginsArguments& arguments) {
+  if (arguments.refusals) {
+    std::vector<LoadedPlugin> plugins;
+    std::vector<NamedPlugin> named;
+    for (const std::string& name : plugin_names(arguments.paths)) plugins.push_back(load_plugin(name, arguments.paths));
+    for (const LoadedPlugin& plugin : plugins) named.push_back({plugin.name(), &*plugin});
+    for (const std::string& why : refusals(named)) fmt::print("{}\n", why);
+    return int(ExitCode::done);
+  }
   if (arguments.schema) {
     fmt::print("{}", json_schema(arguments.paths));
     return int(ExitCode::done);

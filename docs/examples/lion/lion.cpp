@@ -47,7 +47,9 @@ class Lion final : public strata::Plugin {
     o.add("weight_decay", weight_decay_, "decoupled decay of tensors with two dimensions or more").non_negative();
   }
 
-  strata::Capabilities capabilities() const override { return {.provides = {"optimizer", "lowers optimizer_state"}}; }
+  strata::Capabilities capabilities() const override {
+    return {.provides = {"optimizer", "lowers optimizer_state"}, .effect = strata::Effect::program()};
+  }
 
   void update(strata::UpdateStage& stage) override {
     for (const strata::Gradient& stored : stage.gradients()) {
