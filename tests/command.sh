@@ -36,7 +36,7 @@ TOML
 whole() { [[ ! -e run ]] || [[ -z $(find run -name '.saving-*' -o -name '*.tmp-*') ]] || fail "half-written files are left: $(find run)"; }
 
 config
-for command in "" train plan check plugins new-plugin "data prepare" generate import export "bench memory"; do
+for command in "" train plan check plugins new-plugin "data prepare" generate evaluate import export "bench memory"; do
   $strata $command --help >help || fail "strata $command --help"
   [[ $(wc -l <help) -gt 3 ]] || fail "strata $command --help says little"
 done
@@ -193,6 +193,24 @@ expect 2 'for what run.save_behind copies, but host.memory allows 1.95 MiB' "$st
 expect 0 '' "$strata" generate config.toml --tokens 20 --prompt 'line'
 [[ $(wc -c <out) -gt 20 ]] || fail "generate printed: $(cat out)"
 expect 2 'the prompt has 5000 tokens, but the window of the model (data.sequence_length) is' "$strata" generate config.toml --prompt "$(printf '%05000d' 0)"
+# Evaluation: what training said of the same sequences; nothing wrong is scored.
+expect 0 '' "$strata" evaluate config.toml data/validation_000.bin text --json
+python3 - first <<'PY' || fail "evaluate: $(cat out)"
+import json, sys
+files = json.load(open("out"))
+said = float(open(sys.argv[1]).read().split()[-1])
+assert [f["file"] for f in files] == ["data/validation_000.bin", "text", "all files"], files
+assert abs(files[0]["loss"] - said) < 0.05 * said, (files[0], said)  # of the first batches only
+assert files[2]["tokens"] == files[0]["tokens"] + files[1]["tokens"] and files[1]["bytes"] == files[1]["tokens"], files
+PY
+echo '{"context": "all work and no ", "choices": ["play", "fox"], "answer": 0}' >questions.jsonl
+expect 0 '' "$strata" evaluate config.toml --set data.sequence_length=24 --choices questions.jsonl
+grep -q '^questions.jsonl: 1 questions, [01] right' out || fail "evaluate --choices printed: $(cat out)"
+sed 's/"answer": 0/"answer": "play"/' questions.jsonl >bad.jsonl
+expect 2 'bad.jsonl:1: answer' "$strata" evaluate config.toml --set data.sequence_length=24 --choices bad.jsonl
+expect 2 'nothing to evaluate on' "$strata" evaluate config.toml
+expect 2 'nothere.bin' "$strata" evaluate config.toml nothere.bin
+expect 2 'model.heads = 2, model.kv_heads = 2, but' "$strata" evaluate config.toml text --set model.heads=4
 mkdir foreign && cp "$tests"/fuzz/tokenizer_json_fuzz/byte_level.json foreign/tokenizer.json
 expect 2 'foreign/tokenizer.json: is not the tokenizer that the training data was made with' "$strata" generate config.toml --tokenizer foreign
 expect 0 '' "$strata" data prepare text --output published --tokenizer foreign

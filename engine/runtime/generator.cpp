@@ -5,9 +5,7 @@
 #include <cmath>
 #include <numeric>
 
-#include "engine/checkpoint/store.h"
-#include "engine/runtime/same_model.h"
-#include "engine/runtime/saver.h"
+#include "engine/runtime/load_parameters.h"
 #include "strata/convert.h"
 #include "strata/random.h"
 
@@ -39,13 +37,7 @@ Generator::Generator(const Session& session, const std::string& checkpoint)
     : world_(single_world()),
       assembly_(session, *world_, session.plan_run(Goal::logits)),
       window_(session.data.sequence_length) {
-  Checkpoint source(checkpoint);
-  require_same_model(session.config, source.info().config, checkpoint, session.run.plugin_path);
-  for (const Tensor& tensor : assembly_.storage.persistent_tensors())
-    if (tensor.role == Role::parameter && is_in(source, tensor))
-      assembly_.storage.fill(
-          tensor, [&](void* out, int64_t first, int64_t count) { read_into(source, tensor, out, first, count); });
-  assembly_.storage.release_piece();
+  load_parameters(assembly_.storage, session, checkpoint);
 }
 
 std::vector<float> Generator::logits(const std::vector<int32_t>& tokens) {

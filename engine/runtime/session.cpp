@@ -248,29 +248,29 @@ RunPlans Session::plan_run(Goal goal, int64_t host_bytes_beside) const {
 
 RunPlans Session::build_run(Goal goal) const {
   RunPlans plans{.phases = PhaseTable(plugins)};
-  const auto build = [&](Goal goal, const Phases& phases) {
+  const auto build = [&](Goal goal, const Phases& phases, const Mesh& over) {
     PlannedProgram& planned = plans.programs.emplace_back(PlannedProgram{.goal = goal, .phases = phases});
-    planned.ranks = mesh.size();
+    planned.ranks = over.size();
     try {
-      planned.built = build_program(plugins, batch(goal), goal, goal == Goal::logits ? Mesh() : mesh.planner(),
-                                    run.plugin_path, phases, device.memory.count, parameters);
+      planned.built =
+          build_program(plugins, batch(goal), goal, over, run.plugin_path, phases, device.memory.count, parameters);
     } catch (const Error& error) {
       throw with_place(error, config, plugins);
     }
   };
   if (goal != Goal::train) {
-    build(goal, plans.phases.none());
+    build(goal, plans.phases.none(), Mesh());
     plans.phases = {};
     return plans;
   }
   for (size_t p = 0; p < plans.phases.programs(); ++p) try {
-      build(goal, plans.phases.of_program(p));
+      build(goal, plans.phases.of_program(p), mesh.planner());
     } catch (const Error& error) {
       if (plans.phases.programs() == 1) throw;
       throw Error("program of " + plans.programs.back().title() + ": " + error.what(), error.code());
     }
   require_same_left(plans);
-  if (!data.validation.empty()) build(Goal::evaluate, plans.phases.none());
+  if (!data.validation.empty()) build(Goal::evaluate, plans.phases.none(), mesh.planner());
   std::vector<SharingProgram> sharing;
   for (PlannedProgram& planned : plans.programs) sharing.push_back({planned.title(), &planned.built.program});
   share_persistent(sharing);

@@ -46,7 +46,8 @@ class Session {
 
   BatchShape batch(Goal goal) const;
   // Builds and plans under the memory budgets, as rank 0 of the mesh (localize.h): of a run that trains a program for
-  // each combination of phases and one for validation, if there is data for it; a program for logits is for one rank.
+  // each combination of phases and one for validation, if there is data for it; a program for logits, or for evaluation
+  // alone, is for one rank.
   RunPlans plan_run(Goal goal = Goal::train) const;
   // The program of the first step, for who needs no other.
   PlannedProgram plan(Goal goal) const { return plan_run(goal).main(); }

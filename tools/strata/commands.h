@@ -78,6 +78,13 @@ struct GenerateArguments : ConfigArguments {
 };
 int generate_command_main(const GenerateArguments& arguments);
 
+struct EvaluateArguments : ConfigArguments {
+  std::string checkpoint, tokenizer;
+  std::vector<std::string> files, choices;
+  bool json = false;
+};
+int evaluate_command_main(const EvaluateArguments& arguments);
+
 struct ImportArguments {
   std::string source, target, plugin = "gpt";
   bool overwrite = false;

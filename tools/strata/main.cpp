@@ -183,6 +183,29 @@ void add_generate(CLI::App& parent, GenerateArguments& arguments, Action& action
   command->callback([&arguments, &action] { action = [&arguments] { return generate_command_main(arguments); }; });
 }
 
+void add_evaluate(CLI::App& parent, EvaluateArguments& arguments, Action& action) {
+  CLI::App* command = parent.add_subcommand(
+      "evaluate",
+      "Measure a trained model without training: loss, perplexity and bits a byte on files,\nmultiple choice by "
+      "likelihood.");
+  add_config(*command, arguments);
+  command->add_option("files", arguments.files, "token files (*.bin) and UTF-8 text files, each a document");
+  command->add_option("--checkpoint", arguments.checkpoint, "checkpoint folder (default: the newest in run.directory)");
+  command->add_option(
+      "--tokenizer", arguments.tokenizer,
+      "folder with tokenizer.json, tokenizer.model or tokenizer.txt (default: beside the training data)");
+  command
+      ->add_option("--choices", arguments.choices,
+                   "JSON lines of questions, {\"context\": TEXT, \"choices\": [TEXT, ...], \"answer\": INDEX from 0} "
+                   "(repeatable)")
+      ->type_name("FILE")
+      ->take_all()
+      ->expected(1)
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
+  command->add_flag("--json", arguments.json, "print JSON for machines");
+  command->callback([&arguments, &action] { action = [&arguments] { return evaluate_command_main(arguments); }; });
+}
+
 void add_import(CLI::App& parent, ImportArguments& arguments, Action& action) {
   CLI::App* command = parent.add_subcommand(
       "import", "Turn a Hugging Face folder (GPT-2, Llama, Qwen2) into a Strata checkpoint and a [model] table.");
@@ -227,6 +250,7 @@ struct Arguments {
   NewPluginArguments new_plugin;
   PrepareArguments data_prepare;
   GenerateArguments generate;
+  EvaluateArguments evaluate;
   ImportArguments import_model;
   ExportArguments export_model;
 };
@@ -247,6 +271,7 @@ void add_commands(CLI::App& app, Arguments& arguments, Action& action) {
   data->require_subcommand(1);
   add_data_prepare(*data, arguments.data_prepare, action);
   add_generate(app, arguments.generate, action);
+  add_evaluate(app, arguments.evaluate, action);
   add_import(app, arguments.import_model, action);
   add_export(app, arguments.export_model, action);
 }

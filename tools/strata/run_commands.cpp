@@ -23,6 +23,7 @@
 #include "engine/runtime/trainer.h"
 #include "tools/strata/commands.h"
 #include "tools/strata/launch.h"
+#include "tools/strata/model_tokenizer.h"
 
 namespace strata {
 
@@ -252,19 +253,6 @@ int check_command_main(const CheckArguments& arguments) {
 
 namespace {
 
-// Refuses a tokenizer that the model's data was not made with. Data that is elsewhere by now says nothing.
-void require_tokenizer_of_data(const std::string& file, const std::vector<std::string>& data) {
-  uint64_t made_with = 0;
-  try {
-    made_with = tokenizer_of(data);
-  } catch (const Error&) {
-  }
-  if (made_with != 0 && made_with != tokenizer_checksum(file))
-    throw Error(file +
-                ": is not the tokenizer that the training data was made with; name that one's folder with "
-                "--tokenizer.");
-}
-
 // As documents begin. Throws Error when it does not fit the model's window.
 std::vector<int32_t> prompt_tokens(const Tokenizer& tokenizer, const std::string& prompt, int64_t window) {
   std::vector<int32_t> tokens = tokenizer.document_begin();
@@ -284,11 +272,7 @@ int generate_command_main(const GenerateArguments& arguments) {
   const Session session(arguments.config, arguments.sets);
   const std::string checkpoint = arguments.checkpoint.empty() ? find_checkpoint(session.run.directory, "run.directory")
                                                               : find_checkpoint(arguments.checkpoint, "--checkpoint");
-  std::string directory = arguments.tokenizer;
-  if (directory.empty() && !session.data.train.empty())
-    directory = std::filesystem::path(session.data.train.front()).parent_path().string();
-  const auto tokenizer = load_tokenizer(directory);
-  require_tokenizer_of_data(tokenizer_file(directory), session.data.train);
+  const auto tokenizer = open_model_tokenizer(session, arguments.tokenizer).tokenizer;
   const std::vector<int32_t> tokens = prompt_tokens(*tokenizer, arguments.prompt, session.data.sequence_length);
   Generator generator(session, checkpoint);
   std::vector<int32_t> sampled;
