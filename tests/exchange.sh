@@ -5,7 +5,8 @@ set -euo pipefail
 strata=$1/bin/strata
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-. "$(dirname "$(realpath "$0")")/common.sh"
+tests=$(dirname "$(realpath "$0")")
+. "$tests/common.sh"
 cd "$work"
 
 # folder NAME LAYERS HIDDEN VOCABULARY: a Llama of zeros; its weights are holes and take no disk
@@ -149,6 +150,11 @@ cmp merged/model.safetensors merged-again/model.safetensors || fail "an adapter 
 expect 2 'adapter/adapter_config.json: "r" is 3, but plugins.lora.rank = 4' "$strata" train lora.toml --set run.directory=wrong --set plugins.lora.adapter=adapter --set plugins.lora.rank=4
 expect 2 'is a checkpoint of another model' "$strata" export one.toml nothing --checkpoint adapted
 absent nothing
+
+# What is not so here is said, and is no difference between models.
+cp -r "$tests/reference/data/gpt2" dropout && sed -i 's/"attn_pdrop": 0.0/"attn_pdrop": 0.1/' dropout/config.json
+expect 0 "note: dropout/config.json's \"attn_pdrop\" of 0.1 is left out" "$strata" import dropout with-dropout
+expect 0 '' "$strata" export with-dropout/model.toml without --checkpoint with-dropout
 
 # What cannot be imported.
 wrong() { sed "s/$1/$2/" small/config.json >bad/config.json; }

@@ -128,7 +128,7 @@ class Plugin {
   virtual void save(CheckpointNotes&) {}
   virtual void restore(const CheckpointNotes&) {}
 
-  // Model plugins: exchange with the Hugging Face ecosystem. `model_table` is TOML text of a [model] table.
+  // Model plugins: exchange with the Hugging Face ecosystem. TOML text of a [model] table, its comments for the user.
   virtual std::optional<std::string> import_config(std::string_view config_json) {
     (void)config_json;
     return {};

@@ -52,6 +52,7 @@ TEST(GptFields, NoFieldThatIsReadIsIgnored) {
                                                     {"layer_norm_epsilon", "0.5"},
                                                     {"resid_pdrop", "0.7"},
                                                     {"embd_pdrop", "0.7"},
+                                                    {"attn_pdrop", "0.7"},
                                                     {"activation_function", "\"relu\""},
                                                     {"num_hidden_layers", "3"},
                                                     {"hidden_size", "24"},
@@ -141,6 +142,10 @@ TEST(GptFields, RefusalsNameTheField) {
               "\"partial_rotary_factor\" to 0.5");
   expect_read("gemma2", R"(,"use_bidirectional_attention":true)", "use_bidirectional_attention");
   expect_read("gpt2", R"(,"resid_pdrop":0.1,"embd_pdrop":0.2)", "\"embd_pdrop\"");
+  EXPECT_NE(load_plugin("gpt", {})
+                ->import_config(R"({"model_type":"gpt2","n_layer":1,"n_embd":4,"n_head":1,"vocab_size":2})")
+                ->find("# config.json's \"attn_pdrop\" of 0.1 is left out"),
+            std::string::npos);
   EXPECT_EQ(read("qwen2", R"(,"use_sliding_window":false,"sliding_window":4)"), read("qwen2", ""));
 }
 

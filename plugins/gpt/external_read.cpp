@@ -31,7 +31,7 @@ GptConfig from_gpt2(const Settings& s) {
   c.vocabulary = s.size("vocab_size");
   c.context = s.size("n_positions", 1024);
   c.norm_epsilon = s.positive("layer_norm_epsilon", 1e-5);
-  c.dropout = s.number("resid_pdrop", 0.1);  // and embd_pdrop; attention has none here
+  c.dropout = s.number("resid_pdrop", 0.1);  // and embd_pdrop; attention has none here (gpt_left_out)
   if (!(c.dropout >= 0 && c.dropout <= 0.99))
     throw Error("config.json: \"resid_pdrop\" is " + number_text(c.dropout) + "; expected 0 to 0.99.");
   if (const double embedding = s.number("embd_pdrop", c.dropout); embedding != c.dropout)
@@ -335,4 +335,13 @@ std::optional<GptConfig> gpt_from_external(const std::string& config_json) {
                                     : from_gemma(s, true);
   c.family = type;
   return c;
+}
+
+std::string gpt_left_out(const std::string& config_json) {
+  const Json json = Json::parse(config_json, "config.json");
+  const Settings s(json);
+  if (s.string("model_type", "") != "gpt2") return "";
+  const double dropout = s.number("attn_pdrop", 0.1);
+  if (dropout == 0) return "";
+  return "# config.json's \"attn_pdrop\" of " + number_text(dropout) + " is left out: attention has no dropout here.\n";
 }

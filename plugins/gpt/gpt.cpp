@@ -140,7 +140,7 @@ class Gpt final : public strata::Plugin {
     if (!config) return {};
     config_ = *config;
     resolve();
-    return gpt_to_toml(config_);
+    return gpt_to_toml(config_) + gpt_left_out(std::string(json));
   }
   std::optional<std::string> export_config() const override { return gpt_to_external(resolved()); }
   std::vector<strata::ExternalTensor> external_tensors() const override { return gpt_external_tensors(resolved()); }

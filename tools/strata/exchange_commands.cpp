@@ -5,6 +5,9 @@
 #include <filesystem>
 #include <limits>
 #include <memory>
+#include <sstream>
+#include <string>
+#include <vector>
 
 #include "engine/checkpoint/external_export.h"
 #include "engine/checkpoint/external_files.h"
@@ -61,6 +64,15 @@ struct Imported {
   std::map<std::string, Shape> shapes;
   std::unique_ptr<ExternalImport> tensors;
 };
+
+// The lines of a [model] table that are comments, or those that are not.
+std::vector<std::string> lines_of(const std::string& table, bool comments) {
+  std::vector<std::string> lines;
+  std::istringstream text(table);
+  for (std::string line; std::getline(text, line);)
+    if (line.starts_with("# ") == comments) lines.push_back(line);
+  return lines;
+}
 
 std::string untied(const std::string& config) {
   const Json json = Json::parse(config, "config.json");
@@ -130,7 +142,8 @@ bool same_model(const std::string& plugin, const std::vector<std::string>& folde
                 const std::string& other) {
   try {
     const auto table = load_plugin(plugin, folders)->import_config(one);
-    return table && table == load_plugin(plugin, folders)->import_config(other);
+    const auto same = load_plugin(plugin, folders)->import_config(other);
+    return table && same && lines_of(*table, false) == lines_of(*same, false);
   } catch (const Error&) {
     return false;
   }
@@ -200,6 +213,8 @@ int import_command_main(const ImportArguments& arguments) {
   copy_companions(arguments.source, external.string(), false);
   write_atomically((external / "config.json").string(), model.config);
   target.publish(kImported, of_an_import);
+  for (const std::string& line : lines_of(model.table, true))
+    fmt::print(stderr, "strata: note: {}/{}\n", arguments.source, line.substr(2));
   fmt::print(
       "{}/{}\n{}/model.toml: the [model] table to put into a configuration; start from the weights with run.initialize "
       "= "
