@@ -192,6 +192,15 @@ expect 2 'for what run.save_behind copies, but host.memory allows 1.95 MiB' "$st
 # Generation, export and import.
 expect 0 '' "$strata" generate config.toml --tokens 20 --prompt 'line'
 [[ $(wc -c <out) -gt 20 ]] || fail "generate printed: $(cat out)"
+expect 0 '' "$strata" generate config.toml --tokens 20 --prompt 'line ' --prompt x --temperature 0
+cp out cached
+[[ $(sed -n 2p cached) == 'line '* && $(grep -c '^--- 2 of 2$' cached) == 1 ]] || fail "generate printed: $(cat out)"
+expect 0 '' "$strata" generate config.toml --tokens 20 --prompt 'line ' --prompt x --temperature 0 --no-cache
+cmp out cached || fail "with a cache generate says something else: $(cat cached)"
+next=$(sed -n 2p cached | cut -c6)
+expect 0 '' "$strata" generate config.toml --tokens 20 --prompt 'line ' --temperature 0 --end "$next"
+[[ $(cat out) == 'line ' ]] || fail "generate did not end at \"$next\": $(cat out)"
+expect 2 '--end "xy": is 2 tokens; expected the text of one.' "$strata" generate config.toml --end xy
 expect 2 'the prompt has 5000 tokens, but the window of the model (data.sequence_length) is' "$strata" generate config.toml --prompt "$(printf '%05000d' 0)"
 # Evaluation: what training said of the same sequences; nothing wrong is scored.
 expect 0 '' "$strata" evaluate config.toml data/validation_000.bin text --json

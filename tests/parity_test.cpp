@@ -1,12 +1,14 @@
 // Against PyTorch and transformers: logits, loss, every gradient and twenty steps of AdamW and of Adafactor of a tiny
 // GPT-2 and a tiny Qwen2, and logits and twenty steps of AdamW of the other families, recorded by
 // tests/reference/make.py.
+#include <algorithm>
 #include <cmath>
 #include <set>
 
 #include "engine/checkpoint/external_export.h"
 #include "engine/checkpoint/external_import.h"
 #include "engine/checkpoint/safetensors_writer.h"
+#include "engine/runtime/next_logits.h"
 #include "tests/harness.h"
 
 namespace strata {
@@ -76,6 +78,41 @@ class Parity : public testing::TestWithParam<std::string> {
     }
     expect_close(got, read<float>(expected, "logits"), 1e-5, "logits");
   }
+  // With keys and values in a cache as from whole windows: sequences that begin apart, and grow beyond the window
+  // of 16.
+  void expect_generation() const {
+    const SafetensorsFile expected(folder() + "/expected.safetensors");
+    const auto tokens = read<int32_t>(expected, "tokens");
+    const test::TemporaryFolder place;
+    const Session session(test::write_file(place / "config.toml", toml("[plugins.adamw]\n")), {});
+    const auto fill = [&](Storage& storage) {
+      std::map<std::string, Shape> shapes;
+      for (const Tensor& tensor : storage.persistent_tensors())
+        if (tensor.role == Role::parameter) shapes[tensor.name] = tensor.shape;
+      for (const auto& [name, values] : import_all(folder(), session.model().external_tensors(), shapes))
+        std::copy(values.begin(), values.end(), static_cast<float*>(storage.persistent(name)));
+    };
+    const auto cached = cached_logits(session, 3, 7, fill), whole = whole_window_logits(session, fill);
+    const auto at = [&](int64_t first, int64_t count) {
+      return std::vector<int32_t>(tokens.begin() + first, tokens.begin() + first + count);
+    };
+    std::vector<std::vector<int32_t>> sequences{at(0, 5), at(16, 1), at(19, 7)};
+    const size_t vocabulary = size_t(whole->vocabulary());
+    std::vector<float> got(3 * vocabulary), want(got.size());
+    for (int step = 0; step < 18; ++step) {
+      cached->of(sequences, got.data());
+      whole->of(sequences, want.data());
+      expect_close(got, want, 1e-5, "step " + std::to_string(step));
+      for (size_t n = 0; n < 3; ++n) {
+        const auto best = [&](const std::vector<float>& logits) {
+          const auto first = logits.begin() + long(n * vocabulary);
+          return int32_t(std::max_element(first, first + long(vocabulary)) - first);
+        };
+        EXPECT_EQ(best(got), best(want)) << "step " << step << ", sequence " << n;
+        sequences[n].push_back(best(want));
+      }
+    }
+  }
   void expect_losses(const std::string& plugins = "") const {
     const SafetensorsFile expected(folder() + "/expected.safetensors");
     const auto batches = read<int32_t>(expected, "train_tokens");
@@ -101,6 +138,8 @@ class Parity : public testing::TestWithParam<std::string> {
 class Families : public Parity {};
 
 TEST_P(Families, Logits) { expect_logits(); }
+TEST_P(Families, GoesOnFromACache) { expect_generation(); }
+TEST_P(Parity, GoesOnFromACache) { expect_generation(); }
 TEST_P(Families, TwentyAdamWSteps) { expect_losses(); }
 TEST_P(Families, TwentyRecomputedSteps) { expect_losses("[plugins.recompute]\n"); }
 

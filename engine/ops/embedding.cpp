@@ -1,13 +1,8 @@
-// Token and learned position embeddings, and rotary positions (Su et al., arXiv 2104.09864).
-#include <cmath>
+// Token and learned position embeddings.
+#include <algorithm>
 #include <cstring>
-#include <map>
-#include <memory>
-#include <mutex>
-#include <tuple>
 
 #include "engine/ops/registration.h"
-#include "engine/ops/rotary_angles.h"
 #include "engine/ops/shares.h"
 #include "engine/ops/vector.h"
 #include "strata/layout.h"
@@ -33,27 +28,43 @@ struct OwnRows {
   }
 };
 
+// The row of learned positions of a row of tokens: by where in the sequence it is, or with input 3 (embedding_from) by
+// where the sequence goes on.
+struct Positions {
+  Indices here;
+  int64_t time, last;
+  const int32_t* from;
+  Positions(const Binding& b)
+      : here(b.input(0), 1),
+        time(b.input(0).shape[1]),
+        last(b.has_input(2) ? b.input(2).shape[0] - 1 : 0),
+        from(b.has_input(3) ? b.in<int32_t>(3) : nullptr) {}
+  int64_t operator()(int64_t row) const {
+    return from ? std::clamp<int64_t>(from[row / time] + row % time, 0, last) : here(row % time);
+  }
+};
+
 template <class T>
-void embed_row(const Binding& b, const OwnRows& own, const Indices& positions, int64_t row) {
-  const int64_t columns = b.columns(1), time = b.input(0).shape[1], from = own(b.in<int32_t>(0)[row]);
+void embed_row(const Binding& b, const OwnRows& own, const Positions& positions, int64_t row) {
+  const int64_t columns = b.columns(1), from = own(b.in<int32_t>(0)[row]);
   if (from < 0) return void(std::fill_n(b.out<T>(0) + row * columns, columns, T(0)));
   const T* w = b.in<T>(1) + from * columns;
-  const T* p = b.has_input(2) ? b.in<T>(2) + positions(row % time) * columns : nullptr;
+  const T* p = b.has_input(2) ? b.in<T>(2) + positions(row) * columns : nullptr;
   T* x = b.out<T>(0) + row * columns;
   for (int64_t i = 0; i < columns; ++i) x[i] = w[i] + (p ? p[i] : T(0));
 }
 
-void embed_half_row(const Binding& b, const OwnRows& own, const Indices& positions, int64_t row) {
+void embed_half_row(const Binding& b, const OwnRows& own, const Positions& positions, int64_t row) {
   constexpr int64_t kChunk = 512;
   const DType type = b.input(1).dtype;
-  const int64_t columns = b.columns(1), time = b.input(0).shape[1], from = own(b.in<int32_t>(0)[row]);
+  const int64_t columns = b.columns(1), from = own(b.in<int32_t>(0)[row]);
   if (from < 0) return void(std::memset(at(b.out<void>(0), type, row * columns), 0, size_t(columns * size_of(type))));
   float x[kChunk], p[kChunk];
   for (int64_t i = 0; i < columns; i += kChunk) {
     const int64_t count = std::min(kChunk, columns - i);
     to_f32(type, at(b.in<void>(1), type, from * columns + i), x, count);
     if (b.has_input(2)) {
-      to_f32(type, at(b.in<void>(2), type, positions(row % time) * columns + i), p, count);
+      to_f32(type, at(b.in<void>(2), type, positions(row) * columns + i), p, count);
       add_to(x, p, count);
     }
     from_f32(type, x, at(b.out<void>(0), type, row * columns + i), count);
@@ -84,7 +95,7 @@ std::vector<TensorId> with_split_rows(Builder& build, const OpView& v, const std
 template <class T>
 void embed(const Binding& b, int64_t first, int64_t last) {
   const OwnRows own(b.input(1));
-  const Indices positions(b.input(0), 1);
+  const Positions positions(b);
   for (int64_t r = first; r < last; ++r)
     if (is_half(b.input(1).dtype))
       embed_half_row(b, own, positions, r);
@@ -137,6 +148,35 @@ void register_embedding() {
                    {"reference", reference_kernel([](const Binding& b, auto zero) {
                       embed<decltype(zero)>(b, 0, elements(b.input(0).shape));
                     })}}});
+}
+
+// Of some next tokens of sequences, each of which goes on at a position of its own.
+void register_embedding_from() {
+  register_kind({.name = "embedding_from",
+                 .summary = "tokens i32 (B, T), w (V, C), positions (P, C), first i32 (B) -> x (B, T, C), of positions "
+                            "first to first + T - 1",
+                 .shape = [](const OpView& v) -> std::vector<TensorSpec> {
+                   require(v.inputs() == 4 && v.has_input(0) && v.has_input(1) && v.has_input(2) && v.has_input(3) &&
+                               v.input(0).dtype == DType::i32 && v.input(0).shape.size() == 2 &&
+                               v.input(1).shape.size() == 2 && is_float(v.input(1)) && v.input(2).shape.size() == 2 &&
+                               v.columns(1) == v.columns(2) && v.input(2).dtype == v.input(1).dtype &&
+                               v.input(3).dtype == DType::i32 && v.input(3).shape == Shape{v.input(0).shape[0]},
+                           v, "tokens i32 (B, T), w (V, C), positions (P, C) and first i32 (B)");
+                   return {{{v.input(0).shape[0], v.input(0).shape[1], v.columns(1)}, v.input(1).dtype}};
+                 },
+                 .cost =
+                     [](const OpView& v) {
+                       return Cost{0, 3.0 * double(elements(v.input(0).shape) * v.columns(1)) *
+                                          double(size_of(v.input(1).dtype))};
+                     },
+                 .half = true,
+                 .kernels = {{"cpu", cpu_kernel([](const Binding& b) {
+                                b.threads().split(elements(b.input(0).shape), 16,
+                                                  [&](int64_t r, int64_t e) { embed<float>(b, r, e); });
+                              })},
+                             {"reference", reference_kernel([](const Binding& b, auto zero) {
+                                embed<decltype(zero)>(b, 0, elements(b.input(0).shape));
+                              })}}});
 }
 
 // Rows of a table's gradient on this rank.
@@ -234,133 +274,11 @@ void register_position_gradient() {
                               })}}});
 }
 
-// cos and sin of the angles of the positions t that are here, (T, R/2) each, computed in double.
-template <class T>
-std::vector<T> rotary_table(int64_t time, const Indices& positions, const RotaryAngles& angles, bool inverse) {
-  const int64_t half = angles.rotated / 2;
-  std::vector<T> table(size_t(time * 2 * half));
-  for (int64_t t = 0; t < time; ++t)
-    for (int64_t i = 0; i < half; ++i) {
-      const double angle = double(positions(t)) * angles.frequency(i), sine = angles.amplitude * std::sin(angle);
-      table[t * 2 * half + i] = T(angles.amplitude * std::cos(angle));
-      table[t * 2 * half + half + i] = T(inverse ? -sine : sine);
-    }
-  return table;
-}
-
-// Rotates 2·half numbers: pairs (i, i + half).
-STRATA_SIMD void rotate(const float* x, float* y, const float* cosine, const float* sine, int64_t half) {
-  simd::map(half, [&](int64_t i, int64_t c) STRATA_INLINE_LAMBDA {
-    const simd::F a = get(x + i, c), b = get(x + half + i, c), co = get(cosine + i, c), si = get(sine + i, c);
-    put(y + i, a * co - b * si, c);
-    put(y + half + i, b * co + a * si, c);
-  });
-}
-void rotate(const double* x, double* y, const double* cosine, const double* sine, int64_t half) {
-  for (int64_t i = 0; i < half; ++i) {
-    const double a = x[i], b = x[half + i];
-    y[i] = a * cosine[i] - b * sine[i];
-    y[half + i] = b * cosine[i] + a * sine[i];
-  }
-}
-
-// The table for one set of sizes, shared by all layers, microbatches and directions that are alive: a table of its own
-// for each op would be hundreds of times as much memory, and none of it planned.
-template <class T>
-std::shared_ptr<const std::vector<T>> shared_rotary_table(int64_t time, const Indices& positions,
-                                                          const RotaryAngles& angles, bool inverse) {
-  using Key = std::tuple<int64_t, int64_t, int64_t, int64_t, RotaryAngles, bool>;
-  static std::mutex mutex;
-  static std::map<Key, std::weak_ptr<const std::vector<T>>> tables;
-  const std::lock_guard lock(mutex);
-  auto& known = tables[{time, positions.first, positions.fold, positions.jump, angles, inverse}];
-  auto table = known.lock();
-  if (!table) known = table = std::make_shared<const std::vector<T>>(rotary_table<T>(time, positions, angles, inverse));
-  return table;
-}
-
-// One head whose numbers have 16 bits, in f32 between.
-constexpr int64_t kMostHead = 1024;
-void rotate_half(const void* x, void* y, DType type, const float* cosine, const float* sine, int64_t half) {
-  float from[kMostHead], to[kMostHead];
-  to_f32(type, x, from, 2 * half);
-  rotate(from, to, cosine, sine, half);
-  from_f32(type, to, y, 2 * half);
-}
-
-template <class T>
-Launch bind_rotary(const Binding& b) {
-  const int64_t size = b.attributes().integer("head_size"), width = b.columns(0), heads = width / size,
-                per_group = group_width(b) / size, time = b.input(0).shape[1];
-  const DType type = b.input(0).dtype;
-  require(!is_half(type) || size <= kMostHead, b, "heads of at most 1024 where numbers have 16 bits");
-  const RotaryAngles angles_of(b.attributes());
-  const int64_t half = angles_of.rotated / 2, rest = size - 2 * half;
-  const auto table =
-      shared_rotary_table<T>(time, Indices(b.input(0), 1), angles_of, b.attributes().integer("inverse") != 0);
-  return [=] {
-    b.threads().split(b.rows(0), 4, [&](int64_t r, int64_t e) {
-      for (; r < e; ++r)
-        for (int64_t h = 0; h < heads; ++h) {  // and keys and values
-          const void* x = at(b.in<void>(0), type, r * width + h * size);
-          void* y = at(b.out<void>(0), type, r * width + h * size);
-          const T* angles = table->data() + r % time * 2 * half;
-          if (h % per_group == per_group - 1) {
-            if (x != y) std::memcpy(y, x, size_t(size * size_of(type)));  // a value head
-            continue;
-          }
-          if (is_half(type)) {
-            if constexpr (std::is_same_v<T, float>) rotate_half(x, y, type, angles, angles + half, half);
-          } else {
-            rotate(static_cast<const T*>(x), static_cast<T*>(y), angles, angles + half, half);
-          }
-          if (rest > 0 && x != y)
-            std::memcpy(at(y, type, 2 * half), at(x, type, 2 * half), size_t(rest * size_of(type)));
-        }
-    });
-  };
-}
-
-void register_rotary() {
-  register_kind(
-      {.name = "rotary",
-       .summary = "x (B, T, K·(P+2)·D) -> query and key heads rotated by position; K groups of P queries, key, value",
-       .shape = [](const OpView& v) -> std::vector<TensorSpec> {
-         bool right = v.inputs() == 1 && v.has_input(0) && is_float(v.input(0)) && v.input(0).shape.size() == 3 &&
-                      has_heads(v) && v.attributes().has("base");
-         right = right && v.columns(0) % group_width(v) == 0;
-         if (right) {
-           const int64_t size = v.attributes().integer("head_size"), rotated = RotaryAngles(v.attributes()).rotated;
-           right = rotated > 0 && rotated <= size && rotated % 2 == 0;
-         }
-         require(right, v,
-                 "x (B, T, K·(P+2)·D) and attributes head_size = D, queries_per_group = P, rotated, even and at most D "
-                 "(D when absent), base, inverse");
-         return {like(v.input(0))};
-       },
-       .gradient =
-           [](Differentiation& d) {
-             Attributes attributes = d.forward().attributes();
-             attributes.set("inverse", int64_t{1} - attributes.integer("inverse"));
-             d.set(0, d.build().emit("rotary", {d.output_gradient(0)}, attributes));
-           },
-       .in_place = {{0, 0}},
-       .half = true,
-       .sharding = {.dimensions = "bth -> bth", .linear = 1},
-       .kernels = {{"cpu", {bind_rotary<float>, {}}},
-                   {"reference",
-                    {[](const Binding& b) {
-                       require(!is_half(compute_type(b)), b, "f32 or f64 tensors on the reference backend");
-                       return compute_type(b) == DType::f64 ? bind_rotary<double>(b) : bind_rotary<float>(b);
-                     },
-                     {}}}}});
-}
-
 const AtLoad embedding_registered([] {
   register_embedding();
   register_embedding_gradient();
   register_position_gradient();
-  register_rotary();
+  register_embedding_from();
 });
 
 }  // namespace

@@ -6,7 +6,8 @@
 
 #include "engine/checkpoint/store.h"
 #include "engine/data/token_file.h"
-#include "engine/runtime/generator.h"
+#include "engine/runtime/load_parameters.h"
+#include "engine/runtime/next_logits.h"
 #include "engine/runtime/trainer.h"
 #include "tests/harness.h"
 
@@ -46,14 +47,15 @@ class Evaluation : public testing::Test {
 };
 
 // -log p of tokens[first] to the last, from logits in double.
-double by_logits(Generator& generator, const std::vector<int32_t>& tokens, int64_t first) {
-  const std::vector<float> logits = generator.logits({tokens.begin(), tokens.end() - 1});
+double by_logits(NextLogits& model, const std::vector<int32_t>& tokens, int64_t first) {
   double nats = 0;
+  std::vector<float> row(kVocabulary);
   for (size_t t = size_t(first); t < tokens.size(); ++t) {
-    const float* row = logits.data() + (t - 1) * kVocabulary;
+    const std::vector<std::vector<int32_t>> before{{tokens.begin(), tokens.begin() + int64_t(t)}};
+    model.of(before, row.data());
     double sum = 0;
-    for (int64_t i = 0; i < kVocabulary; ++i) sum += std::exp(double(row[i]));
-    nats += std::log(sum) - double(row[tokens[t]]);
+    for (const float logit : row) sum += std::exp(double(logit));
+    nats += std::log(sum) - double(row[size_t(tokens[t])]);
   }
   return nats;
 }
@@ -76,10 +78,10 @@ TEST_F(Evaluation, EveryTokenCountsOnce) {
   std::ofstream(folder_ / "odd.txt") << std::string(tokens.begin(), tokens.end());
   Session session(config(), {});
   Evaluator evaluator(session, checkpoint());
-  Generator generator(session, checkpoint());
+  const auto model = whole_window_logits(session, [&](Storage& to) { load_parameters(to, session, checkpoint()); });
   double nats = 0;
   for (int64_t at = 0; at + 1 < 40; at += kWindow)
-    nats += by_logits(generator, {tokens.begin() + at, tokens.begin() + std::min<int64_t>(40, at + kWindow + 1)}, 1);
+    nats += by_logits(*model, {tokens.begin() + at, tokens.begin() + std::min<int64_t>(40, at + kWindow + 1)}, 1);
   for (const char* name : {"odd.bin", "odd.txt"}) {
     const FileScore score = score_file(evaluator, folder_ / name, byte_tokenizer().get(), 0);
     EXPECT_EQ(score.tokens, 39) << name;
@@ -102,13 +104,13 @@ TEST_F(Evaluation, ChoicesByLikelihood) {
   EXPECT_EQ(questions[0].first, (std::vector<int64_t>{3, 3, 3}));
   EXPECT_EQ(questions[0].bytes, (std::vector<int64_t>{1, 3, 8}));
   EXPECT_EQ(questions[1].place, file + ":3");
-  Generator generator(session, checkpoint());
+  const auto model = whole_window_logits(session, [&](Storage& to) { load_parameters(to, session, checkpoint()); });
   ChoiceScore expected{.questions = 2};
   for (const Question& question : questions) {
     size_t best = 0, best_by_bytes = 0;
     std::vector<double> nats;
     for (size_t i = 0; i < question.tokens.size(); ++i) {
-      nats.push_back(by_logits(generator, question.tokens[i], question.first[i]));
+      nats.push_back(by_logits(*model, question.tokens[i], question.first[i]));
       EXPECT_NEAR(evaluator.loss(question.tokens[i], question.first[i]), nats[i], 1e-5 * nats[i]);
       if (nats[i] < nats[best]) best = i;
       if (nats[i] / double(question.bytes[i]) < nats[best_by_bytes] / double(question.bytes[best_by_bytes]))

@@ -1,13 +1,12 @@
-// Samples text from a trained model, one token at a time. Runs the whole window again for each token: a training
-// engine's check on what was learned, not an inference server.
+// Samples tokens after prompts, one at a time, from the logits of a trained model (next_logits.h).
 #pragma once
 #include <cstdint>
 #include <functional>
-#include <memory>
-#include <string>
+#include <set>
+#include <span>
 #include <vector>
 
-#include "engine/runtime/assembly.h"
+#include "engine/runtime/next_logits.h"
 
 namespace strata {
 
@@ -15,23 +14,19 @@ struct SamplingOptions {
   int64_t tokens = 256;
   double temperature = 0.8;  // 0: the most probable token
   int64_t top_k = 0;         // 0: all
+  double top_p = 1;          // the most probable tokens that together have this much; 1: all
   uint64_t seed = 1;
+  std::set<int32_t> ends{};  // tokens that end a sequence; they are not told
 };
 
-class Generator {
- public:
-  // Loads the parameters of `checkpoint` (a checkpoint folder).
-  Generator(const Session& session, const std::string& checkpoint);
-  // Appends sampled tokens to `prompt`, telling each to `emit` as it comes.
-  void generate(std::vector<int32_t> prompt, const SamplingOptions& options, const std::function<void(int32_t)>& emit);
-  // Logits (tokens.size(), vocabulary) of a sequence no longer than data.sequence_length.
-  std::vector<float> logits(const std::vector<int32_t>& tokens);
-  int64_t vocabulary() const { return assembly_.plans.main().built.vocabulary; }
+// One draw from softmax(logits / temperature) over what top_k and then top_p leave; ties go to the smaller id. Number
+// `draw` of the seed's.
+int32_t sample(std::span<const float> logits, const SamplingOptions& options, uint64_t draw);
 
- private:
-  std::unique_ptr<World> world_;
-  Assembly assembly_;
-  int64_t window_;
-};
+// Goes on with each prompt until it has options.tokens more, or its end. `emit` is told each token as it comes, with
+// the number of the prompt; what a prompt gives does not depend on the others but in rounding. An empty prompt begins
+// with token 0. Throws Error for a token that the model does not know.
+void generate(NextLogits& model, std::vector<std::vector<int32_t>> prompts, const SamplingOptions& options,
+              const std::function<void(size_t prompt, int32_t id)>& emit);
 
 }  // namespace strata

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <thread>
 
+#include "engine/planning/continued.h"
 #include "engine/planning/exchange_pieces.h"
 #include "engine/plugin/order.h"
 #include "engine/runtime/link_rates.h"
@@ -221,6 +222,36 @@ RunPlans Session::plan_run(Goal goal) const {
 
 RunPlans Session::plan_run(Goal goal, int64_t host_bytes_beside) const {
   RunPlans plans = build_run(goal);
+  plan_memory(plans, host_bytes_beside);
+  return plans;
+}
+
+RunPlans Session::plan_generation(int64_t sequences, int64_t prompt_tokens) const {
+  RunPlans plans;
+  BatchShape shape = batch(Goal::logits);
+  shape.micro_batch = sequences;
+  PlannedProgram whole{.goal = Goal::logits, .phases = PhaseTable(plugins).none()};
+  try {
+    whole.built = build_program(plugins, shape, Goal::logits, Mesh(), run.plugin_path, whole.phases,
+                                device.memory.count, parameters);
+  } catch (const Error& error) {
+    throw with_place(error, config, plugins);
+  }
+  plans.programs = {whole, whole};
+  go_on(plans.programs[0].built, prompt_tokens, Goes::to_fill);
+  go_on(plans.programs[1].built, 1, Goes::for_logits);
+  for (const Op& op : plans.programs[1].program().ops)
+    if (!op.kind->kernels.contains(device.backend))
+      throw Error("op kind \"" + op.kind->name + "\" has no kernel for the backend \"" + device.backend +
+                  "\"; generate with --no-cache, or on another backend.");
+  const std::array sharing{SharingProgram{"prompts", &plans.programs[0].built.program},
+                           SharingProgram{"tokens", &plans.programs[1].built.program}};
+  share_persistent(sharing);
+  plan_memory(plans, 0);
+  return plans;
+}
+
+void Session::plan_memory(RunPlans& plans, int64_t host_bytes_beside) const {
   // Where persistent tensors rest is decided with the program that takes most; the others go along.
   size_t lead = 0;
   if (const size_t steps = plans.phases.programs(); steps > 1) {
@@ -243,7 +274,6 @@ RunPlans Session::plan_run(Goal goal, int64_t host_bytes_beside) const {
     }
   }
   settle_arenas(plans, host_bytes_beside);
-  return plans;
 }
 
 RunPlans Session::build_run(Goal goal) const {

@@ -49,6 +49,9 @@ class Session {
   // each combination of phases and one for validation, if there is data for it; a program for logits, or for evaluation
   // alone, is for one rank.
   RunPlans plan_run(Goal goal = Goal::train) const;
+  // Of generation with a cache (planning/continued.h), on one rank: first the program that goes on with each of
+  // `sequences` by `prompt_tokens` and fills the cache, then the one that goes on by one token and gives its logits.
+  RunPlans plan_generation(int64_t sequences, int64_t prompt_tokens) const;
   // The program of the first step, for who needs no other.
   PlannedProgram plan(Goal goal) const { return plan_run(goal).main(); }
   // What the speed of a program of this session depends on; `program` must outlive the result.
@@ -59,6 +62,7 @@ class Session {
  private:
   RunPlans plan_run(Goal goal, int64_t host_bytes_beside) const;
   RunPlans build_run(Goal goal) const;
+  void plan_memory(RunPlans& plans, int64_t host_bytes_beside) const;
   void plan_memory_of(PlannedProgram& planned, const PlannedProgram* lead, int64_t host_bytes_beside) const;
   std::array<int64_t, kTiers> budgets() const;
   void settle_arenas(RunPlans& plans, int64_t host_bytes_beside) const;

@@ -73,8 +73,10 @@ int new_plugin_command_main(const NewPluginArguments& arguments);
 int data_prepare_command(const PrepareArguments& arguments);
 
 struct GenerateArguments : ConfigArguments {
-  std::string checkpoint, tokenizer, prompt;
+  std::string checkpoint, tokenizer;
+  std::vector<std::string> prompts, ends;
   SamplingOptions sampling;
+  bool no_cache = false;
 };
 int generate_command_main(const GenerateArguments& arguments);
 

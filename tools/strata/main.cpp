@@ -169,7 +169,11 @@ void add_generate(CLI::App& parent, GenerateArguments& arguments, Action& action
   command->add_option(
       "--tokenizer", arguments.tokenizer,
       "folder with tokenizer.json, tokenizer.model or tokenizer.txt (default: beside the training data)");
-  command->add_option("--prompt", arguments.prompt, "text to go on from");
+  command->add_option("--prompt", arguments.prompts, "text to go on from (repeatable: all at once)")
+      ->type_name("TEXT")
+      ->take_all()
+      ->expected(1)
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
   command->add_option("--tokens", arguments.sampling.tokens, "tokens to sample")
       ->capture_default_str()
       ->check(CLI::PositiveNumber);
@@ -179,7 +183,23 @@ void add_generate(CLI::App& parent, GenerateArguments& arguments, Action& action
   command->add_option("--top-k", arguments.sampling.top_k, "sample among the k most probable; 0: all")
       ->capture_default_str()
       ->check(CLI::NonNegativeNumber);
+  command
+      ->add_option("--top-p", arguments.sampling.top_p,
+                   "sample among the most probable that together have this probability; 1: all")
+      ->capture_default_str()
+      ->check(CLI::Range(0.0, 1.0));
   command->add_option("--seed", arguments.sampling.seed, "seed of the sampling")->capture_default_str();
+  command
+      ->add_option(
+          "--end", arguments.ends,
+          "text of a token that ends the text, beside those that the tokenizer and generation_config.json name "
+          "(repeatable)")
+      ->type_name("TEXT")
+      ->take_all()
+      ->expected(1)
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
+  command->add_flag("--no-cache", arguments.no_cache,
+                    "run the whole window for each token instead of keeping keys and values");
   command->callback([&arguments, &action] { action = [&arguments] { return generate_command_main(arguments); }; });
 }
 

@@ -1,4 +1,4 @@
-// `train`, `plan`, `check` and `generate`: a session, and what each does with it.
+// `train`, `plan` and `check`: a session, and what each does with it.
 #include <fmt/format.h>
 #include <sys/prctl.h>
 
@@ -12,7 +12,6 @@
 #include "engine/checkpoint/store.h"
 #include "engine/data/sampler.h"
 #include "engine/data/token_file.h"
-#include "engine/data/tokenizer.h"
 #include "engine/planning/page.h"
 #include "engine/planning/stages_report.h"
 #include "engine/planning/trace.h"
@@ -23,7 +22,6 @@
 #include "engine/runtime/trainer.h"
 #include "tools/strata/commands.h"
 #include "tools/strata/launch.h"
-#include "tools/strata/model_tokenizer.h"
 
 namespace strata {
 
@@ -248,36 +246,6 @@ int check_command_main(const CheckArguments& arguments) {
   fmt::print("{}: no errors. {} training tokens, {} of {}{}.\n", arguments.config, train.tokens(), bytes_text(most),
              memory_name(planned.program(), Tier::device),
              stages.size() == 1 ? "" : fmt::format(" at most in {} stages", stages.size()));
-  return int(ExitCode::done);
-}
-
-namespace {
-
-// As documents begin. Throws Error when it does not fit the model's window.
-std::vector<int32_t> prompt_tokens(const Tokenizer& tokenizer, const std::string& prompt, int64_t window) {
-  std::vector<int32_t> tokens = tokenizer.document_begin();
-  const std::vector<int32_t> text = tokenizer.encode(prompt.empty() && tokens.empty() ? "\n" : prompt);
-  tokens.insert(tokens.end(), text.begin(), text.end());
-  if (int64_t(tokens.size()) > window)
-    throw Error(
-        fmt::format("the prompt has {} tokens, but the window of the model (data.sequence_length) is {}; shorten "
-                    "the prompt or raise data.sequence_length.",
-                    tokens.size(), window));
-  return tokens;
-}
-
-}  // namespace
-
-int generate_command_main(const GenerateArguments& arguments) {
-  const Session session(arguments.config, arguments.sets);
-  const std::string checkpoint = arguments.checkpoint.empty() ? find_checkpoint(session.run.directory, "run.directory")
-                                                              : find_checkpoint(arguments.checkpoint, "--checkpoint");
-  const auto tokenizer = open_model_tokenizer(session, arguments.tokenizer).tokenizer;
-  const std::vector<int32_t> tokens = prompt_tokens(*tokenizer, arguments.prompt, session.data.sequence_length);
-  Generator generator(session, checkpoint);
-  std::vector<int32_t> sampled;
-  generator.generate(tokens, arguments.sampling, [&](int32_t id) { sampled.push_back(id); });
-  fmt::print("{}{}\n", arguments.prompt, decode_after(*tokenizer, tokens, sampled));
   return int(ExitCode::done);
 }
 
