@@ -98,6 +98,12 @@ Case draw(std::mt19937& random, const std::string& backend, const std::string& f
   if (random() % 3 == 0) c.host_percent = 100;
   c.host = pick({"", "threads = 1\n", "threads = 2\n"});
   c.poisoned = !cuda && random() % 4 == 0;
+  // Orders of passes, of more microbatches. Block by block the gradient of a tied embedding is another sum.
+  if (c.strategies.find("offload") != std::string::npos && random() % 2) {
+    if (!c.reproducible) c.model += "tied = false\n";
+    c.batch = "micro_batch = 1\n";
+    c.strategies += pick({"order = \"block\"\n", "order = \"block\"\ngroup = 2\n", "order = \"auto\"\n"});
+  }
   return c;
 }
 

@@ -86,12 +86,12 @@ void round_gradients(Program& program, std::vector<Gradient>& list, DType dtype)
   hoist(program, program.ops.size() - list.size());
 }
 
-// Parameters that several ops read. What these make of their gradients is summed apart in reproducible runs, so that
-// the sum is the same where stages of a pipeline have an op each.
-std::vector<TensorId> summed_apart(const Program& program, const BatchShape& batch) {
+// Parameters that several ops read. What these make of their gradients is summed apart where a plugin asks for it, and
+// in reproducible runs, so that the sum is the same where stages of a pipeline have an op each.
+std::vector<TensorId> summed_apart(const Program& program, bool apart) {
   std::vector<int> readers(program.tensors.size());
   std::vector<TensorId> list;
-  if (!batch.reproducible) return list;
+  if (!apart) return list;
   for (const Op& op : program.ops)
     for (TensorId id : op.inputs)
       if (id && program[id].role == Role::parameter && ++readers[size_t(id.value)] == 2) list.push_back(id);
@@ -276,7 +276,8 @@ class Build {
     roots.insert(roots.end(), forward_.roots.begin(), forward_.roots.end());
     std::vector<TensorId> wanted = parameters_;
     wanted.insert(wanted.end(), forward_.wanted.begin(), forward_.wanted.end());
-    Differentiated made = differentiate(single_, roots, wanted, summed_apart(single_, batch_));
+    Differentiated made =
+        differentiate(single_, roots, wanted, summed_apart(single_, batch_.reproducible || forward_.sums_apart));
     const auto of_others = made.wanted.begin() + int64_t(parameters_.size());
     gradients_.assign(made.wanted.begin(), of_others);
     first_apart_ = parameters_.size();

@@ -470,8 +470,9 @@ void refuse_budget(const Program& program, const MemoryPlan& plan, Tier tier, st
   message += "\nLargest tensors:";
   for (size_t i = 0; i < largest.size() && i < 5; ++i)
     message += (i ? ", " : " ") + largest[i].name + " " + bytes_text(largest[i].bytes);
-  throw Error(message + ".\nThe smallest " + std::string(option) + " that would do here is " +
-              std::to_string(smallest) + " bytes (" + bytes_text(smallest) + ")." + advice);
+  throw BudgetError(message + ".\nThe smallest " + std::string(option) + " that would do here is " +
+                        std::to_string(smallest) + " bytes (" + bytes_text(smallest) + ")." + advice,
+                    tier, smallest);
 }
 
 }  // namespace strata

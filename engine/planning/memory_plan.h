@@ -99,8 +99,21 @@ struct Held {
 };
 std::vector<Held> held_at(const Program& program, const MemoryPlan& plan, Tier tier, int32_t at);
 
-// Throws Error: a tier's plan needs more than its budget, set by the option of that name. Says by how much, what is
-// there at the peak, the smallest budget that would do, and what would help.
+// What does not fit a budget.
+class BudgetError final : public Error {
+ public:
+  BudgetError(const std::string& message, Tier tier, int64_t smallest)
+      : Error(message), tier_(tier), smallest_(smallest) {}
+  Tier tier() const { return tier_; }
+  int64_t smallest() const { return smallest_; }  // bytes that would do
+
+ private:
+  Tier tier_;
+  int64_t smallest_;
+};
+
+// Throws BudgetError: a tier's plan needs more than its budget, set by the option of that name. Says by how much, what
+// is there at the peak, the smallest budget that would do, and what would help.
 [[noreturn]] void refuse_budget(const Program& program, const MemoryPlan& plan, Tier tier, std::string_view option,
                                 int64_t budget, int64_t beside, const std::string& advice);
 

@@ -324,6 +324,28 @@ std::string print(const RunPlans& plans) {
 
 namespace {
 
+std::string ways_text(const std::vector<PlannedWay>& ways) {
+  std::string text;
+  for (const PlannedWay& way : ways)
+    text += fmt::format("  {:<38}{}\n", way.name,
+                        way.refusal.empty()
+                            ? fmt::format("{:>10.3f} s{:>14} of {}{}", way.seconds, bytes_text(way.bytes[0]),
+                                          name_of(Tier::device), way.taken ? "   taken" : "")
+                            : way.refusal.substr(0, way.refusal.find('\n')));
+  return text.empty() ? text : "\nplanned in each of these ways\n" + text;
+}
+
+Json::Array ways_json(const std::vector<PlannedWay>& ways) {
+  Json::Array list;
+  for (const PlannedWay& way : ways)
+    list.push_back(Json::Object{{"name", way.name},
+                                {"predicted_seconds", way.refusal.empty() ? Json(way.seconds) : Json()},
+                                {"device_bytes", way.refusal.empty() ? Json(way.bytes[0]) : Json()},
+                                {"refusal", way.refusal},
+                                {"taken", way.taken}});
+  return list;
+}
+
 // Beside the first program.
 std::string programs_text(const RunPlans& plans) {
   if (plans.phases.programs() == 1) return "";
@@ -395,6 +417,7 @@ std::string plan_text(const RunPlans& plans) {
   for (const auto& [name, bytes] : parts_of(process))
     if (bytes > 0) text += fmt::format("  {:<18}{:>14}\n", name, bytes_text(bytes));
   text += fmt::format("  {:<18}{:>14}\n", "in all", bytes_text(process.total()));
+  text += ways_text(plans.ways);
   if (planned.prediction) text += prediction_text(planned);
   return text;
 }
@@ -434,6 +457,7 @@ std::string plan_json(const RunPlans& plans) {
                    {"model_states", model_states(planned)},
                    {"tiers", std::move(tiers)}};
   if (plans.programs.size() > 1) all.emplace_back("programs", programs_json(plans));
+  if (!plans.ways.empty()) all.emplace_back("ways", ways_json(plans.ways));
   if (planned.prediction) {
     all.emplace_back("predicted", prediction_json(planned));
     all.emplace_back("rates", rates_json(planned.rates));

@@ -27,12 +27,22 @@ struct PlannedProgram {
   std::string title() const;  // "training", "phase a + b", "no phase", "validation", "generation"
 };
 
+// A way to plan a run (ways.h): what it gives, or why there is no plan.
+struct PlannedWay {
+  std::string name;
+  double seconds = 0;  // predicted, of a step
+  std::array<int64_t, kTiers> bytes{};
+  std::string refusal{};
+  bool taken = false;
+};
+
 // The programs of a run. All have the same persistent tensors, on the same tiers; what else they need is one region of
 // memory a tier, as large as the largest of them wants it.
 struct RunPlans {
   PhaseTable phases{};
   // By program of `phases`, that of the first step first; then, where there is one, that of validation.
   std::vector<PlannedProgram> programs{};
+  std::vector<PlannedWay> ways{};  // among which these were chosen; none: there was no choice
   const PlannedProgram& main() const { return programs.front(); }
   size_t of_step(int64_t step) const { return phases.of_step(step); }
   std::optional<size_t> validation() const;  // which of the programs that is

@@ -1,5 +1,6 @@
 // Gradients of one parameter that are made apart become one: those of several ops that read it (reproducible runs sum
-// them apart, so that it does not matter which stage of a pipeline has which), then those of the stages that share it.
+// them apart, so that it does not matter which stage of a pipeline has which; others where a plugin asks for it), then
+// those of the stages that share it.
 #pragma once
 #include <map>
 #include <string>

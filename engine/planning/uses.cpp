@@ -1,21 +1,50 @@
 // One pass over the program; see uses.h.
 #include "engine/planning/uses.h"
 
+#include <algorithm>
 #include <tuple>
 
 namespace strata {
 
+namespace {
+
+// Whether passes are of a block each. Then what lies before the first block and behind the last belongs to theirs: it
+// comes again with the next microbatch.
+bool passes_are_blocks(const Program& program) {
+  std::vector<int> block;  // by chunk
+  for (const Op& op : program.ops) {
+    if (op.microbatch < 0 || op.chunk < 0) continue;
+    if (size_t(op.chunk) >= block.size()) block.resize(size_t(op.chunk) + 1, -1);
+    int& known = block[size_t(op.chunk)];
+    if (op.block >= 0 && known >= 0 && known != op.block) return false;
+    known = std::max(known, int(op.block));
+  }
+  return block.size() > 1;
+}
+
+// Sums and exchanges of gradients, which come between passes as soon as they can.
+bool only_of_gradients(const Program& program, const Op& op) {
+  return op.block < 0 && std::all_of(op.inputs.begin(), op.inputs.end(),
+                                     [&](TensorId id) { return !id || program[id].role == Role::gradient; });
+}
+
+}  // namespace
+
 Uses::Uses(const Program& program) : of(program.tensors.size()), visit(program.ops.size()) {
-  const auto in_pass = [](const Op& op) {
-    return op.step_part == StepPart::forward || op.step_part == StepPart::backward;
+  const bool by_chunk = passes_are_blocks(program);
+  const auto place = [&](const Op& op) {  // at the last block a microbatch turns back at once
+    return by_chunk ? std::tuple(int(op.chunk), int(op.microbatch), StepPart::forward)
+                    : std::tuple(int(op.block), int(op.microbatch), op.step_part);
+  };
+  const auto in_pass = [&](const Op& op) {  // nor what comes once a step, such as gathers of parameters
+    return (op.step_part == StepPart::forward || op.step_part == StepPart::backward) &&
+           (!by_chunk || (op.microbatch >= 0 && !only_of_gradients(program, op)));
   };
   const Op* before = nullptr;
   for (int32_t i = 0, count = 0; i < int32_t(program.ops.size()); ++i) {
     const Op& op = program.ops[i];
     if (in_pass(op)) {
-      if (before && std::tie(op.block, op.microbatch, op.step_part) !=
-                        std::tie(before->block, before->microbatch, before->step_part))
-        ++count;
+      if (before && place(op) != place(*before)) ++count;
       before = &op;
     }
     visit[i] = count;

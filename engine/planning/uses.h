@@ -9,7 +9,8 @@ namespace strata {
 
 struct Uses {
   std::vector<std::vector<int32_t>> of;  // by tensor: ops, ascending; parts count for their whole
-  std::vector<int32_t> visit;            // by op: counts stretches of one block, microbatch and pass
+  // By op: counts stretches of one block, microbatch and pass; of one chunk instead where each has at most one block.
+  std::vector<int32_t> visit;
   explicit Uses(const Program& program);
 };
 

@@ -8,6 +8,7 @@
 
 #include "engine/planning/continued.h"
 #include "engine/planning/exchange_pieces.h"
+#include "engine/planning/ways.h"
 #include "engine/plugin/order.h"
 #include "engine/runtime/link_rates.h"
 #include "engine/runtime/ranks.h"
@@ -221,6 +222,12 @@ RunPlans Session::plan_run(Goal goal) const {
 }
 
 RunPlans Session::plan_run(Goal goal, int64_t host_bytes_beside) const {
+  const std::vector<Way> ways =
+      goal == Goal::train ? ways_of(plugins, batch(goal), mesh.planner()) : std::vector<Way>{{}};
+  return plan_fastest(ways, budgets()[0] > 0, [&] { return plan_one_way(goal, host_bytes_beside); });
+}
+
+RunPlans Session::plan_one_way(Goal goal, int64_t host_bytes_beside) const {
   RunPlans plans = build_run(goal);
   plan_memory(plans, host_bytes_beside);
   return plans;
@@ -269,6 +276,9 @@ void Session::plan_memory(RunPlans& plans, int64_t host_bytes_beside) const {
     if (p == lead) continue;
     try {
       plan_memory_of(plans.programs[p], &plans.programs[lead], host_bytes_beside);
+    } catch (const BudgetError& error) {
+      throw BudgetError("program of " + plans.programs[p].title() + ": " + error.what(), error.tier(),
+                        error.smallest());
     } catch (const Error& error) {
       throw Error("program of " + plans.programs[p].title() + ": " + error.what(), error.code());
     }
@@ -371,9 +381,10 @@ void Session::settle_arenas(RunPlans& plans, int64_t host_bytes_beside) const {
   for (size_t t = 0; t < kTiers; ++t) {
     const int64_t beside = Tier(t) == (one_memory ? Tier::device : Tier::host) ? host_bytes_beside : 0;
     if (const int64_t all = persistent[t] + transient[t] + beside; budgets[t] > 0 && all > budgets[t])
-      throw Error(fmt::format("the programs of the run need {} of {} together, but {} are allowed; {} bytes would do.",
-                              bytes_text(all), memory_name(plans.main().program(), Tier(t)), bytes_text(budgets[t]),
-                              all));
+      throw BudgetError(
+          fmt::format("the programs of the run need {} of {} together, but {} are allowed; {} bytes would do.",
+                      bytes_text(all), memory_name(plans.main().program(), Tier(t)), bytes_text(budgets[t]), all),
+          Tier(t), all);
   }
   const int64_t resident = resident_bytes();
   for (PlannedProgram& planned : plans.programs) {

@@ -61,6 +61,7 @@ class Session {
 
  private:
   RunPlans plan_run(Goal goal, int64_t host_bytes_beside) const;
+  RunPlans plan_one_way(Goal goal, int64_t host_bytes_beside) const;
   RunPlans build_run(Goal goal) const;
   void plan_memory(RunPlans& plans, int64_t host_bytes_beside) const;
   void plan_memory_of(PlannedProgram& planned, const PlannedProgram* lead, int64_t host_bytes_beside) const;

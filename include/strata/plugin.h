@@ -107,6 +107,13 @@ class Plugin {
   virtual void options(Options&) {}
   virtual Capabilities capabilities() const { return {}; }
 
+  // Ways to plan a run that give the same results to the bit, in words, `order = "block"`; the engine plans the run in
+  // each and takes the one that is predicted to be fastest. Way 0 is the plain one, which is taken where no other can
+  // be planned: a stage that throws Error takes no more than the way away. None: there is nothing to choose.
+  virtual std::vector<std::string> ways(const BatchShape&, const Mesh&) const { return {}; }
+  // Planning begins, in one of these ways.
+  virtual void take_way(size_t) {}
+
   // Planning, in this order; phases once, what follows for each program (phases.h), one program after the other.
   // Throwing Error refuses the plan; the engine adds the plugin's name.
   virtual void phases(PhaseStage&) {}

@@ -93,7 +93,10 @@ struct ProgramStage {
   std::vector<SharedParameter> shared{};       // forward: of this program's
   std::vector<Root> roots{};                   // forward: where differentiation starts beside Program::losses
   std::vector<TensorId> wanted{};              // forward: tensors whose gradients are wanted beside parameters'
-  std::vector<TensorId> wanted_gradients{};    // backward: of each of `wanted`, invalid where nothing depends on it
+  // forward: what several ops make of one parameter's gradient is summed over microbatches for each op apart, for
+  // orders of passes in which all microbatches go through one of them before the first goes through the other.
+  bool sums_apart = false;
+  std::vector<TensorId> wanted_gradients{};  // backward: of each of `wanted`, invalid where nothing depends on it
   // backward: the gradient of a parameter or of a wanted tensor in one microbatch; invalid where no loss and no root
   // depends on it. Throws Error for any other tensor.
   TensorId gradient_of(TensorId tensor) const;

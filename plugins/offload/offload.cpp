@@ -1,6 +1,8 @@
 // Offload to host memory and NVMe (ZeRO-Offload, arXiv 2101.06840; ZeRO-Infinity, arXiv 2104.07857): says which
 // tensors may rest on which tiers. When they move, and where updates run, is the residency planner's decision.
 #include <algorithm>
+#include <climits>
+#include <numeric>
 
 #include "strata/plugin.h"
 
@@ -31,11 +33,52 @@ class Offload final : public strata::Plugin {
           "share of the bytes of states and parameters that is not offloaded at all")
         .range(0, 1);
     o.add("minimum", minimum_, "smaller tensors stay where they are").non_negative().unit("bytes");
+    o.add("order", order_,
+          "microbatch: one microbatch after the other goes through all blocks; block: all microbatches go through a "
+          "block before the next, so that parameters come once and gradients leave once; auto: what is predicted to be "
+          "faster, of those that give the same bits")
+        .choices({"auto", "microbatch", "block"});
+    o.add("group", group_, "with order block: how many microbatches go through a block together; 0: all")
+        .non_negative()
+        .unit("microbatches");
   }
 
   strata::Capabilities capabilities() const override {
     return {.provides = {"lowers optimizer_state", "lowers gradients", "lowers parameters", "lowers activations"},
-            .effect = strata::Effect::exact()};
+            .after = {"splits over pipeline"},
+            .effect = order_ == "block" ? strata::Effect::reorders() : strata::Effect::exact()};
+  }
+
+  // Worth a look where something comes or leaves once a microbatch: parameters and gradients that rest elsewhere, or
+  // that ranks may hold in parts.
+  std::vector<std::string> ways(const strata::BatchShape& batch, const strata::Mesh& mesh) const override {
+    const bool moves = parameters_ != "device" || gradients_ != "device" || mesh.size(strata::kDataAxis) > 1;
+    if (order_ != "auto" || !moves || batch.microbatches == 1 || mesh.programs().size > 1) return {};
+    return {"order = \"microbatch\"", "order = \"block\""};
+  }
+  void take_way(size_t way) override { by_block_ = way == 1; }
+
+  // A parameter that ops at both ends of the model read (a tied embedding) would have M gradients on their way from the
+  // one to the other. So each op's are summed apart, in another order than microbatch by microbatch.
+  void forward(strata::ProgramStage& stage) override {
+    if (!is_by_block() || stage.goal != strata::Goal::train || stage.batch.microbatches == 1) return;
+    const std::string name = read_in_several_blocks(stage.program);
+    if (name.empty()) return;
+    if (order_ == "auto" && !stage.batch.reproducible)
+      throw Error("order: " + name + " is read in several blocks, so its gradient would be summed in another order.");
+    stage.sums_apart = true;
+  }
+
+  void schedule(strata::ScheduleStage& stage) override {
+    if (!is_by_block() || stage.microbatches == 1 || stage.blocks < 2) return;
+    if (stage.chunks.size() > 1 || !stage.receives.empty() || !is_plain(stage))
+      throw Error(
+          "order: another plugin orders the passes, such as a pipeline; set plugins.offload.order = \"microbatch\", or "
+          "leave that plugin out.");
+    std::vector<int> blocks(size_t(stage.blocks));
+    std::iota(blocks.begin(), blocks.end(), 0);
+    stage.cut(blocks);
+    stage.order = by_block(stage.blocks, stage.microbatches, group_ > 0 ? int(group_) : stage.microbatches);
   }
 
   void placement(strata::ProgramStage& stage) override {
@@ -60,6 +103,54 @@ class Offload final : public strata::Plugin {
   }
 
  private:
+  bool is_by_block() const { return order_ == "block" || by_block_; }
+
+  // The name of a trained parameter that ops of several blocks read; empty: none. What lies before the first block and
+  // behind the last is not the same place.
+  static std::string read_in_several_blocks(const strata::Program& program) {
+    std::vector<int> place(program.tensors.size(), INT_MIN);  // of the first reader
+    int last = -1;                                            // block so far
+    for (const strata::Op& op : program.ops) {
+      last = std::max(last, int(op.block));
+      const int here = op.block >= 0 ? op.block : last < 0 ? -1 : INT_MAX;
+      for (TensorId id : op.inputs) {
+        if (!id || program[id].role != Role::parameter || program[id].lasting->frozen) continue;
+        int& known = place[size_t(id.value)];
+        if (known != INT_MIN && known != here) return program[id].name;
+        known = here;
+      }
+    }
+    return "";
+  }
+
+  // One microbatch after the other, as without plugins.
+  static bool is_plain(const strata::ScheduleStage& stage) {
+    using Part = strata::Pass::Part;
+    bool plain = stage.order.size() == 2 * size_t(stage.microbatches);
+    for (size_t p = 0; plain && p < stage.order.size(); ++p)
+      plain =
+          stage.order[p].microbatch == int(p / 2) && stage.order[p].part == (p % 2 ? Part::backward : Part::forward);
+    return plain;
+  }
+
+  // All microbatches of a group go through a block before the next, in the same direction forward and backward, so that
+  // sums over microbatches are the plain order's. At the last block each turns back at once.
+  static std::vector<strata::Pass> by_block(int blocks, int microbatches, int group) {
+    using Part = strata::Pass::Part;
+    std::vector<strata::Pass> order;
+    for (int first = 0; first < microbatches; first += group) {
+      const int end = std::min(microbatches, first + group);
+      for (int block = 0; block < blocks; ++block)
+        for (int m = first; m < end; ++m) {
+          order.push_back({Part::forward, block, m});
+          if (block + 1 == blocks) order.push_back({Part::backward, block, m});
+        }
+      for (int block = blocks - 1; block-- > 0;)
+        for (int m = first; m < end; ++m) order.push_back({Part::backward, block, m});
+    }
+    return order;
+  }
+
   static Tier tier_of(const std::string& name) {
     return name == "device" ? Tier::device : name == "host" ? Tier::host : Tier::nvme;
   }
@@ -102,6 +193,9 @@ class Offload final : public strata::Plugin {
   }
 
   std::string optimizer_ = "device", gradients_ = "device", parameters_ = "device", activations_ = "device", directory_;
+  std::string order_ = "auto";
+  int64_t group_ = 0;
+  bool by_block_ = false;  // the way that is planned
   strata::Bytes space_, minimum_{64 << 10};
   double host_fraction_ = -1, device_fraction_ = 0;
 };

@@ -1,0 +1,29 @@
+// Ways to plan a run, among which the engine chooses by predicted time (Plugin::ways). What makes them differ is known
+// to the plugins alone; a way is planned as any run is.
+#pragma once
+#include <functional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "engine/planning/report.h"
+#include "engine/plugin/order.h"
+
+namespace strata {
+
+// One way of each plugin that offers several.
+struct Way {
+  std::string name{};
+  std::vector<std::pair<Plugin*, size_t>> of_plugins{};
+};
+
+// All of them, the plain one first, which every plugin is in. Throws Error where there are more than can be planned.
+std::vector<Way> ways_of(std::span<const NamedPlugin> plugins, const BatchShape& batch, const Mesh& mesh);
+
+// Plans the run in each way: `plan` does, of the way that the plugins have been told. Takes the one whose steps are
+// predicted to be fastest; without a budget of the device (`bounded`) only of those that take no more of it and of host
+// memory than the plain way. A way that is refused is none, unless all are: then the error is the plain way's, or
+// another's that says of the same memory that less would do.
+RunPlans plan_fastest(std::span<const Way> ways, bool bounded, const std::function<RunPlans()>& plan);
+
+}  // namespace strata
