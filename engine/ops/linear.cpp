@@ -3,6 +3,7 @@
 
 #include "engine/ops/gemm.h"
 #include "engine/ops/registration.h"
+#include "engine/ops/thin_product.h"
 #include "engine/ops/vector.h"
 
 namespace strata {
@@ -66,54 +67,57 @@ Cost product_cost(const OpView& v, double m, double n, double k) {
 }
 
 void register_linear() {
-  register_kind({.name = "linear",
-                 .summary = "x (…, in), w (out, in), [b (out)] -> y (…, out) = x wᵀ + b",
-                 .shape = [](const OpView& v) -> std::vector<TensorSpec> {
-                   bool right = (v.inputs() == 2 || v.inputs() == 3) && v.has_input(0) && v.has_input(1) &&
-                                is_float(v.input(0)) && is_matrix(v.input(1)) && v.columns(0) == v.columns(1) &&
-                                v.input(0).dtype == v.input(1).dtype;
-                   if (right && v.has_input(2)) right = v.input(2).shape == Shape{v.input(1).shape[0]};
-                   require(right, v, "x (…, in), w (out, in) and at most a bias (out)");
-                   return {{with_last(v.input(0).shape, v.input(1).shape[0]), v.input(0).dtype}};
-                 },
-                 .gradient =
-                     [](Differentiation& d) {
-                       const TensorId dy = d.output_gradient(0);
-                       if (d.needs(1)) d.set(1, d.build().emit("linear_weight_gradient", {dy, d.input(0)}));
-                       if (d.needs(2)) d.set(2, d.build().emit("sum_rows", {dy}));
-                       if (d.needs(0)) d.set(0, d.build().emit("linear_input_gradient", {dy, d.input(1)}));
-                     },
-                 .cost =
-                     [](const OpView& v) {
-                       return product_cost(v, double(v.rows(0)), double(v.input(1).shape[0]), double(v.columns(0)));
-                     },
-                 .accumulates = 1,
-                 .half = true,
-                 .sharding = {.dimensions = "...i, oi, o -> ...o", .linear = 1, .added = 4},
-                 .kernels = {{"cpu", product_kernel(
-                                         [](const OpView& v) -> HalfShape {
-                                           const int64_t m = v.rows(0), n = v.input(1).shape[0], k = v.columns(0);
-                                           return {Transpose::no, Transpose::yes, m, n, k, k, k, n, {}, {}};
-                                         },
-                                         [](const Binding& b) {
-                                           const int64_t m = b.rows(0), n = b.input(1).shape[0], k = b.columns(0);
-                                           float* y = b.out<float>(0);
-                                           const float* bias = b.in<float>(2);
-                                           if (bias)
-                                             b.threads().split(m, 4, [&](int64_t i, int64_t e) {
-                                               bias_rows(y + i * n, bias, e - i, n, b.accumulates(0));
-                                             });
-                                           gemm(b.threads(), Transpose::no, Transpose::yes, m, n, k, b.in<float>(0), k,
-                                                b.in<float>(1), k, bias || b.accumulates(0) ? 1.0f : 0.0f, y, n);
-                                         })},
-                             {"reference", reference_kernel([](const Binding& b, auto zero) {
-                                using T = decltype(zero);
-                                const int64_t m = b.rows(0), n = b.input(1).shape[0], k = b.columns(0);
-                                plain_product<T>(m, n, k, b.in<T>(0), k, 1, b.in<T>(1), 1, k, b.accumulates(0),
-                                                 b.out<T>(0));
-                                if (const T* bias = b.in<T>(2))
-                                  for (int64_t i = 0; i < m * n; ++i) b.out<T>(0)[i] += bias[i % n];
-                              })}}});
+  register_kind(
+      {.name = "linear",
+       .summary = "x (…, in), w (out, in), [b (out)] -> y (…, out) = x wᵀ + b",
+       .shape = [](const OpView& v) -> std::vector<TensorSpec> {
+         bool right = (v.inputs() == 2 || v.inputs() == 3) && v.has_input(0) && v.has_input(1) &&
+                      is_float(v.input(0)) && is_matrix(v.input(1)) && v.columns(0) == v.columns(1) &&
+                      v.input(0).dtype == v.input(1).dtype;
+         if (right && v.has_input(2)) right = v.input(2).shape == Shape{v.input(1).shape[0]};
+         require(right, v, "x (…, in), w (out, in) and at most a bias (out)");
+         return {{with_last(v.input(0).shape, v.input(1).shape[0]), v.input(0).dtype}};
+       },
+       .gradient =
+           [](Differentiation& d) {
+             const TensorId dy = d.output_gradient(0);
+             if (d.needs(1)) d.set(1, d.build().emit("linear_weight_gradient", {dy, d.input(0)}));
+             if (d.needs(2)) d.set(2, d.build().emit("sum_rows", {dy}));
+             if (d.needs(0)) d.set(0, d.build().emit("linear_input_gradient", {dy, d.input(1)}));
+           },
+       .cost =
+           [](const OpView& v) {
+             return product_cost(v, double(v.rows(0)), double(v.input(1).shape[0]), double(v.columns(0)));
+           },
+       .accumulates = 1,
+       .half = true,
+       .sharding = {.dimensions = "...i, oi, o -> ...o", .linear = 1, .added = 4},
+       .kernels = {{"cpu", product_kernel(
+                               [](const OpView& v) -> HalfShape {
+                                 const int64_t m = v.rows(0), n = v.input(1).shape[0], k = v.columns(0);
+                                 return {Transpose::no, Transpose::yes, m, n, k, k, k, n, {}, {}};
+                               },
+                               [](const Binding& b) {
+                                 const int64_t m = b.rows(0), n = b.input(1).shape[0], k = b.columns(0);
+                                 float* y = b.out<float>(0);
+                                 const float* bias = b.in<float>(2);
+                                 if (bias)
+                                   b.threads().split(m, 4, [&](int64_t i, int64_t e) {
+                                     bias_rows(y + i * n, bias, e - i, n, b.accumulates(0));
+                                   });
+                                 const float keep = bias || b.accumulates(0) ? 1.0f : 0.0f;
+                                 if (m <= kThinRows)
+                                   return thin_product(b.threads(), m, n, k, b.in<float>(0), b.in<float>(1), keep, y);
+                                 gemm(b.threads(), Transpose::no, Transpose::yes, m, n, k, b.in<float>(0), k,
+                                      b.in<float>(1), k, keep, y, n);
+                               })},
+                   {"reference", reference_kernel([](const Binding& b, auto zero) {
+                      using T = decltype(zero);
+                      const int64_t m = b.rows(0), n = b.input(1).shape[0], k = b.columns(0);
+                      plain_product<T>(m, n, k, b.in<T>(0), k, 1, b.in<T>(1), 1, k, b.accumulates(0), b.out<T>(0));
+                      if (const T* bias = b.in<T>(2))
+                        for (int64_t i = 0; i < m * n; ++i) b.out<T>(0)[i] += bias[i % n];
+                    })}}});
 }
 
 void register_linear_input_gradient() {
