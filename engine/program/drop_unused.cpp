@@ -57,10 +57,11 @@ void drop_unused(Program& program, const std::vector<TensorId>& wanted, size_t d
     if (users.stays(program.ops[i])) stays[i] = true, users.use_all(program.ops[i]);
   size_t i = 0;
   std::erase_if(program.ops, [&](const Op&) { return !stays[i++]; });
-  for (int32_t t = 0; t < int32_t(declared); ++t) {
+  for (int32_t t = 0; t < int32_t(program.tensors.size()); ++t) {
     const Tensor& tensor = program.tensors[size_t(t)];
     const bool takes_memory = tensor.persistent || tensor.role == Role::data;
-    if (takes_memory && tensor.role != Role::scalar && !users.used({t})) program.drop({t});
+    const bool may_go = t < int32_t(declared) || tensor.role == Role::parameter;
+    if (may_go && takes_memory && tensor.role != Role::scalar && !users.used({t})) program.drop({t});
   }
 }
 

@@ -25,7 +25,9 @@ class ContextParallel final : public strata::Plugin {
   }
 
   strata::Capabilities capabilities() const override {
-    return {.provides = {"splits over sequence", "lowers activations"}, .effect = strata::Effect::reorders()};
+    return {.provides = {"splits over sequence", "lowers activations"},
+            .after = {"splits over pipeline"},
+            .effect = strata::Effect::reorders()};
   }
 
   void forward(strata::ProgramStage& stage) override {

@@ -83,6 +83,10 @@ class Reversible final : public strata::Plugin {
 
   void backward(strata::ProgramStage& stage) override {
     if (!invert_) return;
+    if (stage.batch.reproducible && stage.mesh.programs().size > 1)
+      throw strata::Error(
+          "run.reproducible promises the same bits on any number of stages, but what a stage of a pipeline receives is "
+          "kept, and elsewhere it is inverted, with rounding; set invert = false, or leave one of the two out.");
     Program& program = stage.program;
     std::vector<char> made(program.tensors.size(), false);  // other stages of a pipeline have the other blocks
     for (const Op& op : program.ops)

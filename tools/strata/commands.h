@@ -52,6 +52,16 @@ struct CheckArguments : ConfigArguments {
 };
 int check_command_main(const CheckArguments& arguments);
 
+struct VerifyArguments : ConfigArguments {
+  int64_t steps = 8, layers = 0;
+  std::string json, html;
+  bool matrix = false;  // `config` may be empty then; what follows is its alone
+  std::vector<std::string> devices{"cpu"}, only;
+  uint64_t seed = 1;
+  int64_t larger = 40, cells = 0;
+};
+int verify_command_main(const VerifyArguments& arguments);
+
 struct ReportArguments {
   std::vector<std::string> runs;
   std::string html = "report.html", along = "steps";

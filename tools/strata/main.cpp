@@ -109,6 +109,42 @@ void add_check(CLI::App& parent, CheckArguments& arguments, Action& action) {
   command->callback([&arguments, &action] { action = [&arguments] { return check_command_main(arguments); }; });
 }
 
+void add_verify(CLI::App& parent, VerifyArguments& arguments, Action& action) {
+  CLI::App* command = parent.add_subcommand("verify",
+                                            "Run a configuration, each of its plugins and each pair beside the plain "
+                                            "program: bit for bit, or how far off and "
+                                            "how far it may be.\nRanks are threads of this process; nothing is "
+                                            "written. Exit code 1 where something is outside "
+                                            "of its bound.");
+  add_config(*command, arguments);
+  command->get_option("config")->required(false);
+  command->add_option("--steps", arguments.steps, "steps of each run")
+      ->capture_default_str()
+      ->check(CLI::PositiveNumber);
+  command->add_option("--layers", arguments.layers, "sets model.layers: of a model that is too large to run plainly")
+      ->check(CLI::PositiveNumber);
+  command->add_option("--json", arguments.json, "write the verdicts as JSON");
+  command->add_flag(
+      "--matrix", arguments.matrix,
+      "all plugins that are found, alone, in pairs and in larger sets drawn by chance, over meshes of 1, 2 "
+      "and 4 ranks,\non a small model of its own or that of a configuration");
+  command->add_option("--devices", arguments.devices, "of the matrix: backends, with commas between")
+      ->delimiter(',')
+      ->capture_default_str();
+  command->add_option("--seed", arguments.seed, "of the matrix: of what is drawn")->capture_default_str();
+  command->add_option("--larger", arguments.larger, "of the matrix: sets of three to six plugins")
+      ->capture_default_str()
+      ->check(CLI::NonNegativeNumber);
+  command->add_option("--cells", arguments.cells, "of the matrix: so many cells of pairs, drawn (default: all)")
+      ->check(CLI::PositiveNumber);
+  command->add_option("--only", arguments.only, "of the matrix: this set alone, as clip+zero (repeatable)")
+      ->type_name("PLUGINS")
+      ->expected(1)
+      ->take_all();
+  command->add_option("--html", arguments.html, "of the matrix: write a page");
+  command->callback([&arguments, &action] { action = [&arguments] { return verify_command_main(arguments); }; });
+}
+
 void add_report(CLI::App& parent, ReportArguments& arguments, Action& action) {
   CLI::App* command = parent.add_subcommand(
       "report",
@@ -265,6 +301,7 @@ struct Arguments {
   BenchMemoryArguments bench_memory;
   BenchKernelsArguments bench_kernels;
   CheckArguments check;
+  VerifyArguments verify;
   ReportArguments report;
   PluginsArguments plugins;
   NewPluginArguments new_plugin;
@@ -284,6 +321,7 @@ void add_commands(CLI::App& app, Arguments& arguments, Action& action) {
   add_bench_memory(*bench, arguments.bench_memory, action);
   add_bench_kernels(*bench, arguments.bench_kernels, action);
   add_check(app, arguments.check, action);
+  add_verify(app, arguments.verify, action);
   add_report(app, arguments.report, action);
   add_plugins(app, arguments.plugins, action);
   add_new_plugin(app, arguments.new_plugin, action);

@@ -77,7 +77,8 @@ class @CLASS@ final : public strata::Plugin {
     o.add("limit", limit_, "largest absolute value of a gradient element").positive();
   }
 
-  // It says what is trained. A strategy that changes no bit is Effect::exact(), and so on: `strata verify` holds it to it.
+  // It says what is trained. A strategy that changes no bit is Effect::exact(), and so on: `strata verify` holds it
+  // to that.
   strata::Capabilities capabilities() const override { return {.effect = strata::Effect::program()}; }
 
   // Called once, when the step is planned: what is appended here runs every step, as soon as its gradient is final.
@@ -144,6 +145,8 @@ TOML
 "$strata" plan "$work/config.toml" --program >"$work/program"
 grep -q @NAME@_limit "$work/program"
 "$strata" train "$work/config.toml"
+# Alone and beside others, on two ranks: what it does to numbers is what its capabilities say.
+"$strata" verify "$work/config.toml" --steps 3 --set mesh.data=2 --set plugins.zero.enabled=true
 )";
 
 std::string filled(std::string text, const std::string& name) {

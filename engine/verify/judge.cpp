@@ -1,0 +1,234 @@
+// Trials and what they are held to; see judge.h.
+#include "engine/verify/judge.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <optional>
+
+#include "engine/plugin/loader.h"
+#include "engine/runtime/session.h"
+
+namespace strata::verifying {
+namespace {
+
+using Names = std::vector<std::string>;
+
+bool holds(const Names& names, const std::string& name) {
+  return std::find(names.begin(), names.end(), name) != names.end();
+}
+
+// The effects of a trial's plugins, as its options make them.
+struct Effects {
+  std::map<std::string, Effect> all{};
+  int ranks = 1;
+  bool has(Effect::Kind kind) const {
+    return std::any_of(all.begin(), all.end(), [&](const auto& named) { return named.second.kind == kind; });
+  }
+  double band() const {
+    double sum = 0;
+    for (const auto& [name, effect] : all) sum += effect.loss_band;
+    return sum;
+  }
+};
+
+Effects effects_of(const Setup& setup, const std::vector<std::string>& more) {
+  std::vector<std::string> sets = setup.sets;
+  sets.insert(sets.end(), more.begin(), more.end());
+  const Session session(setup.config, sets);
+  Effects effects{.all = {}, .ranks = session.mesh.size()};
+  for (const NamedPlugin& named : session.plugins) effects.all[named.name] = named.plugin->capabilities().effect;
+  return effects;
+}
+
+void require_said(const Effects& effects) {
+  for (const auto& [name, effect] : effects.all)
+    if (effect.kind == Effect::Kind::unsaid)
+      throw Error(
+          "plugin \"" + name +
+          "\" does not say what it does to the numbers of a run, so it cannot be held to it; set `effect` in its "
+          "capabilities() (docs/plugins.md).");
+}
+
+Names without(const Effects& effects, const Names& names, Effect::Kind kind) {
+  Names left;
+  for (const std::string& name : names)
+    if (effects.all.at(name).kind != kind) left.push_back(name);
+  return left;
+}
+
+}  // namespace
+
+Judge::Judge(Setup setup) : setup_(std::move(setup)) {
+  const Config config = Config::load(setup_.config, setup_.sets);
+  if (const ConfigTable* plugins = config.root().table("plugins")) tables_ = plugins->keys();
+  plugin_path_ = read_sections(config, DataTable::optional).run.plugin_path;
+}
+
+bool Judge::provides(const std::string& plugin, const std::string& capability) const {
+  return holds(load_plugin(plugin, plugin_path_)->capabilities().provides, capability);
+}
+
+Sizes Judge::mesh_for(const Names& plugins, const Sizes& mesh) const {
+  const auto provided = [&](const std::string& capability) {
+    return std::any_of(plugins.begin(), plugins.end(), [&](const auto& name) { return provides(name, capability); });
+  };
+  Sizes result;
+  const bool sums = provided("summed_gradients");
+  for (const auto& [axis, size] : mesh) {
+    const bool is_part_of_data = axis == "replicate" || axis == "expert";
+    if (axis == "data" || axis == "replicate" ? !sums : !provided("splits over " + axis)) continue;
+    if (size > 1 && (!is_part_of_data || sums)) result[axis] = size;
+  }
+  return result;
+}
+
+std::vector<std::string> Judge::sets_of(const Trial& trial) const {
+  std::vector<std::string> sets;
+  for (const std::string& table : tables_)
+    if (!holds(trial.plugins, table)) sets.push_back("plugins." + table + ".enabled=false");
+  for (const std::string& name : trial.plugins) sets.push_back("plugins." + name + ".enabled=true");
+  for (const char* axis : {"pipeline", "data", "replicate", "expert", "tensor", "sequence"}) {
+    const auto found = trial.mesh.find(axis);
+    sets.push_back(fmt::format("mesh.{}={}", axis, found == trial.mesh.end() ? 1 : found->second));
+  }
+  sets.push_back(fmt::format("run.reproducible={}", trial.reproducible));
+  if (!trial.budgets) sets.insert(sets.end(), {"device.memory=0", "host.memory=0"});
+  sets.insert(sets.end(), trial.sets.begin(), trial.sets.end());
+  return sets;
+}
+
+std::string Judge::key_of(const Trial& trial, int64_t steps) const {
+  return fmt::format("{} {}", steps, fmt::join(sets_of(trial), " "));
+}
+
+const Outcome& Judge::outcome(const Trial& trial) {
+  const auto [found, is_new] = outcomes_.try_emplace(key_of(trial, setup_.steps));
+  if (is_new) {
+    found->second = run(setup_, sets_of(trial), setup_.steps);
+    found->second.drop_bytes();
+  }
+  return found->second;
+}
+
+Judge::Plain& Judge::plain(const Trial& trial, int64_t steps) {
+  const auto [found, is_new] = plain_.try_emplace(key_of(trial, steps));
+  if (is_new) found->second.outcome = run(setup_, sets_of(trial), steps);
+  if (const Outcome& outcome = found->second.outcome; outcome.end != Outcome::End::done)
+    throw Error(fmt::format("the plain program ({} and the model, one rank) cannot run here: {} Verify on fewer layers "
+                            "with --layers, or with a smaller batch.",
+                            fmt::join(trial.plugins, ", "), outcome.reason),
+                ExitCode::usage);
+  return found->second;
+}
+
+// `beside` is a plain program, but for bits.
+Difference Judge::compare(const Measure& measure, const Outcome& actual, const Trial& beside, int64_t steps) {
+  Plain& plain = this->plain(beside, steps);
+  if (measure.kind == Measure::Kind::bits) return same_bits(actual, plain.outcome);
+  if (measure.kind == Measure::Kind::losses) return losses_within(actual, plain.outcome, measure.band);
+  if (!plain.is_sensitive) {
+    for (const uint64_t which : {1, 2}) {
+      const Outcome disturbed = run(setup_, sets_of(beside), steps, kDisturbance, which);
+      if (disturbed.end != Outcome::End::done)
+        throw Error("the plain program with disturbed parameters cannot run here: " + disturbed.reason,
+                    ExitCode::failed);
+      widen(plain.sensitivity, disturbed, plain.outcome);
+    }
+    plain.is_sensitive = true;
+  }
+  return within(actual, plain.outcome, plain.sensitivity);
+}
+
+// Runs of one step, two, … until one is outside.
+void Judge::find_beginning(Verdict& verdict, const Measure& measure, const Trial& beside) {
+  for (int64_t steps = 1; steps <= setup_.steps; ++steps) {
+    const Outcome actual = run(setup_, sets_of(verdict.trial), steps);
+    if (actual.end != Outcome::End::done) break;
+    const Difference difference = compare(measure, actual, beside, steps);
+    if (difference.is_within()) continue;
+    verdict.first_step = steps;
+    verdict.difference = difference;
+    return;
+  }
+  verdict.first_step = setup_.steps;
+}
+
+Verdict Judge::judge(const Trial& trial) {
+  Verdict verdict{.trial = trial};
+  Effects effects;
+  try {
+    effects = effects_of(setup_, sets_of(trial));
+  } catch (const Error& error) {
+    verdict.kind = Verdict::Kind::refused;
+    verdict.reason = error.what();
+    return verdict;
+  }
+  require_said(effects);
+  verdict.ranks = effects.ranks;
+  const Outcome actual = run(setup_, sets_of(trial), setup_.steps);
+  verdict.planned_bytes = actual.planned_bytes, verdict.measured_bytes = actual.measured_bytes;
+  verdict.has_data = actual.has_data;
+  if (actual.end != Outcome::End::done) {
+    verdict.kind = actual.end == Outcome::End::refused ? Verdict::Kind::refused : Verdict::Kind::outside;
+    verdict.reason = actual.reason;
+    return verdict;
+  }
+
+  Trial beside{.plugins = {}, .mesh = {}, .reproducible = trial.reproducible, .sets = trial.sets};
+  for (const std::string& name : trial.plugins)
+    if (effects.all.at(name).kind == Effect::Kind::program) beside.plugins.push_back(name);
+  if (beside.plugins == trial.plugins && effects.ranks == 1) {
+    verdict.kind = Verdict::Kind::program;
+    return verdict;
+  }
+  Measure measure;
+  if (effects.has(Effect::Kind::lossy))
+    measure = {Measure::Kind::losses, effects.band()};
+  else if ((effects.has(Effect::Kind::reorders) || effects.ranks > 1) && !trial.reproducible)
+    measure = {Measure::Kind::sums};
+  verdict.beside = "the plain program";
+  verdict.difference = compare(measure, actual, beside, setup_.steps);
+
+  // What changes no bit is held to that beside whatever else, too.
+  Trial less{.plugins = without(effects, trial.plugins, Effect::Kind::exact),
+             .reproducible = trial.reproducible,
+             .sets = trial.sets};
+  if (trial.reproducible) less.plugins = without(effects, less.plugins, Effect::Kind::reorders);
+  less.mesh = mesh_for(less.plugins, trial.mesh);
+  if (verdict.difference.is_within() && less.plugins != trial.plugins && less.plugins != beside.plugins &&
+      outcome(less).end == Outcome::End::done) {
+    if (const Difference apart = same_bits(actual, outcome(less)); !apart.is_within()) {
+      verdict.difference = apart;
+      verdict.beside = fmt::format("{} alone", fmt::join(less.plugins, " + "));
+      measure = {};
+      beside = less;
+    }
+  }
+  verdict.kind = verdict.difference.where.empty() ? Verdict::Kind::same
+                 : verdict.difference.is_within() ? Verdict::Kind::within
+                                                  : Verdict::Kind::outside;
+  if (verdict.kind == Verdict::Kind::outside) find_beginning(verdict, measure, beside);
+  return verdict;
+}
+
+Verdict Judge::shrink(const Verdict& verdict) {
+  Verdict smallest = verdict;
+  for (bool goes_on = true; goes_on;) {
+    goes_on = false;
+    for (const std::string& name : smallest.trial.plugins) {
+      Trial trial = smallest.trial;
+      std::erase(trial.plugins, name);
+      trial.mesh = mesh_for(trial.plugins, trial.mesh);
+      const Verdict part = judge(trial);
+      if (part.kind != Verdict::Kind::outside) continue;
+      smallest = part;
+      goes_on = true;
+      break;
+    }
+  }
+  return smallest;
+}
+
+}  // namespace strata::verifying

@@ -1,0 +1,83 @@
+// Runs sets of plugins over meshes beside the plain program, and says of each whether it does to numbers what its
+// plugins say (Effect). The plain program: the model, the optimizer and those plugins of the set that say what is
+// trained, on one rank, without budgets. A set with plugins that are exact is run without them, too, over the same
+// mesh: taking them out may not change a bit.
+#pragma once
+#include <map>
+#include <string>
+#include <vector>
+
+#include "engine/verify/compare.h"
+#include "strata/plugin.h"
+
+namespace strata::verifying {
+
+using Sizes = std::map<std::string, int64_t>;  // of [mesh], by key; what is not named is 1
+
+// What is run.
+struct Trial {
+  std::vector<std::string> plugins;  // of [plugins], the optimizer among them
+  Sizes mesh{};
+  bool reproducible = false, budgets = false;  // budgets: those of the configuration hold
+  std::vector<std::string> sets{};             // "key=value", what else is set otherwise
+};
+
+struct Verdict {
+  enum class Kind {
+    program,  // the plain program itself: nothing to compare
+    same,     // bit for bit
+    within,   // of its bound
+    outside,  // of it, or not finished
+    refused,  // by the engine or a plugin, with a reason
+  } kind = Kind::program;
+  Trial trial{};
+  int ranks = 1;
+  Difference difference{};  // the largest; of `outside` the first
+  std::string reason{};     // of `refused`, and of an `outside` that did not finish
+  std::string beside{};     // what it was compared with
+  int64_t first_step = 0;   // of `outside`, where it begins; 0: it did not finish
+  int64_t planned_bytes = 0, measured_bytes = 0;
+  bool has_data = false;  // of the configuration; otherwise tokens were made up
+};
+
+class Judge {
+ public:
+  // Throws Error where the configuration cannot be read.
+  explicit Judge(Setup setup);
+
+  // Throws Error where a plugin does not say its effect, and where the plain program cannot run.
+  Verdict judge(const Trial& trial);
+  // The smallest part of a set that is outside, too: plugins are left out one by one, with the axes that are theirs.
+  Verdict shrink(const Verdict& verdict);
+  // The part of a mesh that these plugins divide work over.
+  Sizes mesh_for(const std::vector<std::string>& plugins, const Sizes& mesh) const;
+  bool provides(const std::string& plugin, const std::string& capability) const;
+  // What of the configuration is set otherwise for a trial, as "key=value".
+  std::vector<std::string> sets_of(const Trial& trial) const;
+  const Setup& setup() const { return setup_; }
+
+ private:
+  struct Plain {
+    Outcome outcome;
+    Sensitivity sensitivity;
+    bool is_sensitive = false;
+  };
+  // How far an outcome of so many steps may be from another.
+  struct Measure {
+    enum class Kind { bits, sums, losses } kind = Kind::bits;
+    double band = 0;
+  };
+  Difference compare(const Measure& measure, const Outcome& actual, const Trial& beside, int64_t steps);
+  void find_beginning(Verdict& verdict, const Measure& measure, const Trial& beside);
+  Plain& plain(const Trial& trial, int64_t steps);
+  const Outcome& outcome(const Trial& trial);
+  std::string key_of(const Trial& trial, int64_t steps) const;
+
+  Setup setup_;
+  std::vector<std::string> tables_;  // of [plugins]
+  std::vector<std::string> plugin_path_;
+  std::map<std::string, Plain> plain_;
+  std::map<std::string, Outcome> outcomes_;  // without bytes
+};
+
+}  // namespace strata::verifying

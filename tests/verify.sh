@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# `strata verify` as a user runs it: a part of the matrix drawn by chance (its seed is printed; STRATA_SEED repeats one),
+# pairs that were wrong once, a set that is refused, and wrong usage: verify.sh BUILD_FOLDER
+set -euo pipefail
+build=$(realpath "$1")
+strata=$build/bin/strata
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+cd "$work"
+unset STRATA_PLUGIN_PATH
+fail() { echo "FAILED: $*"; exit 1; }
+seed=${STRATA_SEED:-$(date +%j)}
+"$strata" verify --matrix --cells 40 --larger 10 --seed "$seed" --json matrix.json --html matrix.html >matrix.txt ||
+  { cat matrix.txt; fail "the matrix of seed $seed"; }
+grep -q "^5[0-9] cells on cpu: .* 0 OUTSIDE. Seed $seed, 8 steps" matrix.txt || { cat matrix.txt; fail "the count"; }
+python3 -m json.tool matrix.json >/dev/null || fail "the matrix is no JSON"
+grep -q '<table class="triangle">' matrix.html || fail "the page has no triangle"
+
+# Adapters of other stages' blocks stayed on a stage; the order of the file decided whether a pipeline could be cut.
+"$strata" verify --matrix --only lora+pipeline --only context_parallel+pipeline >pairs || { cat pairs; fail "pairs"; }
+grep -q '^context_parallel + pipeline .*within' pairs || { cat pairs; fail "context_parallel with pipeline"; }
+"$strata" verify --matrix --only data_parallel+zero >refused || { cat refused; fail "a refusal"; }
+grep -q 'refused: .*summed over the ranks twice' refused || { cat refused; fail "a refusal"; }
+
+expect() {  # CODE TEXT COMMAND...
+  local code=0
+  "${@:3}" >out 2>&1 || code=$?
+  [ "$code" = "$1" ] && grep -qF -- "$2" out || { cat out; fail "expected $1, \"$2\": ${*:3}"; }
+}
+expect 2 'needs a configuration, or --matrix' "$strata" verify
+expect 2 'Did you mean "zero"?' "$strata" verify --matrix --only zro
+expect 2 '--layers is of a configuration' "$strata" verify --matrix --layers 1
+expect 2 'nothing.toml' "$strata" verify nothing.toml
+echo "verify: as expected (seed $seed)"
