@@ -35,9 +35,19 @@ TextStream::TextStream(const Tokenizer& tokenizer, std::vector<int32_t> before)
   std::erase_if(before_, [&](int32_t id) { return !tokenizer_.knows(id); });
 }
 
+// Of pending_. Tokens that are bytes may change what those before them are: a run of them that is no text is shown as
+// U+FFFD, all of it. What has been told stays as it is then.
+std::string TextStream::text() const {
+  std::vector<int32_t> all = before_;
+  std::copy_if(pending_.begin(), pending_.end(), std::back_inserter(all),
+               [&](int32_t id) { return tokenizer_.knows(id); });
+  const bool stays = tokenizer_.decode(all).starts_with(tokenizer_.decode(before_));
+  return decode_after(tokenizer_, stays ? before_ : std::vector<int32_t>(), pending_);
+}
+
 std::string TextStream::next(int32_t id) {
   pending_.push_back(id);
-  const std::string text = decode_after(tokenizer_, before_, pending_);
+  const std::string text = this->text();
   const size_t certain = text.size() - uncertain(text);
   std::string result = certain > told_ ? text.substr(told_, certain - told_) : "";
   told_ = std::max(told_, certain);
@@ -51,7 +61,7 @@ std::string TextStream::next(int32_t id) {
 }
 
 std::string TextStream::rest() {
-  const std::string text = decode_after(tokenizer_, before_, pending_);
+  const std::string text = this->text();
   const size_t told = std::min(told_, text.size());
   told_ = text.size();
   return text.substr(told);

@@ -18,6 +18,8 @@ class TextStream {
   std::string rest();
 
  private:
+  std::string text() const;
+
   const Tokenizer& tokenizer_;
   std::vector<int32_t> before_, pending_;
   size_t told_ = 0;  // bytes of the text of pending_

@@ -2,7 +2,10 @@
 #include "engine/data/text_stream.h"
 
 #include <gtest/gtest.h>
+#include <unistd.h>
 
+#include <filesystem>
+#include <fstream>
 #include <random>
 
 #include "engine/data/text_reader.h"
@@ -26,7 +29,30 @@ TEST(TextStream, HoldsBackCharactersThatAreNotWhole) {
 TEST(TextStream, ShowsUnknownIds) {
   const auto bytes = byte_tokenizer();
   TextStream stream(*bytes, {999});
-  EXPECT_EQ(stream.next('a') + stream.next(700) + stream.next('b'), "a<unknown id 700>b");
+  std::string told = stream.next('a');
+  told += stream.next(700);
+  told += stream.next('b');
+  EXPECT_EQ(told, "a<unknown id 700>b");
+}
+
+// Characters of several tokens that are bytes, which until the last has come decode as U+FFFD, with the character
+// before.
+TEST(TextStream, HoldsBackTokensThatAreBytes) {
+  const std::string file = testing::TempDir() + "/text_stream_" + std::to_string(getpid()) + ".json";
+  std::ofstream(file) << R"({"normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+    "decoder": {"type": "Sequence", "decoders": [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+      {"type": "ByteFallback"}, {"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 1, "stop": 0}]},
+    "model": {"type": "BPE", "unk_token": "<unk>", "byte_fallback": true, "merges": [], "vocab": {"<unk>": 0, "▁": 1,
+      "a": 2, "<0xC3>": 3, "<0xA9>": 4, "<0xE2>": 5, "<0x9C>": 6, "<0x93>": 7}}})";
+  const auto tokenizer = json_tokenizer(file);
+  std::filesystem::remove(file);
+  TextStream stream(*tokenizer, tokenizer->encode("a\xC3\xA9"));
+  std::vector<std::string> told;
+  for (const int32_t id : tokenizer->encode("\xE2\x9C\x93\xC3\xA9 a")) told.push_back(stream.next(id));
+  EXPECT_EQ(told, (std::vector<std::string>{"", "", "\xE2\x9C\x93", "", "\xC3\xA9", " ", "a"}));
+  std::string broken = stream.next(5);
+  broken += stream.next(2);
+  EXPECT_EQ(broken, "\xEF\xBF\xBD\x61") << "what is no character is shown";
 }
 
 // Any tokens, those among them that make no text: what is told is a prefix of it at any time.
