@@ -233,7 +233,7 @@ int64_t place_by_size(std::vector<Buffer>& buffers) {
 }
 
 // Buffers in a given order, each at the smallest gap that is free over its whole life. Those placed are found by
-// stretches of ops.
+// stretches of ops, each once: in the stretch in which the asking life begins, or in which its own begins.
 class OrderedPlacement {
  public:
   // `visits`: how often a neighbour may be looked at before there is no more time.
@@ -241,28 +241,32 @@ class OrderedPlacement {
       : visits_(visits),
         buffers_(std::move(buffers)),
         width_(std::max<size_t>(1, ops / 512)),
-        placed_(ops / width_ + 1) {}
+        begin_(ops / width_ + 1),
+        go_on_(begin_.size()) {}
 
   // The bytes it takes; -1: not below `most`, or not found in reasonable time.
   int64_t place(const std::vector<uint32_t>& order, int64_t most) {
-    for (auto& list : placed_) list.clear();
-    seen_.assign(buffers_.size(), 0);
+    for (auto* lists : {&begin_, &go_on_})
+      for (auto& list : *lists) list.clear();
     int64_t top = 0;
     std::vector<std::pair<int64_t, int64_t>> taken;  // offset and end of what lives at the same time
     for (size_t n = 0; n < order.size(); ++n) {
       Buffer& buffer = buffers_[order[n]];
       taken.clear();
-      for (size_t s = size_t(buffer.first) / width_; s <= size_t(buffer.last) / width_; ++s) {
-        visits_ -= int64_t(placed_[s].size());
-        for (uint32_t other : placed_[s]) {
+      const auto look = [&](const std::vector<uint32_t>& list) {
+        visits_ -= int64_t(list.size());
+        for (uint32_t other : list) {
           const Buffer& p = buffers_[other];
-          if (seen_[other] == n + 1 || p.last < buffer.first || buffer.last < p.first) continue;
-          seen_[other] = uint32_t(n + 1);
-          taken.push_back({p.offset, p.offset + p.bytes});
+          if (p.last >= buffer.first && buffer.last >= p.first) taken.push_back({p.offset, p.offset + p.bytes});
         }
-        placed_[s].push_back(order[n]);
-      }
-      std::sort(taken.begin(), taken.end());
+      };
+      const size_t first = size_t(buffer.first) / width_, last = size_t(buffer.last) / width_;
+      look(go_on_[first]);
+      for (size_t s = first; s <= last; ++s) look(begin_[s]);
+      begin_[first].push_back(order[n]);
+      for (size_t s = first + 1; s <= last; ++s) go_on_[s].push_back(order[n]);
+      visits_ -= kSorted * int64_t(taken.size());
+      std::sort(taken.begin(), taken.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
       int64_t end = 0, best = -1, best_room = 0;
       for (const auto& [from, to] : taken) {
         const int64_t room = from - end;
@@ -283,9 +287,9 @@ class OrderedPlacement {
  private:
   int64_t visits_;  // that are left
   std::vector<Buffer> buffers_;
-  size_t width_;                               // ops of a stretch
-  std::vector<std::vector<uint32_t>> placed_;  // by stretch
-  std::vector<uint32_t> seen_;                 // by buffer: for which one it was looked at last
+  static constexpr int64_t kSorted = 8;               // visits that sorting one that was found takes
+  size_t width_;                                      // ops of a stretch
+  std::vector<std::vector<uint32_t>> begin_, go_on_;  // by stretch: those that begin in it, or before it
   size_t highest_ = 0;
 };
 
@@ -393,22 +397,22 @@ MemoryPlan plan_memory(const Program& program, const std::string& backend, int t
   return plan;
 }
 
-void place_closely(const Program& program, size_t ops, MemoryPlan& plan) {
-  constexpr int64_t kVisits = 20'000;  // an op, which takes some 20 us
-  constexpr double kLittle = 0.01;
+void place_closely(const Program& program, MemoryPlan& plan) {
+  constexpr int64_t kVisits = 12'000;                 // a buffer, which takes some 10 us
+  constexpr double kLittle = 0.01, kBearable = 0.02;  // the first order is worth a try, further ones where more is lost
   constexpr int kMostTries = 64;
   for (int t = 0; t < kTiers; ++t) {
     TierPlan& tier = plan.tiers[t];
-    const auto loses = [&] {
-      return double(tier.transient_bytes - tier.live_peak_bytes) > kLittle * double(tier.total_bytes());
+    const auto loses = [&](double share) {
+      return double(tier.transient_bytes - tier.live_peak_bytes) > share * double(tier.total_bytes());
     };
-    if (!loses()) continue;
+    if (!loses(kLittle)) continue;
     std::vector<uint32_t> list, order;
     std::vector<Buffer> buffers;
     for (size_t b = 0; b < plan.buffers.size(); ++b)
       if (plan.buffers[b].tier == Tier(t)) list.push_back(uint32_t(b)), buffers.push_back(plan.buffers[b]);
     order.resize(list.size());
-    OrderedPlacement placement(std::move(buffers), program.ops.size(), kVisits * int64_t(ops));
+    OrderedPlacement placement(std::move(buffers), program.ops.size(), kVisits * int64_t(list.size()));
     const auto life = [](const Buffer& b) { return double(b.last - b.first + 1); };
     const auto size = [](const Buffer& b) { return double(b.bytes); };
     const auto try_order = [&] {
@@ -417,7 +421,7 @@ void place_closely(const Program& program, size_t ops, MemoryPlan& plan) {
       tier.transient_bytes = bytes;
       for (size_t b = 0; b < list.size(); ++b) plan.buffers[list[b]].offset = placement.buffers()[b].offset;
     };
-    for (int way = 0; way < 3 && loses(); ++way) {
+    for (int way = 0; way < 3 && (way == 0 || loses(kBearable)); ++way) {
       const auto key = [&](uint32_t b) {
         const Buffer& buffer = placement.buffers()[b];
         return way == 0   ? std::pair(life(buffer), size(buffer))
@@ -429,7 +433,7 @@ void place_closely(const Program& program, size_t ops, MemoryPlan& plan) {
       try_order();
     }
     // What ends too high is placed earlier in the next try.
-    for (int again = 0; again < kMostTries && loses() && placement.has_time(); ++again) {
+    for (int again = 0; again < kMostTries && loses(kBearable) && placement.has_time(); ++again) {
       const auto late = order.begin() + ptrdiff_t(placement.highest());
       if (late == order.begin()) break;
       std::rotate(order.begin(), late, late + 1);

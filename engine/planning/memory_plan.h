@@ -76,9 +76,9 @@ inline std::string_view backend_of(const Op& op, std::string_view backend) {
 MemoryPlan plan_memory(const Program& program, const std::string& backend, int threads, int64_t alignment = 0);
 
 // Tries other orders of placement where more than a hundredth of a tier is lost between tensors: the longest lives
-// first, the largest, the most of both, then again with what ended too high before the rest. Takes as much time as is
-// fair for a program of so many `ops`, up to some 20 us each; `plan` is never larger afterwards.
-void place_closely(const Program& program, size_t ops, MemoryPlan& plan);
+// first; where two are lost then, the largest, the most of both, and again with what ended too high before the rest.
+// Takes up to some 10 us a buffer; `plan` is never larger afterwards.
+void place_closely(const Program& program, MemoryPlan& plan);
 
 // plan_memory without offsets: liveness and peaks alone, for planning passes that try many programs. The arena is then
 // taken to be as large as its live peak.

@@ -35,7 +35,7 @@ class Planner {
   MemoryPlan run() {
     const int64_t alignment = program_.storage_directory.empty() ? kAlignment : kStorageAlignment;
     without_.memory = plan_memory(program_, settings_.backend, settings_.threads, alignment);
-    place_closely(program_, program_.ops.size(), without_.memory);
+    place_closely(program_, without_.memory);
     bytes_without_ = without_.memory.device().total_bytes();
     // Of small tensors the blocks of a disk take more than they hold: nobody who goes without the disk has those.
     plain_bytes_ = alignment == kAlignment
@@ -121,7 +121,7 @@ class Planner {
         return plan;
       }
     }
-    place_closely(plan.program, program_.ops.size(), plan.memory);
+    place_closely(plan.program, plan.memory);
     return plan;
   }
 
@@ -434,7 +434,7 @@ MemoryPlan plan_residency(Program& program, const ResidencySettings& settings) {
   if (rests(program) || (settings.homes && std::any_of(settings.homes->begin(), settings.homes->end(), away)))
     return Planner(program, settings).run();
   MemoryPlan plan = plan_memory(program, settings.backend, settings.threads);
-  place_closely(program, program.ops.size(), plan);
+  place_closely(program, plan);
   const int64_t budget = budgets_of(settings)[int(Tier::device)];
   if (budget > 0 && plan.device().total_bytes() > budget)
     refuse_budget(program, plan, Tier::device, option_of(Tier::device, settings),
