@@ -209,7 +209,7 @@ class QuantizedExchange final : public strata::Plugin {
   }
 
   std::string format_ = "int8";
-  int64_t minimum_ = 4096;
+  int64_t minimum_ = 1024;
 };
 
 }  // namespace
