@@ -16,6 +16,7 @@
 #include <span>
 #include <thread>
 
+#include "engine/data/chat_template.h"
 #include "engine/data/text_reader.h"
 #include "engine/data/token_file.h"
 #include "engine/data/tokenizer.h"
@@ -226,15 +227,33 @@ class LineReader {
   int64_t line_begin_;
 };
 
-// The document of a line.
-std::string document_of(const std::string& line, const std::string& place) {
-  const Json json = Json::parse(line, place);
-  if (json.find("messages"))
-    throw Error(place + ": has messages, but chat templates are not supported; write each conversation as \"text\".");
-  const Json* text = json.find("text");
-  if (!text) throw Error(place + ": has no \"text\"; each line must be an object with one.");
-  return text->string(place + ": text");
-}
+struct LineDocument {
+  std::string text;
+  bool conversation;  // its template has written what begins and ends it
+};
+
+// Makes documents of lines; the chat template is looked for when the first line with messages comes.
+class LineDocuments {
+ public:
+  explicit LineDocuments(std::string tokenizer) : tokenizer_(std::move(tokenizer)) {}
+  LineDocument of(const std::string& line, const std::string& place) {
+    const Json json = Json::parse(line, place);
+    if (json.find("messages")) return {chat_template(place).render(line, place), true};
+    const Json* text = json.find("text");
+    if (!text) throw Error(place + ": has neither \"messages\" nor \"text\"; each line must be an object with one.");
+    return {text->string(place + ": text"), false};
+  }
+
+ private:
+  ChatTemplate& chat_template(const std::string& place) {
+    if (!fs::is_directory(tokenizer_))
+      throw Error(place + ": has messages, which need a chat template; name a model's folder with --tokenizer.");
+    if (!template_) template_ = std::make_unique<ChatTemplate>(tokenizer_);
+    return *template_;
+  }
+  std::string tokenizer_;  // as named
+  std::unique_ptr<ChatTemplate> template_;
+};
 
 // What is done with bytes that are no UTF-8.
 enum class BrokenText { taken, refused, replaced };
@@ -364,13 +383,16 @@ class Document {
 class Encoder {
  public:
   using Done = std::function<void(int64_t bytes)>;
-  Encoder(const Made& made, const std::string& document_end, Done done)
+  Encoder(const Made& made, const PrepareArguments& arguments, Done done)
       : tokenizer_(*made.tokenizer),
+        documents_(arguments.tokenizer),
         begin_(tokenizer_.document_begin()),
-        end_(document_end.empty() ? tokenizer_.document_end() : tokenizer_.encode(document_end)),
+        end_(arguments.document_end.empty() ? tokenizer_.document_end() : tokenizer_.encode(arguments.document_end)),
         broken_text_(made.broken_text),
         done_(std::move(done)),
         threads_(int(std::max(1u, std::thread::hardware_concurrency()))) {
+    const std::string& document_end = arguments.document_end;
+    if (!document_end.empty()) conversation_end_ = end_;
     if (!document_end.empty() && end_.size() != 1)
       throw Error("--document-end " + document_end + ": is " + std::to_string(end_.size()) +
                   " tokens; name one, such as <|endoftext|>.");
@@ -399,24 +421,27 @@ class Encoder {
  private:
   void encode_lines(const Input& input, int64_t begin, int64_t end, Shards& to) {
     LineReader reader(input.path, begin, end);
-    std::vector<std::string> texts;
+    if (begin == 0) lines_ = 0;
+    std::vector<LineDocument> documents;
     std::vector<std::vector<int32_t>> ids;
     std::string line;
     for (bool more = true; more;) {
       const int64_t from = reader.position();
-      texts.clear();
+      documents.clear();
       for (int64_t at = from; at - from < TextReader::kPiece * threads_.count();) {
         more = reader.next(line, at);
         if (!more) break;
+        ++lines_;
         if (line.find_first_not_of(" \t\r") != line.npos)
-          texts.push_back(document_of(line, input.name + ": the line at byte " + std::to_string(at)));
+          documents.push_back(documents_.of(line, input.name + ":" + std::to_string(lines_)));
       }
-      ids.resize(texts.size());
-      threads_.each(int64_t(texts.size()), [&](int64_t i) { ids[size_t(i)] = tokenizer_.encode(texts[size_t(i)]); });
-      for (const std::vector<int32_t>& document : ids) {
-        to.append(begin_);
-        to.append(document);
-        to.append(end_);
+      ids.resize(documents.size());
+      threads_.each(int64_t(ids.size()),
+                    [&](int64_t i) { ids[size_t(i)] = tokenizer_.encode(documents[size_t(i)].text); });
+      for (size_t i = 0; i < ids.size(); ++i) {
+        if (!documents[i].conversation) to.append(begin_);
+        to.append(ids[i]);
+        to.append(documents[i].conversation ? conversation_end_ : end_);
       }
       if (reader.position() > from) done_(reader.position() - from);
     }
@@ -434,7 +459,9 @@ class Encoder {
   }
 
   const Tokenizer& tokenizer_;
-  std::vector<int32_t> begin_, end_;  // around each document
+  LineDocuments documents_;
+  int64_t lines_ = 0;                                    // of the input, so far
+  std::vector<int32_t> begin_, end_, conversation_end_;  // around each document
   BrokenText broken_text_;
   Done done_;
   Threads threads_;
@@ -472,7 +499,7 @@ PrepareResult prepare(const PrepareArguments& arguments) {
   Shards train(output.aside(), "train", wide, arguments.shard_tokens, checksum);
   Shards validation(output.aside(), "validation", wide, arguments.shard_tokens, checksum);
   int64_t bytes = 0;
-  Encoder encoder(made, arguments.document_end, [&](int64_t more) {
+  Encoder encoder(made, arguments, [&](int64_t more) {
     bytes += more;
     if (arguments.progress) arguments.progress(bytes, result.text_bytes);
   });

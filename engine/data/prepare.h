@@ -10,7 +10,8 @@ namespace strata {
 
 struct PrepareArguments {
   // UTF-8 text ("bytes" takes any), each a document; "-": standard input, once. With names that end with .jsonl, each
-  // line is a document, {"text": …}; other fields of it are not read.
+  // line is a document: {"text": …}, or {"messages": [{"role", "content"}, …]}, a conversation, which goes through the
+  // chat template of the folder `tokenizer`, with "tools" if there are any. Other fields are not read.
   std::vector<std::string> inputs{};
   std::string output_directory{};      // made when missing
   std::string document_end{};          // a token written after each document, instead of what the tokenizer says
@@ -28,8 +29,8 @@ struct PrepareResult {
 };
 
 // The tokens are those of each input encoded as a whole (both parts of it, where it is cut in two), with what the
-// tokenizer puts around documents. With a tokenizer.json bytes that are no UTF-8 become U+FFFD, as Python's
-// errors="replace" has it.
+// tokenizer puts around documents; around a conversation comes what its template writes, and document_end. With a
+// tokenizer.json bytes that are no UTF-8 become U+FFFD, as Python's errors="replace" has it.
 // Writes train_000.bin, … and validation_000.bin, … (uint16 tokens for vocabularies up to 65536, else uint32) and
 // the tokenizer (load_tokenizer) into the output directory, in place of an earlier run's, of which nothing stays.
 // Everything is made in the folder .preparing inside and moved at the very end, old files away first and train_000.bin

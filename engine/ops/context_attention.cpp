@@ -253,7 +253,7 @@ double scores(const OpView& v, const Tensor& qkv) {
   const int64_t heads = groups_of(v, qkv) * attribute(v, "queries_per_group") * attribute(v, "head_size");
   return double(qkv.shape[0] * heads) * time * (time + 1) / parts / (v.attributes().has("step") ? parts : 1);
 }
-double bytes(const OpView& v) {
+double context_bytes(const OpView& v) {
   double sum = 0;
   for (int i = 0; i < v.inputs(); ++i) sum += double(v.input(i).bytes());
   for (int i = 0; i < v.outputs(); ++i) sum += double(v.output(i).bytes());
@@ -369,7 +369,7 @@ struct Plain {
 };
 
 template <class T>
-void reference_forward(const Binding& b) {
+void context_reference_forward(const Binding& b) {
   const Plain<T> p(work_on(b, b.input(0), b.input(1)));
   const bool goes_on = b.has_input(2);
   std::vector<T> score(p.keys.size()), sum(size_t(p.w.size));
@@ -396,7 +396,7 @@ void reference_forward(const Binding& b) {
 }
 
 template <class T>
-void reference_backward(const Binding& b) {
+void context_reference_backward(const Binding& b) {
   const Plain<T> p(work_on(b, b.input(1), b.input(2)));
   if (!b.accumulates(0)) std::fill_n(b.out<T>(0), elements(b.output(0).shape), T(0));
   std::fill_n(b.out<T>(1), elements(b.output(1).shape), T(0));
@@ -508,19 +508,20 @@ void register_block(const std::string& name, const Sharding& forward, const Shar
             {{shape[0], heads, shape[1]}, wider}};
   };
   block.gradient = std::move(gradient);
-  block.cost = [](const OpView& v) { return Cost{2 * scores(v, v.input(0)), bytes(v)}; };
+  block.cost = [](const OpView& v) { return Cost{2 * scores(v, v.input(0)), context_bytes(v)}; };
   block.in_place = {{0, 2}, {1, 3}};
   block.half = true;
   block.sharding = forward;
-  block.kernels = {
-      {"cpu",
-       {bind_forward,
-        [](const OpView& v, int threads) {
-          return (attention::forward_floats(attention::work_of_self(v, v.input(0)), threads) +
-                  copied_floats({&v.input(0), &v.input(1), &v.output(0)})) *
-                 4;
-        }}},
-      {"reference", reference_kernel([](const Binding& b, auto zero) { reference_forward<decltype(zero)>(b); })}};
+  block.kernels = {{"cpu",
+                    {bind_forward,
+                     [](const OpView& v, int threads) {
+                       return (attention::forward_floats(attention::work_of_self(v, v.input(0)), threads) +
+                               copied_floats({&v.input(0), &v.input(1), &v.output(0)})) *
+                              4;
+                     }}},
+                   {"reference", reference_kernel([](const Binding& b, auto zero) {
+                      context_reference_forward<decltype(zero)>(b);
+                    })}};
   register_kind(std::move(block));
 
   OpKind back{.name = name + "_gradient",
@@ -532,7 +533,7 @@ void register_block(const std::string& name, const Sharding& forward, const Shar
         v, "do, qkv, kv, o and lse");
     return {like(v.input(1)), like(v.input(2))};
   };
-  back.cost = [](const OpView& v) { return Cost{4 * scores(v, v.input(1)), bytes(v)}; };
+  back.cost = [](const OpView& v) { return Cost{4 * scores(v, v.input(1)), context_bytes(v)}; };
   back.accumulates = 1;
   back.half = true;
   back.sharding = backward;
@@ -544,7 +545,8 @@ void register_block(const std::string& name, const Sharding& forward, const Shar
                   copied_floats({&v.input(0), &v.input(1), &v.input(2), &v.input(3), &v.output(0), &v.output(1)})) *
                  4;
         }}},
-      {"reference", reference_kernel([](const Binding& b, auto zero) { reference_backward<decltype(zero)>(b); })}};
+      {"reference",
+       reference_kernel([](const Binding& b, auto zero) { context_reference_backward<decltype(zero)>(b); })}};
   register_kind(std::move(back));
 }
 

@@ -20,6 +20,8 @@ set(CPACK_DEBIAN_FILE_NAME DEB-DEFAULT)
 set(CPACK_DEBIAN_COMPRESSION_TYPE xz)
 set(CPACK_DEBIAN_PACKAGE_SECTION science)
 set(CPACK_DEBIAN_PACKAGE_SUGGESTS "g++, cmake, ninja-build")
+# What `data prepare` renders chat templates with.
+set(CPACK_DEBIAN_PACKAGE_DEPENDS "python3, python3-jinja2")
 set(CPACK_DEBIAN_PACKAGE_SHLIBDEPS ON)
 # Its own library is in the package and in no other.
 set(CPACK_DEBIAN_PACKAGE_SHLIBDEPS_PRIVATE_DIRS ${CMAKE_BINARY_DIR}/lib)

@@ -180,15 +180,16 @@ void add_data_prepare(CLI::App& parent, PrepareArguments& arguments, Action& act
   CLI::App* command =
       parent.add_subcommand("prepare", "Turn text files into token files (train_*.bin, validation_*.bin).");
   command
-      ->add_option(
-          "inputs", arguments.inputs,
-          "UTF-8 text files, each a document; .jsonl files with {\"text\": ...} in each line; - for standard input")
+      ->add_option("inputs", arguments.inputs,
+                   "UTF-8 text files, each a document; .jsonl files with {\"text\": ...} or {\"messages\": [...]} in "
+                   "each line, which "
+                   "go through the model's chat template; - for standard input")
       ->required();
   command->add_option("--output", arguments.output_directory, "folder to write")->required();
   command
-      ->add_option(
-          "--tokenizer", arguments.tokenizer,
-          "\"bytes\", a folder with tokenizer.json, a SentencePiece .model file, or \"train:SIZE\" to train one")
+      ->add_option("--tokenizer", arguments.tokenizer,
+                   "\"bytes\", a model's folder with tokenizer.json, a SentencePiece .model file, or \"train:SIZE\" to "
+                   "train one")
       ->capture_default_str();
   command->add_option("--document-end", arguments.document_end,
                       "token after each document, such as <|endoftext|> (default: as the tokenizer says)");

@@ -177,11 +177,10 @@ TEST(TokenizerJson, LinesThatAreNoDocumentsAreRefusedWithTheirPlace) {
                .validation_fraction = 0});
     });
   };
-  const std::string t = folder.path(), place = "d.jsonl: the line at byte 14: ";
+  const std::string t = folder.path(), place = "d.jsonl:2: ";
   EXPECT_EQ(refused("{\"text\": 5}", t, ""), place + "text must be a string.");
-  EXPECT_EQ(refused("{\"txt\": \"b\"}", t, ""), place + "has no \"text\"; each line must be an object with one.");
-  EXPECT_EQ(refused("{\"messages\": []}", t, ""),
-            place + "has messages, but chat templates are not supported; write each conversation as \"text\".");
+  EXPECT_EQ(refused("{\"txt\": \"b\"}", t, ""),
+            place + "has neither \"messages\" nor \"text\"; each line must be an object with one.");
   EXPECT_EQ(refused("{\"text\"", t, ""), place + "is not JSON from byte 8 on.");
   EXPECT_EQ(refused("{\"text\": \"b\"}", "train:300", ""),
             "d.jsonl: --tokenizer train:SIZE learns from text files; train it on those first.");

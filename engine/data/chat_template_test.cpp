@@ -1,0 +1,128 @@
+// Chat templates: the text that transformers made (tests/reference/chat_templates.py), its tokens in token files, and
+// what is refused, with file and line.
+#include "engine/data/chat_template.h"
+
+#include <gtest/gtest.h>
+
+#include "engine/data/prepare.h"
+#include "engine/data/testing.h"
+#include "engine/data/token_file.h"
+#include "engine/data/tokenizer.h"
+#include "strata/json.h"
+
+namespace strata {
+namespace {
+
+Json recorded_json(const std::string& name) {
+  std::ifstream file(STRATA_SOURCE_DIR "/tests/reference/data/" + name, std::ios::binary);
+  return Json::parse(std::string(std::istreambuf_iterator<char>(file), {}), name);
+}
+
+std::string error_of_template(const std::string& source, const std::string& conversation) {
+  const TestFolder folder;
+  folder.write("chat_template.jinja", source);
+  return error_of(folder, [&] { ChatTemplate(folder.path()).render(conversation, "c.jsonl:7"); });
+}
+
+constexpr const char* kHello = R"({"messages": [{"role": "user", "content": "Hello"}]})";
+
+TEST(ChatTemplate, TextIsThatOfTransformers) {
+  int lines = 0;
+  const Json cases = recorded_json("chat_templates.json");
+  for (const Json& one : cases.array("cases")) {
+    const TestFolder folder;
+    for (const Json& file : one.find("files")->array("files"))
+      folder.write(file.find("name")->string("name"), file.find("content")->string("content"));
+    ChatTemplate chat(folder.path());
+    for (const Json& line : one.find("lines")->array("lines")) {
+      EXPECT_EQ(chat.render(line.find("line")->string("line"), "c"), line.find("text")->string("text"));
+      ++lines;
+    }
+  }
+  EXPECT_EQ(lines, 7);
+}
+
+TEST(ChatTemplate, LongConversationsAndThoseAfterARefusedOneAreRendered) {
+  const TestFolder folder;
+  folder.write("chat_template.jinja",
+               "{% if messages|length > 1 %}{{ raise_exception('one only') }}{% endif %}{{ messages[0].content }}");
+  ChatTemplate chat(folder.path());
+  // Longer than what a socket holds, both ways.
+  const std::string content(3 << 20, 'x');
+  const Json message = Json::Object{{"role", "user"}, {"content", content}};
+  for (int i = 0; i < 2; ++i) {
+    EXPECT_EQ(chat.render(Json(Json::Object{{"messages", Json::Array{message}}}).dump(), "c"), content);
+    EXPECT_THROW(chat.render(Json(Json::Object{{"messages", Json::Array{message, message}}}).dump(), "c"), Error);
+  }
+}
+
+TEST(ChatTemplate, WhatFailsIsToldWithItsPlace) {
+  EXPECT_EQ(error_of_template("{{ 1 }}\n{% if %}\n", kHello),
+            "chat_template.jinja:2: Expected an expression, got 'end of statement block'");
+  EXPECT_EQ(error_of_template("a\nb\n{{ raise_exception('roles must\nalternate') }}", kHello),
+            "c.jsonl:7: chat_template.jinja:3: roles must alternate");
+  EXPECT_EQ(error_of_template("a\n{{ messages[0].content + 1 }}", kHello),
+            "c.jsonl:7: chat_template.jinja:2: can only concatenate str (not \"int\") to str");
+  // The sandbox: no way from a value to Python's own names.
+  EXPECT_EQ(error_of_template("{{ messages.__class__.__base__.__subclasses__() }}", kHello),
+            "c.jsonl:7: chat_template.jinja:1: access to attribute '__class__' of 'list' object is unsafe.");
+  const std::string source = "{{ messages[0].content }}";
+  EXPECT_EQ(error_of_template(source, R"({"messages": "x"})"), "c.jsonl:7: messages must be an array.");
+  EXPECT_EQ(error_of_template(source, R"({"messages": []})"), "c.jsonl:7: messages is empty.");
+  EXPECT_EQ(error_of_template(source, R"({"messages": [{"content": "x"}]})"),
+            "c.jsonl:7: messages[0]: has no \"role\"; each message must be an object with \"role\" and \"content\".");
+}
+
+TEST(ChatTemplate, FoldersWithoutOneAreRefused) {
+  const TestFolder folder;
+  const auto refused = [&](const std::string& config) {
+    folder.write("tokenizer_config.json", config);
+    const std::string message = error_of(folder, [&] { ChatTemplate(folder.path()); });
+    return message == "no error" ? message : message.substr(message.find(": ") + 2);
+  };
+  const std::string none =
+      "has no chat template: neither chat_template.jinja nor \"chat_template\" in tokenizer_config.json.";
+  EXPECT_EQ(refused("{}"), none);
+  EXPECT_EQ(refused("[1]"), "is no JSON object.");
+  EXPECT_EQ(refused("{").substr(0, 13), "is not JSON: ");
+  EXPECT_EQ(refused(R"({"chat_template": 5})"),
+            "chat_template must be a string, or a list of names and templates with a \"default\".");
+  EXPECT_EQ(refused(R"({"chat_template": "a\n{% for %}"})").substr(0, 23), "chat_template, line 2: ");
+  EXPECT_EQ(refused(R"({"chat_template": [{"name": "default", "template": "x"}]})"), "no error");
+}
+
+// What `data prepare` writes of a file with conversations and texts: between them marks as asked for, around a
+// conversation none of the tokenizer's own.
+TEST(ChatTemplate, TokensOfConversationsAreThoseOfTheirText) {
+  const TestFolder folder;
+  const Json family = recorded_json("tokenizers/llama3.json");
+  folder.write("tokenizer.json", family.find("tokenizer")->dump());
+  folder.write("chat_template.jinja", "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}");
+  folder.write("d.jsonl", std::string(kHello) + "\n\n{\"text\": \"plain\"}\r\n" + kHello + "\n");
+  prepare({.inputs = {folder / "d.jsonl"},
+           .output_directory = folder / "out",
+           .tokenizer = folder.path(),
+           .validation_fraction = 0});
+  const TokenFile file(folder / "out/train_000.bin");
+  std::vector<int32_t> ids(size_t(file.tokens()));
+  file.read(0, file.tokens(), ids.data());
+  const auto tokenizer = load_tokenizer(folder.path());
+  const std::vector<int32_t> chat = tokenizer->encode("user: Hello\n");
+  std::vector<int32_t> expected = chat;
+  for (const auto& more : {tokenizer->document_begin(), tokenizer->encode("plain"), tokenizer->document_end(), chat})
+    expected.insert(expected.end(), more.begin(), more.end());
+  EXPECT_EQ(ids, expected);
+
+  folder.write("bad.jsonl", std::string(kHello) + "\n{\"messages\": [\n");
+  const auto refused = [&](const std::string& tokenizer_name, const std::string& input) {
+    return error_of(folder, [&] {
+      prepare({.inputs = {folder / input}, .output_directory = folder / "out", .tokenizer = tokenizer_name});
+    });
+  };
+  EXPECT_EQ(refused(folder.path(), "bad.jsonl").substr(0, 13), "bad.jsonl:2: ");
+  EXPECT_EQ(refused("bytes", "d.jsonl"),
+            "d.jsonl:1: has messages, which need a chat template; name a model's folder with --tokenizer.");
+}
+
+}  // namespace
+}  // namespace strata
