@@ -48,6 +48,8 @@ activations = "nvme"
 [plugins.powersgd]
 rank = 4
 minimum_ratio = 1.0
+[plugins.quantized_exchange]
+minimum = 0
 [plugins.moe]
 experts = 2
 k = 1
