@@ -50,16 +50,20 @@ class Parity : public testing::TestWithParam<std::string> {
  protected:
   std::string folder() const { return kData + GetParam(); }
   std::string toml(const std::string& plugins) const {
-    const LoadedPlugin gpt = load_plugin("gpt", {});
-    return *gpt->import_config(ExternalFolder(folder()).config()) +
-           "[data]\ntrain = [\"none\"]\nsequence_length = 16\nglobal_batch = 2\nmicro_batch = 1\n" + plugins;
+    const std::string config = ExternalFolder(folder()).config();
+    std::string model = *load_plugin("gpt", {})->import_config(config);
+    for (const std::string& part : plugins_providing("part of foreign models", {}))
+      model += load_plugin(part, {})->import_config(config).value_or("");
+    return model + "[data]\ntrain = [\"none\"]\nsequence_length = 16\nglobal_batch = 2\nmicro_batch = 1\n" + plugins;
   }
   // Puts the recorded parameters into a program.
   void load(test::Runner& runner) const {
     std::map<std::string, Shape> shapes;
     for (TensorId id : runner.built.program.with_role(Role::parameter))
       shapes[runner.built.program[id].name] = runner.built.program[id].shape;
-    const auto mapping = runner.plugins[0].plugin->external_tensors();
+    std::vector<ExternalTensor> mapping;
+    for (const auto& named : runner.plugins)
+      for (ExternalTensor& tensor : named.plugin->external_tensors()) mapping.push_back(std::move(tensor));
     for (const auto& [name, values] : import_all(folder(), mapping, shapes))
       std::copy(values.begin(), values.end(), static_cast<float*>(runner.storage->persistent(name)));
   }
@@ -157,6 +161,11 @@ TEST_P(Families, ExportIsWhatWasImported) {
       mapped.insert(tensor.name);
   EXPECT_EQ(mapped, names);
 }
+
+// Families of which another plugin makes the layers with experts.
+class ExpertFamilies : public Parity {};
+TEST_P(ExpertFamilies, Logits) { expect_logits(); }
+TEST_P(ExpertFamilies, TwentyAdamWSteps) { expect_losses(); }
 
 TEST_P(Parity, LogitsLossAndGradients) {
   const SafetensorsFile expected(folder() + "/expected.safetensors");
@@ -264,6 +273,8 @@ TEST_P(Parity, ManyFilesAndWrongOnes) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Models, Parity, testing::Values("gpt2", "qwen2"), [](const auto& info) { return info.param; });
+INSTANTIATE_TEST_SUITE_P(Models, ExpertFamilies, testing::Values("mixtral", "qwen3_moe"),
+                         [](const auto& info) { return info.param; });
 INSTANTIATE_TEST_SUITE_P(Models, Families,
                          testing::Values("llama3", "llama_linear", "llama_dynamic", "llama_yarn", "qwen3",
                                          "qwen2_window", "mistral", "phi3", "gemma2", "gemma3"),

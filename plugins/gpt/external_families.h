@@ -8,7 +8,8 @@
 
 struct ExternalField {
   std::string_view name;
-  enum class Use { read, harmless, fixed } use = Use::read;
+  // others: of the plugin that makes the layers which the family has in the place of the feed-forward layer
+  enum class Use { read, harmless, fixed, others } use = Use::read;
   std::string_view value{};  // of fixed ones, as JSON
 };
 
@@ -16,6 +17,7 @@ struct ExternalFamily {
   std::string_view type;                                 // "model_type" in config.json
   std::string_view architecture;                         // in "architectures"
   std::array<std::span<const ExternalField>, 3> fields;  // what others have too, and its own
+  bool feed_forward = true;                              // false: another plugin maps what is in its place
 };
 
 namespace external_tables {
@@ -77,6 +79,23 @@ inline constexpr ExternalField kQwen[] = {{"head_dim"},       {"hidden_act"},   
 inline constexpr ExternalField kQwen2[] = {{"attention_bias", fixed, "false"}, {"mlp_bias", fixed, "false"}};
 inline constexpr ExternalField kQwen3[] = {{"attention_bias"}};
 inline constexpr ExternalField kMistral[] = {{"head_dim"}, {"hidden_act"}, {"sliding_window"}};
+inline constexpr ExternalField kExperts[] = {{"num_local_experts", others},
+                                             {"num_experts_per_tok", others},
+                                             {"output_router_logits", others},
+                                             {"router_aux_loss_coef", others}};
+inline constexpr ExternalField kMixtral[] = {
+    {"head_dim"}, {"hidden_act"}, {"sliding_window"}, {"router_jitter_noise", others}};
+inline constexpr ExternalField kQwen3Moe[] = {{"head_dim"},
+                                              {"hidden_act"},
+                                              {"attention_bias"},
+                                              {"use_sliding_window"},
+                                              {"sliding_window"},
+                                              {"max_window_layers", harmless},  // all layers have the window here
+                                              {"num_experts", others},
+                                              {"moe_intermediate_size", others},
+                                              {"norm_topk_prob", others},
+                                              {"decoder_sparse_step", others},
+                                              {"mlp_only_layers", others}};
 inline constexpr ExternalField kPhi3[] = {
     {"hidden_act"},
     {"sliding_window"},
@@ -98,14 +117,17 @@ inline constexpr ExternalField kGemma3[] = {
     {"sliding_window_pattern"}, {"_sliding_window_pattern"}, {"rope_local_base_freq"}};
 
 using Fields = std::span<const ExternalField>;
-inline constexpr ExternalFamily kFamilies[] = {{"gpt2", "GPT2LMHeadModel", {kGpt2, Fields(), Fields()}},
-                                               {"llama", "LlamaForCausalLM", {kSinceLlama, kLlama, Fields()}},
-                                               {"qwen2", "Qwen2ForCausalLM", {kSinceLlama, kQwen, kQwen2}},
-                                               {"qwen3", "Qwen3ForCausalLM", {kSinceLlama, kQwen, kQwen3}},
-                                               {"mistral", "MistralForCausalLM", {kSinceLlama, kMistral, Fields()}},
-                                               {"phi3", "Phi3ForCausalLM", {kSinceLlama, kPhi3, Fields()}},
-                                               {"gemma2", "Gemma2ForCausalLM", {kSinceLlama, kGemma, Fields()}},
-                                               {"gemma3_text", "Gemma3ForCausalLM", {kSinceLlama, kGemma, kGemma3}}};
+inline constexpr ExternalFamily kFamilies[] = {
+    {"gpt2", "GPT2LMHeadModel", {kGpt2, Fields(), Fields()}},
+    {"llama", "LlamaForCausalLM", {kSinceLlama, kLlama, Fields()}},
+    {"qwen2", "Qwen2ForCausalLM", {kSinceLlama, kQwen, kQwen2}},
+    {"qwen3", "Qwen3ForCausalLM", {kSinceLlama, kQwen, kQwen3}},
+    {"mistral", "MistralForCausalLM", {kSinceLlama, kMistral, Fields()}},
+    {"phi3", "Phi3ForCausalLM", {kSinceLlama, kPhi3, Fields()}},
+    {"gemma2", "Gemma2ForCausalLM", {kSinceLlama, kGemma, Fields()}},
+    {"gemma3_text", "Gemma3ForCausalLM", {kSinceLlama, kGemma, kGemma3}},
+    {"mixtral", "MixtralForCausalLM", {kSinceLlama, kMixtral, kExperts}, false},
+    {"qwen3_moe", "Qwen3MoeForCausalLM", {kSinceLlama, kQwen3Moe, kExperts}, false}};
 
 }  // namespace external_tables
 

@@ -290,6 +290,26 @@ GptConfig from_mistral(const Settings& s) {
   return c;
 }
 
+GptConfig from_mixtral(const Settings& s) {
+  GptConfig c = from_llama(s, 8, 131072, 1e-5);
+  read_gate(s, c);
+  read_rotary(s, c, 1e6);
+  read_rotary_size(s, c, false);
+  c.window = window_of(s, 0);
+  return c;
+}
+
+GptConfig from_qwen3_moe(const Settings& s) {
+  GptConfig c = from_llama(s, 4, 32768);
+  read_gate(s, c);
+  read_rotary(s, c);
+  read_rotary_size(s, c, false);
+  read_attention_bias(s, c);
+  c.query_key_norm = true;
+  c.window = s.boolean("use_sliding_window", false) ? window_of(s, 4096) : 0;
+  return c;
+}
+
 GptConfig from_phi3(const Settings& s) {
   GptConfig c = from_llama(s, 0, 4096, 1e-5);
   read_gate(s, c);
@@ -325,14 +345,16 @@ std::optional<GptConfig> gpt_from_external(const std::string& config_json) {
   const ExternalFamily* family = find_family(type);
   if (!family) return {};
   check_fields(json, *family);
-  GptConfig c = type == "gpt2"      ? from_gpt2(s)
-                : type == "llama"   ? from_meta_llama(s)
-                : type == "qwen2"   ? from_qwen(s, false)
-                : type == "qwen3"   ? from_qwen(s, true)
-                : type == "mistral" ? from_mistral(s)
-                : type == "phi3"    ? from_phi3(s)
-                : type == "gemma2"  ? from_gemma(s, false)
-                                    : from_gemma(s, true);
+  GptConfig c = type == "gpt2"        ? from_gpt2(s)
+                : type == "llama"     ? from_meta_llama(s)
+                : type == "qwen2"     ? from_qwen(s, false)
+                : type == "qwen3"     ? from_qwen(s, true)
+                : type == "mistral"   ? from_mistral(s)
+                : type == "phi3"      ? from_phi3(s)
+                : type == "mixtral"   ? from_mixtral(s)
+                : type == "qwen3_moe" ? from_qwen3_moe(s)
+                : type == "gemma2"    ? from_gemma(s, false)
+                                      : from_gemma(s, true);
   c.family = type;
   return c;
 }

@@ -57,7 +57,7 @@ void add_layers(const GptConfig& c, Json::Object& o) {
 
 // `type`: of a family since Llama.
 Json::Object llama(const GptConfig& c, std::string_view type) {
-  const bool gemma = type.starts_with("gemma"), qwen = type.starts_with("qwen");
+  const bool gemma = type.starts_with("gemma"), qwen = type == "qwen2" || type == "qwen3";
   Json::Object o{{"num_hidden_layers", c.layers},
                  {"hidden_size", c.hidden},
                  {"num_attention_heads", c.heads},
@@ -70,7 +70,8 @@ Json::Object llama(const GptConfig& c, std::string_view type) {
                  {gemma ? "hidden_activation" : "hidden_act", name_of(kGatedActivations, c.activation)}};
   if (type != "phi3") o.emplace_back("head_dim", c.head_size);
   if (Json stretched = scaling(c); !stretched.is_null()) o.emplace_back("rope_scaling", std::move(stretched));
-  if (type == "llama" || type == "qwen3" || gemma) o.emplace_back("attention_bias", c.qkv_bias && c.output_bias);
+  if (type == "llama" || type.starts_with("qwen3") || gemma)
+    o.emplace_back("attention_bias", c.qkv_bias && c.output_bias);
   if (type == "llama") o.emplace_back("mlp_bias", c.mlp_bias);
   if (type == "phi3" && c.rotary_size != c.head_size)
     o.emplace_back("partial_rotary_factor", double(c.rotary_size) / double(c.head_size));
@@ -82,6 +83,7 @@ Json::Object llama(const GptConfig& c, std::string_view type) {
     while (first < c.layers && !c.is_local(first)) ++first;
     if (c.window > 0) o.emplace_back("max_window_layers", first);
   }
+  if (type == "qwen3_moe") o.emplace_back("use_sliding_window", c.window > 0);
   if (!qwen || c.window > 0) {
     if (type != "llama") o.emplace_back("sliding_window", c.window > 0 ? Json(c.window) : Json(nullptr));
   }
@@ -172,7 +174,7 @@ const ExternalFamily& family_of(const GptConfig& c) {
     return *family;
   }
   for (const ExternalFamily& family : all_families())
-    if (missing_in(family, canonical(c)).empty()) return family;
+    if (family.feed_forward && missing_in(family, canonical(c)).empty()) return family;
   throw Error(
       "no Hugging Face architecture has this combination of model options; GPT-2 has learned positions, layer_norm, "
       "gelu, relu or squared_relu and biases, "

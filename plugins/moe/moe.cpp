@@ -5,9 +5,10 @@
 #include <cmath>
 #include <functional>
 #include <iterator>
-#include <set>
+#include <map>
 
 #include "plugins/moe/bias.h"
+#include "plugins/moe/external.h"
 #include "strata/plugin.h"
 #include "strata/random.h"
 
@@ -105,12 +106,16 @@ class Experts final : public strata::Plugin {
         .non_negative()
         .may_change();
     o.add("load", load_, "with router shazeer, factor of the loss of load").non_negative().may_change();
+    o.add("family", family_,
+          "family of Hugging Face folders that the model is exported as, as model.family; empty: it cannot be exported")
+        .choices({"", "mixtral", "qwen3_moe"})
+        .may_change();
     o.add("deviation", deviation_, "standard deviation of first weights").positive().may_change();
   }
 
   strata::Capabilities capabilities() const override {
     // Where the loss is scaled, and what a stage of a pipeline keeps, must be known when losses are added (forward).
-    return {.provides = {"changes the model", "splits over expert"},
+    return {.provides = {"changes the model", "splits over expert", "part of foreign models"},
             .after = {"unscaled_gradients", "splits over pipeline"},
             .effect = strata::Effect::program()};
   }
@@ -134,7 +139,7 @@ class Experts final : public strata::Plugin {
     stage.wrap("feed_forward", [this](Builder& b, TensorId x, const strata::ModelStage::Module& inner) {
       if (!blocks_.empty() && std::find(blocks_.begin(), blocks_.end(), b.block_index) == blocks_.end())
         return inner(b, x);
-      replaced_.insert(b.block_index);
+      replaced_[b.block_index] = b[x].shape.back();
       return layer(b, x);
     });
   }
@@ -179,6 +184,21 @@ class Experts final : public strata::Plugin {
     }
   }
 
+  std::optional<std::string> import_config(std::string_view config_json) override {
+    const auto found = strata::moe::from_external(config_json);
+    if (!found) return {};
+    family_ = found->family;
+    experts_ = found->experts, k_ = found->k, ffn_ = found->ffn, normalize_ = found->normalize;
+    router_ = "topk", activation_ = found->activation, balance_ = 0;
+    return strata::moe::to_toml(*found);
+  }
+  std::optional<std::string> export_config() const override {
+    return strata::moe::to_external(external()).dump(2) + "\n";
+  }
+  std::vector<strata::ExternalTensor> external_tensors() const override {
+    return strata::moe::external_tensors(external(), replaced_);
+  }
+
   void update(strata::UpdateStage& stage) override { strata::moe::update_biases(stage, bias_rate_); }
 
   void step_end(strata::StepContext& context) override {
@@ -187,6 +207,27 @@ class Experts final : public strata::Plugin {
 
  private:
   static constexpr std::string_view kReports[] = {"moe_loss", "moe_dropped", "moe_load"};
+
+  // What a folder of the family says; refused where it cannot say all.
+  strata::moe::ExternalExperts external() const {
+    const bool mixtral = family_ == "mixtral";
+    const char* missing = family_.empty()           ? "no family"
+                          : router_ != "topk"       ? "another router than \"topk\""
+                          : activation_ != "swiglu" ? "another activation than \"swiglu\""
+                          : shared_ > 0             ? "a shared expert"
+                          : !blocks_.empty()        ? "experts in some blocks only"
+                          : capacity_factor_ > 0    ? "a capacity"
+                          : bias_rate_ > 0          ? "a bias of the choice"
+                          : mixtral && !normalize_  ? "normalize = false"
+                          : ffn_ == 0               ? "no ffn"
+                                                    : nullptr;
+    if (missing)
+      throw Error(
+          "a folder of experts is exported for plugins.moe.family and model.family, both \"mixtral\" or both "
+          "\"qwen3_moe\"; plugins.moe has " +
+          std::string(missing) + ", which that cannot say.");
+    return {family_, experts_, k_ == 0 ? 2 : k_, ffn_, normalize_, activation_};
+  }
 
   void require_replaced() const {
     if (replaced_.empty() && blocks_.empty())
@@ -389,7 +430,8 @@ class Experts final : public strata::Plugin {
   bool trains_ = false;
   int ranks_ = 1;  // that experts are divided among
   bool reports_ = false;
-  std::set<int64_t> replaced_{};  // blocks
+  std::string family_{};
+  std::map<int64_t, int64_t> replaced_{};  // blocks, and how wide their input is
 };
 
 }  // namespace

@@ -427,6 +427,32 @@ TEST(Experts, WrongDivisionsAreErrors) {
   expect_divided_refused(several, "one microbatch a rank");
 }
 
+// Each field of config.json that says something of experts changes the options, or is refused by its name.
+TEST(Experts, FieldsOfFoldersAreNeverIgnored) {
+  const auto read = [](const std::string& config) -> std::string {
+    try {
+      return load_plugin("moe", {})->import_config(config).value_or("none");
+    } catch (const Error& error) {
+      return error.what();
+    }
+  };
+  const std::string mixtral = R"({"model_type":"mixtral","intermediate_size":8)";
+  const std::string qwen = R"({"model_type":"qwen3_moe","num_experts":8,"moe_intermediate_size":8)";
+  EXPECT_NE(read(mixtral + "}").find("experts = 8\nk = 2\nffn = 8\n"), std::string::npos);
+  EXPECT_NE(read(qwen + "}").find("normalize = false\n"), std::string::npos);
+  EXPECT_EQ(read(R"({"model_type":"llama"})"), "none");
+  for (const char* field : {R"("num_local_experts":4)", R"("num_experts_per_tok":3)", R"("output_router_logits":true)",
+                            R"("router_jitter_noise":0.1)", R"("hidden_act":"gelu")", R"("num_experts_per_tok":9)"})
+    EXPECT_NE(read(mixtral + "," + field + "}"), read(mixtral + "}")) << field;
+  for (const char* field :
+       {R"("num_local_experts":4)", R"("num_experts_per_tok":3)", R"("output_router_logits":true)",
+        R"("norm_topk_prob":true)", R"("hidden_act":"gelu")", R"("mlp_only_layers":[0])", R"("decoder_sparse_step":2)"})
+    EXPECT_NE(read(qwen + "," + field + "}"), read(qwen + "}")) << field;
+  EXPECT_NE(read(qwen + R"(,"mlp_only_layers":[1]})").find("\"mlp_only_layers\" to [1]"), std::string::npos);
+  EXPECT_NE(read(R"({"model_type":"mixtral","intermediate_size":-1})").find("is -1; expected 1 or more"),
+            std::string::npos);
+}
+
 TEST(Experts, WrongOptionsAreErrors) {
   expect_refused("experts = 2\nk = 3\n", "chooses more experts for a token than the 2");
   expect_refused("router = \"switch\"\nk = 2\n", "chooses one expert for a token, but k = 2");

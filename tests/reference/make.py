@@ -59,6 +59,11 @@ def families():
         **odd, use_sliding_window=True, sliding_window=5, max_window_layers=1))
     yield "mistral", lambda: transformers.MistralForCausalLM(transformers.MistralConfig(**odd, head_dim=16,
                                                                                         sliding_window=5))
+    yield "mixtral", lambda: transformers.MixtralForCausalLM(transformers.MixtralConfig(
+        **odd, head_dim=16, num_local_experts=5, num_experts_per_tok=3, experts_implementation="eager"))
+    yield "qwen3_moe", lambda: transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(
+        **odd, head_dim=16, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=28, norm_topk_prob=False,
+        experts_implementation="eager"))
     yield "phi3", lambda: transformers.Phi3ForCausalLM(transformers.Phi3Config(
         **odd, sliding_window=7, **rope("default", partial_rotary_factor=0.4)))
     yield "gemma2", lambda: transformers.Gemma2ForCausalLM(transformers.Gemma2Config(

@@ -5,6 +5,7 @@
 #include <filesystem>
 #include <limits>
 #include <memory>
+#include <set>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -40,27 +41,67 @@ std::map<std::string, Shape> parameters_of(const std::vector<NamedPlugin>& plugi
   return shapes;
 }
 
+// Of plugins that make a part of the model which families of folders have: beside the model's, import_config,
+// export_config and external_tensors say that part.
+constexpr const char* kPart = "part of foreign models";
+
+std::vector<ExternalTensor> mapping_of(const std::vector<NamedPlugin>& plugins) {
+  std::vector<ExternalTensor> mapping;
+  for (const NamedPlugin& named : plugins) {
+    const auto provides = named.plugin->capabilities().provides;
+    if (&named != &plugins.front() && std::find(provides.begin(), provides.end(), kPart) == provides.end()) continue;
+    for (ExternalTensor& tensor : named.plugin->external_tensors()) mapping.push_back(std::move(tensor));
+  }
+  return mapping;
+}
+
+// The model plugin that knows a config.json, and those that know a part of it; none where the model does not.
+struct Known {
+  Known(const std::string& plugin, const std::vector<std::string>& folders, const std::string& config) {
+    plugins.push_back(load_plugin(plugin, folders));
+    const auto of_model = plugins.front()->import_config(config);
+    if (!of_model) {
+      plugins.clear();
+      return;
+    }
+    table = *of_model;
+    for (const std::string& part : plugins_providing(kPart, folders)) {
+      LoadedPlugin loaded = load_plugin(part, folders);
+      if (const auto of_part = loaded->import_config(config)) {
+        table += *of_part;
+        plugins.push_back(std::move(loaded));
+      }
+    }
+  }
+  std::vector<NamedPlugin> named() const {
+    std::vector<NamedPlugin> result;
+    for (const LoadedPlugin& plugin : plugins) result.push_back({plugin.name(), &*plugin});
+    return result;
+  }
+  std::vector<LoadedPlugin> plugins{};
+  std::string table{};
+};
+
 // A model as a config.json describes it, and how to fill its parameters.
 struct Imported {
   Imported(const ImportArguments& arguments, const ExternalFolder& folder, std::string config_json)
       : config(std::move(config_json)) {
-    const LoadedPlugin model = load_plugin(arguments.plugin, {});
     const std::string where = arguments.source + "/config.json";
     const Json json = Json::parse(config, where);
     if (const Json* quantized = json.find("quantization_config"); quantized && !quantized->is_null())
       throw Error(where + ": sets \"quantization_config\"; only weights of F32, BF16 or F16 can be imported.");
-    const auto known = model->import_config(config);
-    if (!known) {
+    const Known known(arguments.plugin, {}, config);
+    if (known.plugins.empty()) {
       const Json* type = json.find("model_type");
       throw Error(where + ": is of an architecture (" +
                   (type && type->is_string() ? type->string("model_type") : std::string("without \"model_type\"")) +
                   ") that the plugin \"" + arguments.plugin + "\" does not know.");
     }
-    table = *known;
-    shapes = parameters_of({{arguments.plugin, &*model}});
-    tensors = std::make_unique<ExternalImport>(folder, model->external_tensors(), shapes);
+    table = known.table;
+    shapes = parameters_of(in_order(known.named()));
+    tensors = std::make_unique<ExternalImport>(folder, mapping_of(known.named()), shapes);
   }
-  std::string config, table;  // config.json, and the [model] table
+  std::string config, table;  // config.json, and the tables of the model
   std::map<std::string, Shape> shapes;
   std::unique_ptr<ExternalImport> tensors;
 };
@@ -141,9 +182,8 @@ void refuse_to_replace(const ExportArguments& arguments, const StagedFolder& tar
 bool same_model(const std::string& plugin, const std::vector<std::string>& folders, const std::string& one,
                 const std::string& other) {
   try {
-    const auto table = load_plugin(plugin, folders)->import_config(one);
-    const auto same = load_plugin(plugin, folders)->import_config(other);
-    return table && same && lines_of(*table, false) == lines_of(*same, false);
+    const Known a(plugin, folders, one), b(plugin, folders, other);
+    return !a.plugins.empty() && !b.plugins.empty() && lines_of(a.table, false) == lines_of(b.table, false);
   } catch (const Error&) {
     return false;
   }
@@ -166,6 +206,34 @@ class CheckpointValues final : public ParameterValues {
  private:
   const Checkpoint& checkpoint_;
 };
+
+// The model's fields with those of plugins that make a part of it; what both say must be the same.
+std::string with_parts(const std::string& model, const std::vector<NamedPlugin>& parts) {
+  Json::Object all = Json::parse(model, "config.json").object("config.json");
+  for (const NamedPlugin& part : parts) {
+    const Json json = Json::parse(part.plugin->export_config().value_or("{}"), "config.json");
+    for (const auto& [key, value] : json.object("config.json")) {
+      const auto same =
+          std::find_if(all.begin(), all.end(), [&key = key](const auto& other) { return other.first == key; });
+      if (same == all.end())
+        all.emplace_back(key, value);
+      else if (same->second.dump() != value.dump())
+        throw Error("config.json's \"" + key + "\" would be " + same->second.dump() + " for the model and " +
+                    value.dump() + " for plugins." + part.name + "; set both alike.");
+    }
+  }
+  return Json(std::move(all)).dump(2) + "\n";
+}
+
+void require_all_mapped(const std::vector<ExternalTensor>& mapping, const std::map<std::string, Shape>& shapes) {
+  std::set<std::string> mapped;
+  for (const ExternalTensor& tensor : mapping)
+    for (const auto& rows : tensor.rows) mapped.insert(rows.parameter);
+  for (const auto& [name, shape] : shapes)
+    if (!mapped.contains(name))
+      throw Error("no tensor of the folder would hold the parameter \"" + name +
+                  "\"; of families with experts, plugins.moe must be enabled.");
+}
 
 // What plugins have added to the model alone, in files of its own kind.
 int export_additions(const ExportArguments& arguments, const std::vector<NamedPlugin>& plugins,
@@ -228,8 +296,11 @@ int export_command_main(const ExportArguments& arguments) {
   const Config config = Config::load(arguments.config, arguments.sets);
   const RunSection run = read_sections(config, DataTable::optional).run;
   const std::vector<LoadedPlugin> plugins = load_plugins(config, run.plugin_path, nullptr, "adds to the model");
-  std::vector<NamedPlugin> named;
+  const std::vector<LoadedPlugin> with_those = load_plugins(config, run.plugin_path, nullptr, kPart);  // the model, too
+  std::vector<NamedPlugin> named, parts;
   for (const LoadedPlugin& plugin : plugins) named.push_back({plugin.name(), &*plugin});
+  for (size_t i = 1; i < with_those.size(); ++i) parts.push_back({with_those[i].name(), &*with_those[i]});
+  named.insert(named.end(), parts.begin(), parts.end());
   const LoadedPlugin& model = plugins.front();
   const std::string path = arguments.checkpoint.empty() ? find_checkpoint(run.directory, "run.directory")
                                                         : find_checkpoint(arguments.checkpoint, "--checkpoint");
@@ -237,15 +308,18 @@ int export_command_main(const ExportArguments& arguments) {
   require_same_model(config, checkpoint.info().config, path, run.plugin_path);
   if (arguments.adapter) return export_additions(arguments, named, checkpoint);
   const auto shapes = parameters_of(in_order(named));
-  const auto ours = model->export_config();
-  if (!ours) throw Error(arguments.config + ": its model plugin cannot export.");
+  const auto of_model = model->export_config();
+  if (!of_model) throw Error(arguments.config + ": its model plugin cannot export.");
+  const std::string ours = with_parts(*of_model, parts);
+  const std::vector<ExternalTensor> mapping = mapping_of(named);
+  require_all_mapped(mapping, shapes);
 
   StagedFolder target(arguments.target);
   refuse_to_replace(arguments, target);
   const auto most = uint64_t(std::numeric_limits<int64_t>::max());
   const ExportOptions options{dtype_of(arguments.dtype), int64_t(std::min(arguments.shard_size, most))};
   export_tensors(
-      target.path(), model->external_tensors(), shapes,
+      target.path(), mapping, shapes,
       [&](const std::string& name, float* out) {
         const CheckpointValues values(checkpoint);
         values.read(name, out);
@@ -258,8 +332,8 @@ int export_command_main(const ExportArguments& arguments) {
     kept = read_text(*companions + "/config.json");
     copy_companions(*companions, target.path(), false);
   }
-  const bool same = kept && same_model(model.name(), run.plugin_path, *kept, *ours);
-  write_atomically(target.path() + "/config.json", exported_config(*ours, kept, same, options.dtype));
+  const bool same = kept && same_model(model.name(), run.plugin_path, *kept, ours);
+  write_atomically(target.path() + "/config.json", exported_config(ours, kept, same, options.dtype));
   target.publish("config.json", [](const std::string& name) { return is_model_file(name) || is_companion(name); });
   fmt::print("{}: step {} in {}, for transformers' AutoModelForCausalLM.from_pretrained\n", arguments.target,
              checkpoint.info().step, arguments.dtype);

@@ -1,0 +1,123 @@
+// Fields and tensors of experts in folders of Hugging Face; see external.h. Each expert's matrices are tensors of their
+// own there, of PyTorch's (out, in); here those of all experts are one, an expert's rows as wide as the residual
+// stream.
+#include "plugins/moe/external.h"
+
+#include "strata/error.h"
+
+namespace strata::moe {
+namespace {
+
+class Fields {
+ public:
+  explicit Fields(const Json& json) : json_(json) {}
+  const Json* find(const char* key) const {
+    const Json* found = json_.find(key);
+    return found && !found->is_null() ? found : nullptr;
+  }
+  int64_t size(const char* key, int64_t otherwise = 0) const {
+    const Json* found = find(key);
+    if (!found && otherwise == 0) throw Error("config.json lacks \"" + std::string(key) + "\".");
+    const int64_t value = found ? found->integer(name(key)) : otherwise;
+    if (value < 1 || value > kMostElements)
+      throw Error(name(key) + " is " + std::to_string(value) + "; expected 1 or more.");
+    return value;
+  }
+  bool boolean(const char* key, bool otherwise) const { return find(key) ? find(key)->boolean(name(key)) : otherwise; }
+  // Refuses all but the value that the plugin's layers have.
+  void require(const char* key, bool holds, const char* only) const {
+    if (!holds)
+      throw Error("config.json sets \"" + std::string(key) + "\" to " + find(key)->dump().substr(0, 60) +
+                  ", which the moe plugin does not have; expected " + only + ".");
+  }
+  static std::string name(const char* key) { return "config.json: \"" + std::string(key) + "\""; }
+
+ private:
+  const Json& json_;
+};
+
+}  // namespace
+
+std::optional<ExternalExperts> from_external(std::string_view config_json) {
+  const Json json = Json::parse(config_json, "config.json");
+  const Fields f(json);
+  ExternalExperts e;
+  if (const Json* type = f.find("model_type")) e.family = type->string(Fields::name("model_type"));
+  if (e.family != "mixtral" && e.family != "qwen3_moe") return {};
+  const bool mixtral = e.family == "mixtral";
+  // There the loss of balance is of all layers' routers together; here each layer has its own.
+  f.require("output_router_logits", !f.boolean("output_router_logits", false), "false");
+  if (const Json* act = f.find("hidden_act")) {
+    const std::string& name = act->string(Fields::name("hidden_act"));
+    f.require("hidden_act", name == "silu" || name == "swish", "silu");
+  }
+  if (mixtral) {  // of training; there the experts' input is disturbed, too
+    const Json* jitter = f.find("router_jitter_noise");
+    f.require("router_jitter_noise", !jitter || jitter->number(Fields::name("router_jitter_noise")) == 0, "0.0");
+    e.experts = f.size("num_local_experts", 8);
+    e.k = f.size("num_experts_per_tok", 2);
+    e.ffn = f.size("intermediate_size");
+  } else {
+    f.require("decoder_sparse_step", f.size("decoder_sparse_step", 1) == 1, "1: all layers have experts");
+    if (const Json* dense = f.find("mlp_only_layers"))
+      f.require("mlp_only_layers", dense->array(Fields::name("mlp_only_layers")).empty(),
+                "[]: all layers have experts");
+    const char* usual = f.find("num_experts") ? "num_experts" : "num_local_experts";  // transformers since 5
+    e.experts = f.size(usual);
+    if (f.find("num_local_experts") && f.size("num_local_experts") != e.experts)
+      throw Error("config.json sets both \"num_experts\" and \"num_local_experts\", to different numbers.");
+    e.k = f.size("num_experts_per_tok", 8);
+    e.ffn = f.size("moe_intermediate_size");
+    e.normalize = f.boolean("norm_topk_prob", false);
+  }
+  if (e.k > e.experts)
+    throw Error(Fields::name("num_experts_per_tok") + " is " + std::to_string(e.k) + ", but there are " +
+                std::to_string(e.experts) + " experts.");
+  return e;
+}
+
+std::string to_toml(const ExternalExperts& e) {
+  return "\n[plugins.moe]\nfamily = \"" + e.family + "\"\nexperts = " + std::to_string(e.experts) +
+         "\nk = " + std::to_string(e.k) + "\nffn = " + std::to_string(e.ffn) + "\nrouter = \"topk\"\nactivation = \"" +
+         e.activation + "\"\nnormalize = " + (e.normalize ? "true" : "false") + "\nbalance = 0.0\n";
+}
+
+Json to_external(const ExternalExperts& e) {
+  Json::Object o{{"model_type", e.family}, {"num_experts_per_tok", e.k}, {"hidden_act", "silu"}};
+  if (e.family == "mixtral") {
+    o.emplace_back("num_local_experts", e.experts);
+    o.emplace_back("intermediate_size", e.ffn);
+  } else {
+    o.emplace_back("num_experts", e.experts);
+    o.emplace_back("moe_intermediate_size", e.ffn);
+    o.emplace_back("norm_topk_prob", e.normalize);
+  }
+  return Json(std::move(o));
+}
+
+std::vector<ExternalTensor> external_tensors(const ExternalExperts& e, const std::map<int64_t, int64_t>& blocks) {
+  const bool mixtral = e.family == "mixtral";
+  struct Matrix {
+    const char *here, *theirs;
+  };
+  const Matrix matrices[] = {{"gate", mixtral ? "w1" : "gate_proj"},
+                             {"up", mixtral ? "w3" : "up_proj"},
+                             {"down", mixtral ? "w2" : "down_proj"}};
+  std::vector<ExternalTensor> tensors;
+  for (const auto& [block, hidden] : blocks) {
+    const std::string number = std::to_string(block), here = "block." + number + ".mlp.";
+    const std::string there = "model.layers." + number + (mixtral ? ".block_sparse_moe." : ".mlp.");
+    tensors.push_back({there + "gate.weight", {e.experts, hidden}, false, {{0, here + "router.weight", 0, e.experts}}});
+    for (const Matrix& matrix : matrices) {
+      const bool down = matrix.here == std::string_view("down");
+      for (int64_t i = 0; i < e.experts; ++i)
+        tensors.push_back({there + "experts." + std::to_string(i) + "." + matrix.theirs + ".weight",
+                           down ? Shape{hidden, e.ffn} : Shape{e.ffn, hidden},
+                           !down,
+                           {{0, here + "experts." + matrix.here + ".weight", i * hidden, hidden}}});
+    }
+  }
+  return tensors;
+}
+
+}  // namespace strata::moe
