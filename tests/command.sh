@@ -42,7 +42,7 @@ for command in "" train plan check plugins new-plugin "data prepare" generate ev
 done
 grep -q 'weight_decay' <<<"$("$strata" plugins adamw)" || fail "plugins adamw"
 for name in $("$strata" plugins | cut -d' ' -f1); do
-  "$strata" plugins "$name" | grep -q '^effect: [^n]' || fail "plugins $name: no effect"
+  grep -q '^effect: [^n]' <<<"$("$strata" plugins "$name")" || fail "plugins $name: no effect"
 done
 grep -q 'because each gradient would be summed over the ranks twice' <<<"$("$strata" plugins --refusals)" || fail "plugins --refusals"
 "$strata" plugins --schema | python3 -m json.tool >/dev/null || fail "plugins --schema is no JSON"
