@@ -7,6 +7,7 @@
 
 #include "engine/ops/attention_tiles.h"
 #include "engine/program/drop_unused.h"
+#include "engine/program/registering.h"
 #include "engine/program/sharding.h"
 #include "strata/op_kind.h"
 
@@ -64,11 +65,16 @@ class Continuation {
     return op.kind->name == "attention" || op.kind->name == "rotary" || op.kind->name == "embedding";
   }
 
-  // Which dimension of an op's results is time, and that the op leaves tokens apart. Kinds without a rule (those of
-  // experts, which sort tokens and put them back) are taken to do so.
+  // Which dimension of an op's results is time, and that the op leaves tokens apart. The engine's kinds without a rule
+  // do so (those of experts, which sort tokens and put them back); of a plugin's nobody knows.
   void follow_time(const Op& op) {
-    if (!has_rule(*op.kind)) return;
     const OpView view(program_, op);
+    if (!has_rule(*op.kind)) {
+      const auto has_time = [&](TensorId id) { return id && time_[size_t(id.value)] != kNoTime; };
+      if (!owner_of_kind(op.kind->name).empty() && std::any_of(op.inputs.begin(), op.inputs.end(), has_time))
+        refuse(op);
+      return;
+    }
     const Factors factors = factors_of(view);
     for (int i = 0; i < view.inputs(); ++i) {
       if (!view.has_input(i) || time_[size_t(op.inputs[size_t(i)].value)] == kNoTime) continue;
@@ -85,7 +91,8 @@ class Continuation {
 
   [[noreturn]] static void refuse(const Op& op) {
     throw Error("op kind \"" + op.kind->name +
-                "\" looks at whole sequences and cannot go on from a cache; generate with --no-cache.");
+                "\" looks at whole sequences, or has no sharding rule that says it does not, and cannot go on from a "
+                "cache; generate with --no-cache.");
   }
 
   void replace(Op& op) {

@@ -83,6 +83,7 @@ RunPlans plan_fastest(std::span<const Way> ways, bool bounded, const std::functi
     }
   }
   if (!best) std::rethrow_exception(refused);
+  for (const auto& [plugin, number] : ways[taken].of_plugins) plugin->take_way(number);
   tried[taken].taken = true;
   best->ways = std::move(tried);
   return std::move(*best);

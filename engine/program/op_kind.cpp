@@ -46,6 +46,11 @@ std::vector<std::string> kind_names() {
 RegisteringPlugin::RegisteringPlugin(std::string_view name) : before_(std::exchange(registering(), name)) {}
 RegisteringPlugin::~RegisteringPlugin() { registering() = before_; }
 const std::string& registering_plugin() { return registering(); }
+std::string owner_of_kind(std::string_view name) {
+  std::shared_lock lock(registry_mutex());
+  const auto found = owners().find(std::string(name));
+  return found == owners().end() ? "" : found->second;
+}
 
 const OpKind& register_kind(OpKind kind) {
   if (!kind.shape) throw Error("op kind \"" + kind.name + "\" has no shape rule; every kind needs one.");

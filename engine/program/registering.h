@@ -17,6 +17,7 @@ class RegisteringPlugin {
   std::string before_;
 };
 
-const std::string& registering_plugin();  // on this thread; empty: none
+const std::string& registering_plugin();           // on this thread; empty: none
+std::string owner_of_kind(std::string_view name);  // the plugin that registered it; empty: the engine
 
 }  // namespace strata

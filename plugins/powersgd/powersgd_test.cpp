@@ -3,12 +3,11 @@
 // checkpoints, and what crosses the wire.
 #include <cmath>
 #include <mutex>
-#include <random>
 
 #include "engine/runtime/saver.h"
 #include "plugins/powersgd/powersgd_kernel.cpp"  // a plugin's code is not in the engine's library
 #include "plugins/powersgd/powersgd_recorded.h"
-#include "tests/harness.h"
+#include "tests/exchange_runs.h"
 #include "tests/resumed_runs.h"
 
 namespace strata::powersgd {
@@ -90,50 +89,12 @@ TEST(PowerSgd, AQueryOutlivesAGradientOfZeros) {
   EXPECT_EQ(result, zero);
 }
 
-constexpr int kSentences = 8, kTokens = 16, kWords = 61;
+using test::expect_near, test::kParallel, test::Look, test::run_losses, test::zero_stage;
 
 std::string config(int ranks, const std::string& plugins, int micro_batch = 1, const std::string& mesh = "") {
-  return "[model]\nplugin = \"gpt\"\nlayers = 2\nhidden = 32\nheads = 4\nffn = 71\nvocabulary = 61\ncontext = 16\n"
-         "[data]\ntrain = [\"none\"]\nsequence_length = 16\nglobal_batch = 8\nmicro_batch = " +
-         std::to_string(micro_batch) + "\n[device]\nthreads = 1\n[mesh]\ndata = " + std::to_string(ranks) + "\n" +
-         mesh + "[plugins.adamw]\nlearning_rate = 1e-3\n" + plugins;
+  return test::exchange_config(32, 4, ranks, plugins, micro_batch, mesh);
 }
-const std::string kRankTwo = "[plugins.powersgd]\nrank = 2\nminimum_ratio = 1.0\n",
-                  kParallel = "[plugins.data_parallel]\nbucket = 20000\n";
-std::string zero_stage(int stage) { return "[plugins.zero]\nbucket = 20000\nstage = " + std::to_string(stage) + "\n"; }
-
-// The same tokens in every step, so that losses fall. `look` is called on each rank before (step -1) and after each
-// step.
-using Look = std::function<void(test::Runner&, World&, int step)>;
-std::vector<double> run_losses(int ranks, const std::string& text, int steps, const Look& look = {},
-                               Plugin* plugin = nullptr) {
-  std::vector<double> result;
-  run_local(
-      ranks,
-      [&](World& world) {
-        std::vector<NamedPlugin> more;
-        if (plugin) more.push_back({"probe", plugin});
-        test::Runner runner(text, more, Goal::train, {}, ranks > 1 ? &world : nullptr);
-        std::mt19937 random(7);
-        std::vector<int32_t> tokens(size_t(kSentences * kTokens)), targets(tokens.size());
-        for (auto* list : {&tokens, &targets})
-          for (int32_t& token : *list) token = int32_t(random() % kWords);
-        if (look) look(runner, world, -1);
-        for (int step = 0; step < steps; ++step) {
-          const double loss = runner.run_step(tokens.data(), targets.data());
-          if (world.rank() == 0) result.push_back(loss);
-          if (look) look(runner, world, step);
-        }
-      },
-      60);
-  return result;
-}
-
-void expect_near(const std::vector<double>& actual, const std::vector<double>& expected, double tolerance) {
-  ASSERT_EQ(actual.size(), expected.size());
-  for (size_t i = 0; i < actual.size(); ++i)
-    EXPECT_NEAR(actual[i], expected[i], tolerance * expected[i]) << "step " << i;
-}
+const std::string kRankTwo = "[plugins.powersgd]\nrank = 2\nminimum_ratio = 1.0\n";
 
 // Keeps what each rank gives to the exchange, and what it gets, readable after the step.
 class FactorProbe final : public Plugin {
@@ -398,31 +359,20 @@ TEST(PowerSgd, StartsWhenItIsTo) {
   EXPECT_NE(later[3], plain[3]);
 }
 
-std::string refusal_of(const std::string& text) {
-  const test::TemporaryFolder folder;
-  try {
-    Session(test::write_file(folder / "config.toml", text), {}).plan(Goal::train);
-  } catch (const Error& error) {
-    EXPECT_EQ(error.code(), ExitCode::usage);
-    return error.what();
-  }
-  return "";
-}
-
 TEST(PowerSgd, WhatCannotBeIsRefused) {
   const auto with = [](const std::string& options) { return "[plugins.powersgd]\n" + options; };
-  std::string found = refusal_of(config(2, kParallel + with("rank = 17\nminimum_ratio = 0.0\n")));
+  std::string found = test::usage_error_of(config(2, kParallel + with("rank = 17\nminimum_ratio = 0.0\n")));
   EXPECT_NE(found.find("rank 17 is above the size of the gradient of "), std::string::npos) << found;
   EXPECT_NE(found.find("(16, 32)"), std::string::npos) << found;
-  found = refusal_of(config(2, kParallel + with("rank = 100\n")));
+  found = test::usage_error_of(config(2, kParallel + with("rank = 100\n")));
   EXPECT_NE(found.find("of rank 100, which can be up to 32 here; lower rank or minimum_ratio."), std::string::npos)
       << found;
   std::string text = config(2, kParallel + kRankTwo);
-  found = refusal_of("[run]\nreproducible = true\n" + text);
+  found = test::usage_error_of("[run]\nreproducible = true\n" + text);
   EXPECT_NE(found.find("not [run] reproducible with it"), std::string::npos) << found;
-  found = refusal_of(config(2, kParallel + with("rank = 0\n")));
+  found = test::usage_error_of(config(2, kParallel + with("rank = 0\n")));
   EXPECT_NE(found.find("rank"), std::string::npos) << found;
-  found = refusal_of(config(2, zero_stage(2) + kRankTwo + "[plugins.mixed_precision]\ndtype = \"fp16\"\n"));
+  found = test::usage_error_of(config(2, zero_stage(2) + kRankTwo + "[plugins.mixed_precision]\ndtype = \"fp16\"\n"));
   EXPECT_NE(found.find("the form \"powersgd\" of plugin \"powersgd\" needs finite gradients"), std::string::npos)
       << found;
 }

@@ -50,11 +50,12 @@ STRATA_INLINE void fill(const Noise& noise, uint32_t block, uint32_t scale, floa
   put(c0, out), put(c1, out + 2 * kBlocksOfEight), put(c2, out + 4 * kBlocksOfEight), put(c3, out + 6 * kBlocksOfEight);
 }
 
-// The scale under which the largest magnitude becomes `largest`; NaN where anything is not finite.
+// The scale under which the largest magnitude becomes `largest`; infinite or NaN where anything is, and so is then what
+// is read: 0 times it, or more.
 STRATA_INLINE float scale_of(const float* x, float largest) {
   uint32_t top = 0;  // magnitudes of floats order like their bits
   for (int64_t i = 0; i < kBlock; ++i) top = std::max(top, std::bit_cast<uint32_t>(x[i]) & 0x7FFFFFFF);
-  return top >= 0x7F800000 ? std::numeric_limits<float>::quiet_NaN() : std::bit_cast<float>(top) / largest;
+  return std::bit_cast<float>(top) / largest;
 }
 // A block so small that its scale's reciprocal overflows becomes zeros; one of NaN, any codes.
 STRATA_INLINE float factor_of(float scale) {

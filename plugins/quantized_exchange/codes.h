@@ -25,7 +25,7 @@ struct Noise {
   uint32_t seed = 0, stream = 0, step = 0;
 };
 
-// A block that holds NaN or an infinity has a scale of NaN, and is all NaN when it is read: an overflow is seen.
+// Of a block that holds NaN or an infinity nothing is finite when it is read: an overflow is seen.
 void pack(Threads& threads, Format format, DType dtype, const void* from, int64_t elements, const Noise& noise,
           std::byte* packed);
 // Reads `sources` lists, `stride` bytes apart, and adds them up in their order, in f32; rounded once to `dtype`.

@@ -6,7 +6,7 @@
 
 #include "plugins/quantized_exchange/codes.cpp"  // a plugin's code is not in the engine's library
 #include "plugins/quantized_exchange/quantized_recorded.h"
-#include "tests/harness.h"
+#include "tests/exchange_runs.h"
 #include "tests/resumed_runs.h"
 
 namespace strata::quantized {
@@ -113,42 +113,13 @@ TEST(QuantizedExchange, WhatIsNotFiniteIsSeen) {
     }
 }
 
+using test::expect_near, test::kParallel, test::run_losses, test::zero_stage;
+
 std::string config(int ranks, const std::string& plugins, int micro_batch = 1, const std::string& mesh = "") {
-  return "[model]\nplugin = \"gpt\"\nlayers = 2\nhidden = 60\nheads = 3\nffn = 71\nvocabulary = 61\ncontext = 16\n"
-         "[data]\ntrain = [\"none\"]\nsequence_length = 16\nglobal_batch = 8\nmicro_batch = " +
-         std::to_string(micro_batch) + "\n[device]\nthreads = 1\n[mesh]\ndata = " + std::to_string(ranks) + "\n" +
-         mesh + "[plugins.adamw]\nlearning_rate = 1e-3\n" + plugins;
+  return test::exchange_config(60, 3, ranks, plugins, micro_batch, mesh);
 }
 std::string form(const std::string& format) {
   return "[plugins.quantized_exchange]\nformat = \"" + format + "\"\nminimum = 200\n";
-}
-const std::string kParallel = "[plugins.data_parallel]\nbucket = 20000\n";
-std::string zero_stage(int stage) { return "[plugins.zero]\nbucket = 20000\nstage = " + std::to_string(stage) + "\n"; }
-
-std::vector<double> run_losses(int ranks, const std::string& text, int steps,
-                               const std::function<void(test::Runner&, World&)>& look = {}) {
-  std::vector<double> result;
-  run_local(
-      ranks,
-      [&](World& world) {
-        test::Runner runner(text, {}, Goal::train, {}, ranks > 1 ? &world : nullptr);
-        std::mt19937 random(7);
-        std::vector<int32_t> tokens(128), targets(tokens.size());
-        for (auto* list : {&tokens, &targets})
-          for (int32_t& token : *list) token = int32_t(random() % 61);
-        for (int step = 0; step < steps; ++step) {
-          const double loss = runner.run_step(tokens.data(), targets.data());
-          if (world.rank() == 0) result.push_back(loss);
-        }
-        if (look) look(runner, world);
-      },
-      60);
-  return result;
-}
-void expect_near(const std::vector<double>& actual, const std::vector<double>& expected, double tolerance) {
-  ASSERT_EQ(actual.size(), expected.size());
-  for (size_t i = 0; i < actual.size(); ++i)
-    EXPECT_NEAR(actual[i], expected[i], tolerance * expected[i]) << "step " << i;
 }
 
 // Losses of six steps of AdamW, which divides by the size of what it is given, so that a relative error of gradients is
@@ -187,7 +158,8 @@ TEST(QuantizedExchange, BytesOnTheWireFollowTheFormula) {
         std::mutex mutex;
         double planned = 0, formula = 0, sent = 0, others = 0;
         run_losses(ranks, config(ranks, (shares ? zero_stage(2) : kParallel) + form(name)), 1,
-                   [&, format = format](test::Runner& runner, World& world) {
+                   [&, format = format](test::Runner& runner, World& world, int step) {
+                     if (step < 0) return;
                      const std::lock_guard lock(mutex);
                      for (const auto& [axis, group] : runner.groups)
                        if (axis != "loop") sent += double(group->bytes_sent()) / ranks;
@@ -227,18 +199,8 @@ using QuantizedRuns = test::ResumedRuns;
 TEST_F(QuantizedRuns, ResumeExactly) { expect_resumes(config(2, zero_stage(2) + form("int4"), 2), 2, 3, 2); }
 
 TEST(QuantizedExchange, WhatCannotBeIsRefused) {
-  const auto refusal = [](const std::string& text) -> std::string {
-    const test::TemporaryFolder folder;
-    try {
-      Session(test::write_file(folder / "config.toml", text), {}).plan(Goal::train);
-    } catch (const Error& error) {
-      EXPECT_EQ(error.code(), ExitCode::usage);
-      return error.what();
-    }
-    return "";
-  };
-  const auto expect = [&](const std::string& text, const std::string& message) {
-    const std::string found = refusal(text);
+  const auto expect = [](const std::string& text, const std::string& message) {
+    const std::string found = test::usage_error_of(text);
     EXPECT_NE(found.find(message), std::string::npos) << found;
   };
   expect("[run]\nreproducible = true\n" + config(2, kParallel + form("int8")), "not [run] reproducible with quantized");

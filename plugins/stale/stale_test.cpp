@@ -2,49 +2,20 @@
 // anything that they could wait for, runs do not depend on what else is enabled, and go on exactly after a resume.
 #include <cmath>
 #include <mutex>
-#include <random>
 
-#include "tests/harness.h"
+#include "tests/exchange_runs.h"
 #include "tests/resumed_runs.h"
 
 namespace strata {
 namespace {
 
+using test::expect_near, test::kParallel, test::run_losses, test::zero_stage;
 using Values = std::vector<float>;
 
 std::string config(int ranks, const std::string& plugins, int micro_batch = 4, const std::string& mesh = "") {
-  return "[model]\nplugin = \"gpt\"\nlayers = 2\nhidden = 60\nheads = 3\nffn = 71\nvocabulary = 61\ncontext = 16\n"
-         "[data]\ntrain = [\"none\"]\nsequence_length = 16\nglobal_batch = 8\nmicro_batch = " +
-         std::to_string(micro_batch) + "\n[device]\nthreads = 1\n[mesh]\ndata = " + std::to_string(ranks) + "\n" +
-         mesh + "[plugins.adamw]\nlearning_rate = 1e-3\n" + plugins;
+  return test::exchange_config(60, 3, ranks, plugins, micro_batch, mesh);
 }
 std::string stale(int steps) { return "[plugins.stale]\nsteps = " + std::to_string(steps) + "\n"; }
-const std::string kParallel = "[plugins.data_parallel]\nbucket = 20000\n";
-std::string zero_stage(int stage) { return "[plugins.zero]\nbucket = 20000\nstage = " + std::to_string(stage) + "\n"; }
-
-using Look = std::function<void(test::Runner&, World&, int step)>;
-std::vector<double> run_losses(int ranks, const std::string& text, int steps, const Look& look = {},
-                               Plugin* plugin = nullptr) {
-  std::vector<double> result;
-  run_local(
-      ranks,
-      [&](World& world) {
-        std::vector<NamedPlugin> more;
-        if (plugin) more.push_back({"probe", plugin});
-        test::Runner runner(text, more, Goal::train, {}, ranks > 1 ? &world : nullptr);
-        std::mt19937 random(7);
-        std::vector<int32_t> tokens(128), targets(tokens.size());
-        for (auto* list : {&tokens, &targets})
-          for (int32_t& token : *list) token = int32_t(random() % 61);
-        for (int step = 0; step < steps; ++step) {
-          const double loss = runner.run_step(tokens.data(), targets.data());
-          if (world.rank() == 0) result.push_back(loss);
-          if (look) look(runner, world, step);
-        }
-      },
-      60);
-  return result;
-}
 
 // Keeps what each rank gives and gets readable after the step.
 class Probe final : public Plugin {
@@ -69,7 +40,8 @@ TEST(Stale, AnUpdateIsOfTheSumOfAnEarlierStep) {
       std::map<std::pair<int, std::string>, Values> given, got;  // by step and parameter
       run_losses(
           2, config(2, wanting + stale(steps)), 6,
-          [&](test::Runner& runner, World& world, int step) {
+          [&](test::Runner& runner, World&, int step) {
+            if (step < 0) return;
             const std::lock_guard lock(mutex);
             const Program& program = runner.built.program;
             std::map<int32_t, std::string> parameter;  // by what was taken
@@ -104,7 +76,6 @@ TEST(Stale, AnUpdateIsOfTheSumOfAnEarlierStep) {
 
 // The exchanges are the first ops of the step, so that all of it hides them.
 TEST(Stale, ExchangesWaitForNothingOfTheStep) {
-  run_losses(2, config(2, kParallel + stale(1)), 0);
   run_local(2, [&](World& world) {
     test::Runner runner(config(2, kParallel + stale(1), 2), {}, Goal::train, {}, &world);
     const auto& ops = runner.built.program.ops;
@@ -116,12 +87,6 @@ TEST(Stale, ExchangesWaitForNothingOfTheStep) {
     EXPECT_GT(last_exchange, 0u);
     EXPECT_LT(last_exchange, first_attention);
   });
-}
-
-void expect_near(const std::vector<double>& actual, const std::vector<double>& expected, double tolerance) {
-  ASSERT_EQ(actual.size(), expected.size());
-  for (size_t i = 0; i < actual.size(); ++i)
-    EXPECT_NEAR(actual[i], expected[i], tolerance * expected[i]) << "step " << i;
 }
 
 // One microbatch a step, so ZeRO 2 and 3 delay by steps as well. Only the order of sums differs.
@@ -154,8 +119,8 @@ TEST(Stale, SkippedStepsKeepNothing) {
       config(2, kParallel + stale(1) + "[plugins.mixed_precision]\ndtype = \"fp16\"\nloss_scale = 33554432.0\n");
   int skipped = 0, made = 0;
   std::map<std::string, Values> before;
-  run_losses(2, text, 6, [&](test::Runner& runner, World& world, int) {
-    if (world.rank() != 0) return;
+  run_losses(2, text, 6, [&](test::Runner& runner, World& world, int step) {
+    if (step < 0 || world.rank() != 0) return;
     bool changed = false;
     for (const Tensor& tensor : runner.storage->persistent_tensors()) {
       if (tensor.name.text().find(".stale.") == std::string::npos) continue;
@@ -176,14 +141,7 @@ TEST_F(StaleRuns, ResumeOfEachMicrobatch) { expect_resumes(config(2, zero_stage(
 
 TEST(Stale, WhatCannotBeIsRefused) {
   const auto expect = [](const std::string& text, const std::string& message) {
-    const test::TemporaryFolder folder;
-    std::string found;
-    try {
-      Session(test::write_file(folder / "config.toml", text), {}).plan(Goal::train);
-    } catch (const Error& error) {
-      EXPECT_EQ(error.code(), ExitCode::usage);
-      found = error.what();
-    }
+    const std::string found = test::usage_error_of(text);
     EXPECT_NE(found.find(message), std::string::npos) << found;
   };
   expect("[run]\nreproducible = true\n" + config(2, kParallel + stale(1)), "runs are not [run] reproducible");

@@ -1,0 +1,50 @@
+// Which kinds a program may have that goes on from a cache. That it goes on rightly is in tests/parity_test.cpp.
+#include "engine/planning/continued.h"
+
+#include <gtest/gtest.h>
+
+#include "engine/program/registering.h"
+#include "strata/builder.h"
+
+namespace strata {
+namespace {
+
+void add_kind(const std::string& name) {
+  OpKind kind{.name = name, .summary = "x -> x", .shape = [](const OpView& v) -> std::vector<TensorSpec> {
+                return {{v.input(0).shape, v.input(0).dtype}};
+              }};
+  register_kind(std::move(kind));
+}
+
+// tokens (2, 4), embedded, through an op of that kind.
+std::string refusal_of(const std::string& kind) {
+  BuiltProgram built;
+  Builder build(built.program);
+  const TensorId tokens = build.data("tokens", {2, 4}, DType::i32, {{"batch"}, {"time"}});
+  const TensorId table = built.program.add(
+      {.name = "table", .shape = {5, 8}, .role = Role::parameter, .persistent = true, .lasting = Lasting{}});
+  built.logits = build.emit(kind, {build.emit("embedding", {tokens, table})});
+  built.program[built.logits].step_output = true;
+  try {
+    go_on(built, 1, Goes::for_logits);
+  } catch (const Error& error) {
+    return error.what();
+  }
+  EXPECT_EQ(built.program[built.logits].shape, (Shape{2, 1, 8}));
+  return "";
+}
+
+TEST(Continued, KindsOfPluginsMustSayThatTheyLeaveTokensApart) {
+  add_kind("test_of_the_engine");
+  {
+    const RegisteringPlugin outsider("outsider");
+    add_kind("test_of_a_plugin");
+  }
+  EXPECT_EQ(refusal_of("test_of_the_engine"), "");
+  EXPECT_EQ(refusal_of("gelu"), "");
+  EXPECT_NE(refusal_of("test_of_a_plugin").find("op kind \"test_of_a_plugin\" looks at whole sequences, or has no"),
+            std::string::npos);
+}
+
+}  // namespace
+}  // namespace strata

@@ -1,0 +1,68 @@
+// The choice among ways to plan a run: the fastest that may be taken, what all being refused says, what plugins are
+// told.
+#include "engine/planning/ways.h"
+
+#include <gtest/gtest.h>
+
+#include "engine/planning/memory_plan.h"
+
+namespace strata {
+namespace {
+
+class Choice final : public Plugin {
+ public:
+  std::vector<std::string> ways(const BatchShape&, const Mesh&) const override { return {"a", "b", "c"}; }
+  void take_way(size_t way) override { way_ = way; }
+  size_t way_ = 99;
+};
+
+class WaysOfAPlugin : public testing::Test {
+ protected:
+  struct Planned {
+    double seconds = 0;
+    int64_t bytes = 0, smallest = 0;  // smallest: refused, and that would do
+  };
+  RunPlans plan(const std::vector<Planned>& planned, bool bounded) {
+    const std::vector<NamedPlugin> plugins{{"choice", &choice_}};
+    return plan_fastest(ways_of(plugins, {}, {}), bounded, [&] {
+      const Planned& one = planned.at(choice_.way_);
+      if (one.smallest > 0) throw BudgetError(std::to_string(one.smallest), Tier::device, one.smallest);
+      RunPlans plans;
+      plans.programs.resize(1);
+      plans.programs[0].prediction = Prediction{.seconds = one.seconds};
+      plans.programs[0].arena_bytes[size_t(Tier::device)] = one.bytes;
+      return plans;
+    });
+  }
+  Choice choice_;
+};
+
+TEST_F(WaysOfAPlugin, TheFastestIsTakenAndThePluginsToldSo) {
+  const RunPlans plans = plan({{3, 10}, {1, 20}, {2, 10}}, true);
+  EXPECT_EQ(choice_.way_, 1u);
+  ASSERT_EQ(plans.ways.size(), 3u);
+  EXPECT_EQ(plans.main().prediction->seconds, 1);
+  for (size_t way = 0; way < 3; ++way) EXPECT_EQ(plans.ways[way].taken, way == 1);
+  plan({{1, 10}, {1, 5}, {2, 5}}, true);
+  EXPECT_EQ(choice_.way_, 0u) << "none is faster than the plain one";
+}
+
+TEST_F(WaysOfAPlugin, WithoutABudgetNoneTakesMoreThanThePlainOne) {
+  plan({{3, 10}, {1, 20}, {2, 10}}, false);
+  EXPECT_EQ(choice_.way_, 2u);
+}
+
+TEST_F(WaysOfAPlugin, OneThatIsRefusedIsNone) {
+  const RunPlans plans = plan({{0, 0, 7}, {0, 0, 8}, {9, 10}}, true);
+  EXPECT_EQ(choice_.way_, 2u);
+  EXPECT_EQ(plans.ways[0].refusal, "7");
+  try {
+    plan({{0, 0, 7}, {0, 0, 5}, {0, 0, 6}}, true);
+    FAIL();
+  } catch (const BudgetError& error) {
+    EXPECT_EQ(error.smallest(), 5);
+  }
+}
+
+}  // namespace
+}  // namespace strata
