@@ -30,5 +30,13 @@ expect() {  # CODE TEXT COMMAND...
 expect 2 'needs a configuration, or --matrix' "$strata" verify
 expect 2 'Did you mean "zero"?' "$strata" verify --matrix --only zro
 expect 2 '--layers is of a configuration' "$strata" verify --matrix --layers 1
+expect 2 '--devices gpu: no plugin runs there. ' "$strata" verify --matrix --cells 3 --larger 0 --devices gpu
+expect 2 '--steps' "$strata" verify --matrix --steps 999999999999999999999
 expect 2 'nothing.toml' "$strata" verify nothing.toml
+# A signal leaves nothing behind.
+mkdir temporary
+TMPDIR=$work/temporary "$strata" verify --matrix >out 2>&1 & pid=$!
+until [ -n "$(ls temporary)" ]; do sleep 0.05; done
+kill "$pid" && code=0 && { wait "$pid" || code=$?; }
+[ "$code" = 1 ] && [ -z "$(ls temporary)" ] || { cat out; fail "a signal: exit $code, left $(ls temporary)"; }
 echo "verify: as expected (seed $seed)"

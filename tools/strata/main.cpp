@@ -120,7 +120,7 @@ void add_verify(CLI::App& parent, VerifyArguments& arguments, Action& action) {
   command->get_option("config")->required(false);
   command->add_option("--steps", arguments.steps, "steps of each run")
       ->capture_default_str()
-      ->check(CLI::PositiveNumber);
+      ->check(CLI::Range(1, 100'000));
   command->add_option("--layers", arguments.layers, "sets model.layers: of a model that is too large to run plainly")
       ->check(CLI::PositiveNumber);
   command->add_option("--json", arguments.json, "write the verdicts as JSON");

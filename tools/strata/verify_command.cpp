@@ -2,9 +2,11 @@
 // found on a small model.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <filesystem>
 
+#include "engine/runtime/stop.h"
 #include "engine/verify/matrix.h"
 #include "engine/verify/verify.h"
 #include "memory/atomic_file.h"
@@ -80,10 +82,23 @@ class Folder {
   std::string path_;
 };
 
+// A backend on which nothing could run, such as one that there is not, is wrong usage.
+void require_some_ran(const verifying::Matrix& matrix) {
+  for (const std::string& backend : matrix.setup.backends) {
+    const verifying::Cell* first = nullptr;
+    const bool ran = std::any_of(matrix.cells.begin(), matrix.cells.end(), [&](const verifying::Cell& cell) {
+      if (cell.backend == backend && !first) first = &cell;
+      return cell.backend == backend && cell.verdict.kind != verifying::Verdict::Kind::refused;
+    });
+    if (first && !ran) throw Error("--devices " + backend + ": no plugin runs there. " + first->verdict.reason);
+  }
+}
+
 int verify_matrix(const VerifyArguments& arguments) {
   if (arguments.layers > 0) throw Error("--layers is of a configuration; --matrix has a model of its own.");
   if (!arguments.json.empty() && arguments.json == arguments.html)
     throw Error("--json and --html name the same file; name two.");
+  block_stop_signals();  // asked for after each cell, so that the folder is removed
   const Folder folder;
   verifying::MatrixSetup setup;
   setup.setup = {.config = arguments.config, .sets = arguments.sets, .steps = arguments.steps};
@@ -100,11 +115,15 @@ int verify_matrix(const VerifyArguments& arguments) {
   setup.cells = arguments.cells;
   setup.only = arguments.only;
   const verifying::Matrix matrix = verifying::run_matrix(setup, [&](const verifying::Cell& cell) {
+    if (stop_signal_waits()) throw Error("interrupted.", ExitCode::failed);
     if (arguments.only.empty() && cell.verdict.kind != verifying::Verdict::Kind::outside) return;
     fmt::print("{}\n", verifying::line_of(cell.verdict));
     std::fflush(stdout);
   });
-  if (arguments.only.empty()) fmt::print("{}", verifying::matrix_text(matrix));
+  if (arguments.only.empty()) {
+    require_some_ran(matrix);
+    fmt::print("{}", verifying::matrix_text(matrix));
+  }
   for (const verifying::Cell& cell : matrix.failures)
     if (!arguments.only.empty()) fmt::print("{}\n", verifying::failure_of(cell.verdict));
   write(arguments.json, verifying::matrix_json(matrix));
