@@ -37,11 +37,17 @@ micro_batch = 2
 [plugins.zero]
 stage = 3
 TOML
-# Nothing of a run is left: no process, no shared memory.
-nothing_left() {
+# The processes of runs of this test.
+processes() {
   for pid in $(pgrep -x strata); do
-    [[ $(readlink /proc/$pid/cwd) != "$work" ]] || fail "$1: a process is left: $(ps -o pid,stat,args -p $pid)"
+    [[ $(readlink /proc/$pid/cwd) != "$work" ]] || echo $pid
   done
+}
+# Nothing of a run is left: no process, no shared memory. Ranks that were killed with their launcher have no parent here
+# that waits for them: the kernel is given 30 s to end them.
+nothing_left() {
+  for _ in $(seq 300); do [[ -n $(processes) ]] || break; sleep 0.1; done
+  [[ -z $(processes) ]] || fail "$1: a process is left: $(ps -o pid,stat,args -p "$(processes | paste -sd,)")"
   ! ls /dev/shm | grep -q strata || fail "$1: shared memory is left"
 }
 # A port that nobody uses now, below those that the kernel gives to outgoing connections.
