@@ -52,6 +52,9 @@ rank = 4
 minimum_ratio = 1.0
 [plugins.quantized_exchange]
 minimum = 0
+[plugins.top_k]
+sparsity = 0.5
+minimum = 0
 [plugins.moe]
 experts = 2
 k = 1
