@@ -217,6 +217,15 @@ int smallest_of_ranks(World& world, int threads, std::string& note) {
   return least;
 }
 
+std::string too_many_threads(int threads, int ranks, int processors) {
+  if (threads == 1 || processors < 1 || int64_t{threads} * ranks <= processors) return "";
+  const int each = std::max(1, processors / ranks);
+  return std::to_string(ranks) + (ranks == 1 ? " rank computes with " : " ranks of this host compute with ") +
+         std::to_string(threads) + (ranks == 1 ? " threads on " : " threads each on ") + std::to_string(processors) +
+         (processors == 1 ? " processor" : " processors") +
+         "; threads wait for each other, so this is slower than device.threads = " + std::to_string(each) + ".";
+}
+
 void require_same_start(World& world, int64_t step) {
   const std::string mine = std::to_string(step), zero = world.broadcast(mine);
   throw_first(world, mine == zero ? ""

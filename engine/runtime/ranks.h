@@ -34,6 +34,10 @@ void require_same_settings(World& world, const Settings& settings);
 // differently. `note` says so where some rank has more.
 int smallest_of_ranks(World& world, int threads, std::string& note);
 
+// What to tell the user where `ranks` of this host with `threads` each have to share fewer `processors` (0: not known);
+// empty where they need not. Threads of one loop wait for each other, so each more than the processors costs time.
+std::string too_many_threads(int threads, int ranks, int processors);
+
 // Throws Error (usage) on all ranks when they are about to begin at different steps.
 void require_same_start(World& world, int64_t step);
 

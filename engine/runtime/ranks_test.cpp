@@ -125,6 +125,18 @@ TEST(RanksAgree, OnThreads) {
   EXPECT_EQ(note.find("ranks have 2 to 16 processors; all compute with 2 threads"), 0u) << note;
 }
 
+TEST(RanksAgree, ThreadsBeyondTheProcessorsAreTold) {
+  EXPECT_EQ(too_many_threads(4, 1, 4), "");
+  EXPECT_EQ(too_many_threads(2, 2, 4), "");
+  EXPECT_EQ(too_many_threads(1, 8, 2), "");   // ranks cannot have fewer
+  EXPECT_EQ(too_many_threads(64, 1, 0), "");  // nobody knows
+  EXPECT_EQ(too_many_threads(4096, 1, 2),
+            "1 rank computes with 4096 threads on 2 processors; threads wait for each other, so this is slower than "
+            "device.threads = 2.");
+  EXPECT_EQ(too_many_threads(3, 4, 8).substr(0, 66),
+            "4 ranks of this host compute with 3 threads each on 8 processors; ");
+}
+
 TEST(RanksAgree, OnTheData) {
   EXPECT_EQ(outcome(3, [](World& world) { require_same_plan(world, "", "10 tokens"); }), "");
   EXPECT_NE(outcome(3, [](World& world) { require_same_plan(world, "", world.rank() == 1 ? "9 tokens" : "10 tokens"); })

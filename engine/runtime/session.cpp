@@ -114,6 +114,8 @@ Session::Session(const std::string& config_path, const std::vector<std::string>&
     require_same_settings(*world, settings);
     if (device.threads == 0) device.threads = smallest_of_ranks(*world, threads(), note);
   }
+  if (!is_asynchronous(device.backend) && note.empty())
+    note = too_many_threads(threads(), world ? world->local_size() : 1, int(std::thread::hardware_concurrency()));
   for (const LoadedPlugin& plugin : loaded_) plugins.push_back({plugin.name(), &*plugin});
   plugins = in_order(plugins);
   require_exactly_one(plugins, "model", "set model.plugin");

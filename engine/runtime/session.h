@@ -35,7 +35,7 @@ class Session {
   Mesh mesh;  // as this rank sees it
   World* world = nullptr;
   Settings settings;                 // of all tables and plugins
-  std::string note;                  // what was decided for ranks that are not alike; mostly empty
+  std::string note;                  // for the user: ranks that are not alike, too many threads; mostly empty
   NvmeStore::Faults storage_faults;  // what tests break on purpose
   std::optional<Rates> rates;        // what tests give instead of measuring the machine
   std::vector<NamedPlugin> plugins;  // in the order their stages run

@@ -64,7 +64,8 @@ int train_rank(const TrainArguments& arguments, const StopSignals& stop, World* 
   try {
     Session session(arguments.config, arguments.sets, world);
     mesh = session.mesh;
-    if (!session.note.empty() && world->rank() == 0) std::fprintf(stderr, "strata: note: %s\n", session.note.c_str());
+    if (!session.note.empty() && (!world || world->rank() == 0))
+      std::fprintf(stderr, "strata: note: %s\n", session.note.c_str());
     summary = train(session, {.resume = arguments.resume, .trace = arguments.trace, .stop = &stop.asked()});
   } catch (const Error& error) {
     if (world) world->abort(error.what(), error.code());
