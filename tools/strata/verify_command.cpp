@@ -52,6 +52,8 @@ rank = 4
 minimum_ratio = 1.0
 [plugins.quantized_exchange]
 minimum = 0
+[plugins.onebit]
+minimum = 0
 [plugins.top_k]
 sparsity = 0.5
 minimum = 0
