@@ -228,7 +228,7 @@ TEST(OneBit, BytesOnTheWireFollowTheFormula) {
       const Shape& shape = program[id].shape;
       if (elements(shape) < 200) continue;
       const int64_t share = (shape[0] + 1) / 2 * (elements(shape) / shape[0]);
-      formula += 2 * double(8 * ((share + 511) / 512) + 4 * ((share + 31) / 32));
+      formula += 2 * 72 * double((share + 511) / 512);
     }
   });
   EXPECT_GT(formula, 0);

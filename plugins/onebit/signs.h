@@ -10,8 +10,8 @@ namespace strata::onebit {
 
 constexpr int64_t kBlock = 512;  // elements with two values in common; the last block of a list may be shorter
 
-// Bytes of a list of `elements` numbers: for each block the values that stand for what has no sign and for what has one
-// (f32), then a bit an element, in words of 32.
+// Bytes of a list of `elements` numbers: for each block the values (f32) that stand for what has no sign and for what
+// has one, then a bit an element, also behind the last.
 int64_t list_bytes(int64_t elements);
 
 // 1-bit SGD (Seide et al., Interspeech 2014, section 3): x = from + error; each element becomes the mean of those of
