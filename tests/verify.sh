@@ -22,6 +22,16 @@ grep -q '^context_parallel + pipeline .*within' pairs || { cat pairs; fail "cont
 "$strata" verify --matrix --only data_parallel+zero >refused || { cat refused; fail "a refusal"; }
 grep -q 'refused: .*summed over the ranks twice' refused || { cat refused; fail "a refusal"; }
 
+# A mode is repeated by the command of its cell, and a word that is none of its option's is refused.
+"$strata" verify --matrix --only zero --set 'plugins.zero.stage=3' >mode || { cat mode; fail "a mode"; }
+grep -q 'within' mode || { cat mode; fail "a mode"; }
+commands=$(python3 -c 'import json
+for cell in json.load(open("matrix.json"))["cells"]:
+    if cell["modes"]: print(cell["command"])')
+while read -r command; do
+  [ -z "$command" ] || eval "${command/#strata/\"\$strata\"}" >mode || { cat mode; fail "$command"; }
+done <<<"$(head -3 <<<"$commands")"
+
 expect() {  # CODE TEXT COMMAND...
   local code=0
   "${@:3}" >out 2>&1 || code=$?
@@ -29,6 +39,7 @@ expect() {  # CODE TEXT COMMAND...
 }
 expect 2 'needs a configuration, or --matrix' "$strata" verify
 expect 2 'Did you mean "zero"?' "$strata" verify --matrix --only zro
+expect 2 'must be one of' "$strata" verify --matrix --only quantized_exchange --set 'plugins.quantized_exchange.format="int5"'
 expect 2 '--layers is of a configuration' "$strata" verify --matrix --layers 1
 expect 2 '--devices gpu: no plugin runs there. ' "$strata" verify --matrix --cells 3 --larger 0 --devices gpu
 expect 2 '--steps' "$strata" verify --matrix --steps 999999999999999999999

@@ -214,6 +214,16 @@ std::string Option::range_text() const {
   return "";
 }
 
+std::vector<std::string> Option::modes() const {
+  std::vector<std::string> values;
+  for (const std::string& choice : choices_) values.push_back('"' + choice + '"');
+  if (type_name() == "boolean") values = {"false", "true"};
+  constexpr double kMost = 5;
+  if (type_name() == "integer" && !exclusive_low_ && high_ - low_ < kMost)
+    for (auto value = int64_t(low_); value <= int64_t(high_); ++value) values.push_back(std::to_string(value));
+  return values;
+}
+
 const Option* Options::find(std::string_view name) const {
   for (const Option& option : options_)
     if (option.name() == name) return &option;

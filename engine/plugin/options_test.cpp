@@ -144,6 +144,20 @@ TEST(Options, RangeTexts) {
   EXPECT_EQ(options.add("e", x, "").range_text(), "");
 }
 
+TEST(Options, ModesAreValuesOfWhatNamesOne) {
+  using Values = std::vector<std::string>;
+  Sample sample;
+  int stage = 1;
+  int64_t many = 1;
+  sample.options.add("stage", stage, "a stage").range(1, 3);
+  sample.options.add("many", many, "a count").range(0, 5);
+  EXPECT_EQ(sample.options.find("flag")->modes(), (Values{"false", "true"}));
+  EXPECT_EQ(sample.options.find("mode")->modes(), (Values{"\"fast\"", "\"slow\""}));
+  EXPECT_EQ(sample.options.find("stage")->modes(), (Values{"1", "2", "3"}));
+  for (const char* other : {"many", "small", "wide", "rate", "size", "names"})
+    EXPECT_EQ(sample.options.find(other)->modes(), Values{}) << other;
+}
+
 TEST(Options, DefaultsAreToml) {
   Options options;
   std::string text = "a\"b\\c\n";

@@ -60,6 +60,8 @@ Names without(const Effects& effects, const Names& names, Effect::Kind kind) {
 
 }  // namespace
 
+std::string text(const Mode& mode) { return fmt::format("plugins.{}.{}={}", mode.plugin, mode.option, mode.value); }
+
 Judge::Judge(Setup setup) : setup_(std::move(setup)) {
   const Config config = Config::load(setup_.config, setup_.sets);
   if (const ConfigTable* plugins = config.root().table("plugins")) tables_ = plugins->keys();
@@ -68,6 +70,16 @@ Judge::Judge(Setup setup) : setup_(std::move(setup)) {
 
 bool Judge::provides(const std::string& plugin, const std::string& capability) const {
   return holds(load_plugin(plugin, plugin_path_)->capabilities().provides, capability);
+}
+
+std::vector<Mode> Judge::modes_of(const std::string& plugin) const {
+  const LoadedPlugin loaded = load_plugin(plugin, plugin_path_);
+  Options options;
+  loaded->options(options);
+  std::vector<Mode> modes;
+  for (const Option& option : options.all())
+    for (const std::string& value : option.modes()) modes.push_back({plugin, option.name(), value});
+  return modes;
 }
 
 Sizes Judge::mesh_for(const Names& plugins, const Sizes& mesh) const {
@@ -96,6 +108,8 @@ std::vector<std::string> Judge::sets_of(const Trial& trial) const {
   sets.push_back(fmt::format("run.reproducible={}", trial.reproducible));
   if (!trial.budgets) sets.insert(sets.end(), {"device.memory=0", "host.memory=0"});
   sets.insert(sets.end(), trial.sets.begin(), trial.sets.end());
+  for (const Mode& mode : trial.modes)
+    if (holds(trial.plugins, mode.plugin)) sets.push_back(text(mode));
   return sets;
 }
 
@@ -176,7 +190,7 @@ Verdict Judge::judge(const Trial& trial) {
     return verdict;
   }
 
-  Trial beside{.plugins = {}, .mesh = {}, .reproducible = trial.reproducible, .sets = trial.sets};
+  Trial beside{.plugins = {}, .mesh = {}, .reproducible = trial.reproducible, .sets = trial.sets, .modes = trial.modes};
   for (const std::string& name : trial.plugins)
     if (effects.all.at(name).kind == Effect::Kind::program) beside.plugins.push_back(name);
   if (beside.plugins == trial.plugins && effects.ranks == 1) {
@@ -194,7 +208,8 @@ Verdict Judge::judge(const Trial& trial) {
   // What changes no bit is held to that beside whatever else, too.
   Trial less{.plugins = without(effects, trial.plugins, Effect::Kind::exact),
              .reproducible = trial.reproducible,
-             .sets = trial.sets};
+             .sets = trial.sets,
+             .modes = trial.modes};
   if (trial.reproducible) less.plugins = without(effects, less.plugins, Effect::Kind::reorders);
   less.mesh = mesh_for(less.plugins, trial.mesh);
   if (verdict.difference.is_within() && less.plugins != trial.plugins && less.plugins != beside.plugins &&

@@ -14,12 +14,19 @@ namespace strata::verifying {
 
 using Sizes = std::map<std::string, int64_t>;  // of [mesh], by key; what is not named is 1
 
+// An option of a plugin, and its value in TOML syntax.
+struct Mode {
+  std::string plugin, option, value;
+};
+std::string text(const Mode& mode);  // "plugins.zero.stage=3"
+
 // What is run.
 struct Trial {
   std::vector<std::string> plugins;  // of [plugins], the optimizer among them
   Sizes mesh{};
   bool reproducible = false, budgets = false;  // budgets: those of the configuration hold
   std::vector<std::string> sets{};             // "key=value", what else is set otherwise
+  std::vector<Mode> modes{};                   // of plugins, wherever they are enabled
 };
 
 struct Verdict {
@@ -52,6 +59,8 @@ class Judge {
   // The part of a mesh that these plugins divide work over.
   Sizes mesh_for(const std::vector<std::string>& plugins, const Sizes& mesh) const;
   bool provides(const std::string& plugin, const std::string& capability) const;
+  // What its options that name a mode can be (Option::modes).
+  std::vector<Mode> modes_of(const std::string& plugin) const;
   // What of the configuration is set otherwise for a trial, as "key=value".
   std::vector<std::string> sets_of(const Trial& trial) const;
   const Setup& setup() const { return setup_; }

@@ -33,8 +33,10 @@ class Maker {
   Matrix make(const std::function<void(const Cell&)>& said) {
     const double began = seconds_now();
     std::vector<Cell> cells;
-    for (const std::string& backend : setup_.backends)
+    for (const std::string& backend : setup_.backends) {
       for (const Names& set : setup_.only.empty() ? pairs() : given()) add(cells, set, backend);
+      if (setup_.only.empty()) add_modes(cells, backend);
+    }
     if (setup_.cells > 0) {
       std::shuffle(cells.begin(), cells.end(), random_);
       cells.resize(std::min(cells.size(), size_t(setup_.cells)));
@@ -78,8 +80,9 @@ class Maker {
 
   // The cells of a set: over the smallest mesh that all of it takes part in, over one of more ranks for the data where
   // that leaves few, and each with both kinds of sums.
-  void add(std::vector<Cell>& cells, const Names& set, const std::string& backend) {
-    Trial trial{.plugins = set, .sets = {"device.backend=" + backend}};
+  void add(std::vector<Cell>& cells, const Names& set, const std::string& backend,
+           const std::vector<Mode>& modes = {}) {
+    Trial trial{.plugins = set, .sets = {"device.backend=" + backend}, .modes = modes};
     if (std::none_of(set.begin(), set.end(), [&](const auto& name) { return judge_.provides(name, "optimizer"); }))
       trial.plugins.push_back(matrix_.optimizer);
     const Sizes all{{"pipeline", 2}, {"data", 2}, {"expert", 2}, {"tensor", 2}, {"sequence", 2}};
@@ -101,6 +104,23 @@ class Maker {
         trial.mesh = mesh, trial.reproducible = reproducible;
         cells.push_back({set, backend, {.trial = trial}});
       }
+  }
+
+  // Each mode of each plugin alone, and beside one drawn of those that sum gradients, so that there are ranks; of
+  // plugins that do so themselves beside one of all.
+  void add_modes(std::vector<Cell>& cells, const std::string& backend) {
+    const auto sums = [this](const std::string& name) { return judge_.provides(name, "summed_gradients"); };
+    for (const std::string& name : matrix_.plugins) {
+      Names partners = matrix_.plugins;
+      std::erase_if(partners, [&](const auto& other) { return other == name || (!sums(name) && !sums(other)); });
+      for (const Mode& mode : judge_.modes_of(name)) {
+        add(cells, {name}, backend, {mode});
+        if (partners.empty()) continue;
+        Names pair{name, partners[random_() % partners.size()]};
+        std::sort(pair.begin(), pair.end());
+        add(cells, pair, backend, {mode});
+      }
+    }
   }
 
   // Sets by chance that hold no pair all of whose cells were refused.
@@ -157,8 +177,10 @@ int64_t Matrix::count(Verdict::Kind kind) const {
 }
 
 std::string command_of(const Cell& cell) {
-  return fmt::format("strata verify --matrix --only {}{}", fmt::join(cell.plugins, "+"),
-                     cell.backend == "cpu" ? "" : " --devices " + cell.backend);
+  std::string command = fmt::format("strata verify --matrix --only {}", fmt::join(cell.plugins, "+"));
+  if (cell.backend != "cpu") command += " --devices " + cell.backend;
+  for (const Mode& mode : cell.verdict.trial.modes) command += " --set '" + text(mode) + "'";
+  return command;
 }
 
 Matrix run_matrix(const MatrixSetup& setup, const std::function<void(const Cell&)>& said) {

@@ -17,7 +17,9 @@ std::string mesh_text(const Trial& trial) {
   for (const auto& [axis, size] : trial.mesh)
     if (size > 1) parts.push_back(fmt::format("{}={}", axis, size));
   if (trial.reproducible) parts.push_back("reproducible");
-  return parts.empty() ? "one rank" : fmt::format("{}", fmt::join(parts, " "));
+  if (parts.empty()) parts.push_back("one rank");
+  for (const Mode& mode : trial.modes) parts.push_back(fmt::format("{}.{}={}", mode.plugin, mode.option, mode.value));
+  return fmt::format("{}", fmt::join(parts, " "));
 }
 
 std::string_view name_of(Verdict::Kind kind) {
@@ -112,7 +114,10 @@ Json to_json(const Verdict& verdict) {
   for (const std::string& name : verdict.trial.plugins) plugins.emplace_back(name);
   Json::Object mesh;
   for (const auto& [axis, size] : verdict.trial.mesh) mesh.emplace_back(axis, size);
+  Json::Array modes;
+  for (const Mode& mode : verdict.trial.modes) modes.emplace_back(text(mode));
   return Json::Object{{"plugins", plugins},
+                      {"modes", modes},
                       {"mesh", mesh},
                       {"reproducible", verdict.trial.reproducible},
                       {"ranks", verdict.ranks},

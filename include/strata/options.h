@@ -40,6 +40,8 @@ class Option {
   const std::string& help() const { return help_; }
   const std::string& unit_name() const { return unit_; }
   const std::vector<std::string>& choice_names() const { return choices_; }
+  // Its values, in TOML syntax, where it names a mode: choices, a boolean, an integer of at most five. Else none.
+  std::vector<std::string> modes() const;
   bool is_required() const { return required_; }
   bool is_per_rank() const { return per_rank_; }
   bool is_changeable() const { return changeable_; }

@@ -126,8 +126,8 @@ void add_verify(CLI::App& parent, VerifyArguments& arguments, Action& action) {
   command->add_option("--json", arguments.json, "write the verdicts as JSON");
   command->add_flag(
       "--matrix", arguments.matrix,
-      "all plugins that are found, alone, in pairs and in larger sets drawn by chance, over meshes of 1, 2 "
-      "and 4 ranks,\non a small model of its own or that of a configuration");
+      "all plugins that are found, alone, in each of their modes, in pairs and in larger sets drawn by chance,\n"
+      "over meshes of 1, 2 and 4 ranks, on a small model of its own or that of a configuration");
   command->add_option("--devices", arguments.devices, "of the matrix: backends, with commas between")
       ->delimiter(',')
       ->capture_default_str();
