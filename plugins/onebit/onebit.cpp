@@ -186,7 +186,8 @@ class OneBit final : public strata::Plugin {
     Shape shape = gradient.shape;
     for (size_t d = 0; d < shape.size(); ++d) state.follows.push_back(d == 0 ? strata::FormState::kNone : int(d));
     shape[0] = share_rows(bucket, gradient);
-    return bucket.state(i, "onebit.share_error", shape, state);
+    // Shares of another number of ranks are of other rows, and may yet be of the same size together.
+    return bucket.state(i, "onebit.share_error." + std::to_string(bucket.mesh().size(bucket.axis())), shape, state);
   }
 
   static std::vector<TensorId> cross(strata::GradientBucket& bucket) {

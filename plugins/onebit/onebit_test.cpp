@@ -1,5 +1,6 @@
 // One-bit exchanges: bits against a plain program, each step of whole runs against one of the paper's algorithm, bit
 // for bit, what it composes with, what crosses the wire, and what is refused.
+#include <algorithm>
 #include <cmath>
 #include <map>
 #include <mutex>
@@ -238,6 +239,20 @@ TEST(OneBit, BytesOnTheWireFollowTheFormula) {
 using OneBitRuns = test::ResumedRuns;
 TEST_F(OneBitRuns, ResumeOnceAStep) { expect_resumes(config(2, kParallel + form("start = 1\n"), 2), 2, 3, 2); }
 TEST_F(OneBitRuns, ResumeOfEachMicrobatch) { expect_resumes(config(2, zero_stage(2) + form(), 2), 2, 3, 2); }
+
+// Shares of 71 rows are 18 on 4 ranks and 24 on 3, 72 in all either way, but of other rows.
+TEST(OneBit, ErrorsOfSharesAreOfOneNumberOfRanks) {
+  std::mutex mutex;
+  std::map<int, std::vector<std::string>> names;
+  for (int ranks : {2, 4})
+    run_losses(ranks, config(ranks, kParallel + form(), 2), 1, [&](test::Runner& runner, World&, int) {
+      const std::lock_guard lock(mutex);
+      for (const Tensor& tensor : runner.storage->persistent_tensors())
+        if (tensor.name.text().find("share_error") != std::string::npos) names[ranks].push_back(tensor.name.text());
+    });
+  ASSERT_FALSE(names[2].empty());
+  for (const std::string& name : names[2]) EXPECT_EQ(std::count(names[4].begin(), names[4].end(), name), 0) << name;
+}
 
 TEST(OneBit, WhatCannotBeIsRefused) {
   const auto expect = [](const std::string& text, const std::string& message) {
