@@ -164,7 +164,7 @@ void require_may_be_left(const ProgramStage& forward, const Mesh& mesh, const st
                 "scaling (bf16, f32).");
   const auto of_data = mesh.parts_of(kDataAxis);
   for (const Axis& axis : mesh.axes())
-    if (axis.size > 1 && std::find(of_data.begin(), of_data.end(), axis.name) == of_data.end())
+    if (axis.size > 1 && !axis.own_programs && std::find(of_data.begin(), of_data.end(), axis.name) == of_data.end())
       throw Error("the " + pass + " is left to the next step, which cannot be planned yet with ranks along axis \"" +
                   axis.name + "\".");
 }
@@ -332,6 +332,8 @@ class Build {
     const auto [schedule, passes] =
         scheduled(plugins_, single_, activation_gradients_, int(microbatches), goal_, phases_, memory_);
     for (const Pass& pass : passes.left(schedule)) built_.left.push_back(text(pass));
+    for (const Pass& pass : schedule.sent_later) built_.left.push_back("send of the " + text(pass));
+    if (schedule.sums_go_on) built_.left.push_back("sum of gradients");
     if (!built_.left.empty()) require_may_be_left(forward_, mesh_, built_.left.front());
     step() = unroll(single_, passes, parameters_, gradients_, schedule, batch_.reproducible, mesh_);
     built_.model_flops = flops(single_) * double(microbatches) * double(goal_ == Goal::train ? mesh_.size() : 1);

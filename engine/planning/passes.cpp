@@ -224,11 +224,29 @@ std::vector<Pass> PassTable::left(const ScheduleStage& schedule) const {
   return passes;
 }
 
+// What is sent later is made in this step, and is the last that the pass does.
+void PassTable::check_sent_later(const ScheduleStage& schedule) const {
+  for (size_t i = 0; i < schedule.sent_later.size(); ++i) {
+    const Pass& pass = schedule.sent_later[i];
+    const std::string where = "what the schedule sends in the next step, of the " + text(pass) + ": ";
+    const auto is_same = [&](const Pass& other) {
+      return other.part == pass.part && other.chunk == pass.chunk && other.microbatch == pass.microbatch;
+    };
+    if (pass.microbatch < 0 || std::none_of(schedule.order.begin(), schedule.order.end(), is_same))
+      throw Error(where + "it is a pass of this step's microbatches that this step runs.");
+    if (std::any_of(schedule.sent_later.begin(), schedule.sent_later.begin() + int64_t(i), is_same))
+      throw Error(where + "it is named twice.");
+    if (schedule.phases.has_first_step() && !schedule.phases.is_first_step())
+      throw Error(where + "before the first step there is none. Declare a phase of step 1 alone (stage phases).");
+  }
+}
+
 void PassTable::check(const ScheduleStage& schedule) const {
   const size_t units_in_all = needs_.size();
   for (size_t p = 0; p < schedule.order.size(); ++p) require_pass(schedule.order[p], schedule, where_of(schedule, p));
   for (const ScheduleStage::Receive& receive : schedule.receives)
     require_pass(receive.pass, schedule, "a receive of the schedule, for the " + text(receive.pass) + ": ");
+  check_sent_later(schedule);
   const std::vector<std::vector<char>> left = left_units(schedule);
   std::vector<std::vector<char>> done(left.size(), std::vector<char>(units_in_all, false)), before = left;
   for (auto& ran : before)  // what was not left to this step has run

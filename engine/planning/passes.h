@@ -43,6 +43,7 @@ class PassTable {
   Pass pass_of(int unit, int microbatch) const;
   const std::vector<int32_t>& list(Pass::Part part, int chunk) const { return ops_[size_t(chunk)][size_t(part)]; }
   void require_pass(const Pass& pass, const ScheduleStage& schedule, const std::string& where) const;
+  void check_sent_later(const ScheduleStage& schedule) const;
   // By microbatch and unit: those that have ops and do not run in the step that their microbatch begins in.
   std::vector<std::vector<char>> left_units(const ScheduleStage& schedule) const;
   void find_needs(const Program& single);

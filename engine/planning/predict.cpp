@@ -7,6 +7,7 @@
 #include <memory>
 #include <tuple>
 #include <unordered_map>
+#include <utility>
 
 #include "engine/program/signature.h"
 #include "strata/json.h"
@@ -245,6 +246,54 @@ Mesh one_rank_each(const Mesh& mesh, int program) {
 
 std::vector<std::vector<Span>> run_together(std::span<const TimedProgram> programs, const Mesh& mesh) {
   return Clock(programs, mesh).run();
+}
+
+namespace {
+
+// So many steps in a row: the first op of a step on each stream waits for all of the step before.
+TimedProgram in_a_row(const TimedProgram& program, int steps) {
+  TimedProgram all{.ops = {}, .alike = program.alike, .waits = {}, .axes = program.axes, .processors = program.processors};
+  VectorClock ends{};  // by stream: ops of a step
+  for (size_t i = 0; i < program.ops.size(); ++i) ++ends[size_t(program[i].stream)];
+  for (int step = 0; step < steps; ++step) {
+    std::array<bool, kStreams> begun{};
+    for (size_t i = 0; i < program.ops.size(); ++i) {
+      std::vector<Wait> waits;
+      for (Wait wait : program.waits[i]) {
+        wait.count += step * ends[size_t(wait.stream)];
+        waits.push_back(wait);
+      }
+      if (step > 0 && !std::exchange(begun[size_t(program[i].stream)], true))
+        for (size_t s = 0; s < ends.size(); ++s)
+          if (ends[s] > 0) waits.push_back({Stream(s), step * ends[s]});
+      all.ops.push_back(program.ops[i]);
+      all.waits.push_back(waits);
+    }
+  }
+  return all;
+}
+
+}  // namespace
+
+std::vector<std::vector<Span>> run_on_and_on(std::span<const TimedProgram> programs, const Mesh& mesh,
+                                             double& seconds) {
+  constexpr int kSteps = 4;  // the last two take the same time: what fills the stages is over with the first
+  std::vector<TimedProgram> all;
+  for (const TimedProgram& program : programs) all.push_back(in_a_row(program, kSteps));
+  std::vector<std::vector<Span>> spans = run_together(all, mesh);
+  seconds = 0;
+  for (std::vector<Span>& of_one : spans) {
+    const auto end = [&](int steps) {
+      double last = 0;
+      for (size_t i = 0; i < of_one.size() / kSteps * size_t(steps); ++i) last = std::max(last, of_one[i].finish);
+      return last;
+    };
+    const double begin = end(kSteps - 1);
+    seconds = std::max(seconds, end(kSteps) - begin);
+    of_one.erase(of_one.begin(), of_one.begin() + int64_t(of_one.size() / kSteps * (kSteps - 1)));
+    for (Span& span : of_one) span.start -= begin, span.finish -= begin;
+  }
+  return spans;
 }
 
 Prediction prediction_of(const Program& program, const TimedProgram& timed, const Rates& rates, std::vector<Span> spans,

@@ -62,6 +62,10 @@ Mesh one_rank_each(const Mesh& mesh, int program);
 // alone. Throws Error where they would wait for each other for ever.
 std::vector<std::vector<Span>> run_together(std::span<const TimedProgram> programs, const Mesh& mesh);
 
+// The same for programs of which each begins its next step when it has ended the one before, whatever the others do:
+// a step among many, each program's from its own start. `seconds` becomes what a step takes.
+std::vector<std::vector<Span>> run_on_and_on(std::span<const TimedProgram> programs, const Mesh& mesh, double& seconds);
+
 // A prediction from when ops run. `seconds`: of the step of all programs.
 Prediction prediction_of(const Program& program, const TimedProgram& timed, const Rates& rates, std::vector<Span> spans,
                          double seconds);

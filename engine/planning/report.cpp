@@ -380,7 +380,7 @@ Json::Array programs_json(const RunPlans& plans) {
 }  // namespace
 
 std::string plan_text(const RunPlans& plans) {
-  const PlannedProgram& planned = plans.main();
+  const PlannedProgram& planned = plans.programs[plans.usual()];
   const Program& program = planned.built.program;
   std::string text = fmt::format(
       "parameters        {:>16}\ntokens a step     {:>16}\nops a step        {:>16}\nmodel FLOPs a step{:>16.4e}\n",
@@ -423,7 +423,7 @@ std::string plan_text(const RunPlans& plans) {
 }
 
 std::string plan_json(const RunPlans& plans) {
-  const PlannedProgram& planned = plans.main();
+  const PlannedProgram& planned = plans.programs[plans.usual()];
   const Program& program = planned.built.program;
   Json::Object tiers;
   for (int t = 0; t < kTiers; ++t) {

@@ -44,6 +44,8 @@ struct RunPlans {
   std::vector<PlannedProgram> programs{};
   std::vector<PlannedWay> ways{};  // among which these were chosen; none: there was no choice
   const PlannedProgram& main() const { return programs.front(); }
+  // The first, but where the first step has a program of its own, as passes go on from step to step, the second's.
+  size_t usual() const { return phases.programs() > 1 && phases.of_program(0).is_first_step() ? of_step(2) : 0; }
   size_t of_step(int64_t step) const { return phases.of_step(step); }
   std::optional<size_t> validation() const;  // which of the programs that is
 };

@@ -8,18 +8,20 @@
 namespace strata {
 namespace {
 
+const PlannedProgram& usual(const RunPlans& plans) { return plans.programs[plans.usual()]; }
+
 double busy_of(const RunPlans& plans) {
-  return plans.main().prediction ? plans.main().prediction->busy[size_t(Stream::compute)] : 0;
+  return usual(plans).prediction ? usual(plans).prediction->busy[size_t(Stream::compute)] : 0;
 }
 
-const TierPlan& device_of(const RunPlans& plans) { return plans.main().memory.device(); }
+const TierPlan& device_of(const RunPlans& plans) { return usual(plans).memory.device(); }
 
 }  // namespace
 
 StagesSummary summary_of(std::span<const RunPlans> stages) {
   StagesSummary summary;
   for (const RunPlans& plans : stages) {
-    if (plans.main().prediction) summary.seconds = std::max(summary.seconds, plans.main().prediction->seconds);
+    if (usual(plans).prediction) summary.seconds = std::max(summary.seconds, usual(plans).prediction->seconds);
     summary.busiest = std::max(summary.busiest, busy_of(plans));
   }
   return summary;

@@ -8,7 +8,7 @@
 
 namespace strata {
 
-// What stages that ran together make of their first program's step.
+// What stages that ran together make of a step (RunPlans::usual).
 struct StagesSummary {
   double seconds = 0;  // of the step
   double busiest = 0;  // the most seconds that a stage computes

@@ -31,35 +31,45 @@ class Unroller {
     for (size_t i = 0; i < single.tensors.size(); ++i)
       shared_.push_back(single.tensors[i].persistent ? result_.add(single.tensors[i]) : TensorId{});
     sums_.resize(gradients.size());
-    made_at_.assign(gradients.size(), -1);
-    tree_.resize(gradients.size());
+    next_sums_.resize(gradients.size());
   }
 
   Program run(const ScheduleStage& schedule) {
     microbatches_ = schedule.microbatches;
+    goes_on_ = schedule.sums_go_on;
+    const bool has_before = !schedule.phases.is_first_step();
     const std::vector<Pass> left = passes_.left(schedule);
-    const size_t begun = left.empty() ? 0 : size_t(microbatches_);  // in the step before
+    const size_t begun = left.empty() && schedule.sent_later.empty() ? 0 : size_t(microbatches_);  // in the step before
     maps_.assign(size_t(microbatches_) + begun, shared_);
     placed_.assign(size_t(microbatches_) + begun, std::vector<int32_t>(single_.ops.size(), -1));
     left_.assign(begun, std::vector<char>(single_.ops.size(), false));
     for (const Pass& pass : left)
       for (int32_t i : passes_.ops(pass)) left_[size_t(pass.microbatch)][size_t(i)] = true;
+    for (const Pass& pass : schedule.sent_later)
+      for (int32_t i : passes_.ops(pass))
+        if (is_handed_on(i, Stream::send)) left_[size_t(pass.microbatch)][size_t(i)] = true;
     for (size_t m = 0; m < begun; ++m) find_kept(int(m));
+    if (goes_on_) begin_sums(schedule, has_before);
     const size_t additions = balanced_ ? gradients_.size() : 0;
     const size_t copies = size_t(schedule.microbatches);
     // And as much again as one microbatch for what happens once a step: growing would copy it all.
     result_.ops.reserve((single_.ops.size() + additions) * (copies + 1));
     result_.tensors.reserve(result_.tensors.size() + (unshared() + additions) * (copies + 1));
+    if (has_before)
+      for (const Pass& pass : schedule.sent_later)
+        for (int32_t i : passes_.ops(pass))
+          if (is_handed_on(i, Stream::send)) place(size_t(i), pass.microbatch - microbatches_);
     auto next = schedule.receives.begin();
     for (size_t p = 0; p < schedule.order.size(); ++p) {
       for (; next != schedule.receives.end() && next->before <= p; ++next) receive(next->pass);
       const Pass& pass = schedule.order[p];
       for (int32_t i : passes_.ops(pass))
-        if (placed_[place_of(pass.microbatch)][size_t(i)] < 0) place(size_t(i), pass.microbatch);
+        if (runs_here(size_t(i), pass.microbatch)) place(size_t(i), pass.microbatch);
       if (pass.part == Pass::Part::forward) continue;
       for (size_t g : made_in(pass)) balanced_ ? grow(g, pass) : accumulate(g, pass);
     }
     if (balanced_ && !schedule.order.empty()) close_trees(schedule.order.back());
+    if (goes_on_) hand_on_sums();
     for (const auto& [from, to] : kept_) keep(from, to);
     for (int m = -int(begun); m < microbatches_; ++m)
       for (TensorId loss : single_.losses) {
@@ -82,7 +92,7 @@ class Unroller {
       }
     result_.storage_directory = single_.storage_directory;
     result_.storage_limit = single_.storage_limit;
-    gradients_ = sums_;
+    for (size_t g = 0; g < gradients_.size(); ++g) gradients_[g] = sums_[g].total;
     std::vector<char> movable(result_.ops.size(), false);
     for (size_t i : additions_) movable[i] = true;
     hoist(result_, movable);
@@ -137,12 +147,23 @@ class Unroller {
   // What a pass receives from other stages, ahead of it.
   void receive(const Pass& pass) {
     for (int32_t i : passes_.ops(pass)) {
-      const Op& op = single_.ops[size_t(i)];
-      if (op.stream != Stream::receive || !mesh_[op.attributes.string("axis")].own_programs) continue;
+      if (!is_handed_on(i, Stream::receive)) continue;
       if (placed_[place_of(pass.microbatch)][size_t(i)] >= 0)
         throw Error("the schedule receives what the " + text(pass) + " needs when it has run.");
       place(size_t(i), pass.microbatch);
     }
+  }
+
+  // Whether an op hands something on between ranks with programs of their own.
+  bool is_handed_on(int32_t i, Stream way) const {
+    const Op& op = single_.ops[size_t(i)];
+    return op.stream == way && mesh_[op.attributes.string("axis")].own_programs;
+  }
+
+  // Of a pass: whether the op has not run yet, and is of this step.
+  bool runs_here(size_t i, int m) const {
+    if (placed_[place_of(m)][i] >= 0) return false;
+    return left_.empty() || left_[size_t(m < 0 ? m + microbatches_ : m)][i] == (m < 0);
   }
 
   // In lists by microbatch: those that began in the step before come after those of this one.
@@ -175,12 +196,21 @@ class Unroller {
           throw Error("a pass that is left to the next step reads " + tensor.name + ", " +
                       (tensor.part_of ? "a part of a tensor" : "which ops of other microbatches change") +
                       "; that cannot be kept for it.");
-        slot = result_.add(kept(tensor, m));
-        kept_.emplace_back(tensor.persistent ? shared_[size_t(id.value)] : mapped(id, m), slot);
+        if (tensor.persistent) {  // all microbatches of a step see one value of it
+          TensorId& one = kept_of_step_[id.value];
+          if (!one) {
+            one = result_.add(kept(tensor, tensor.name + kKept));
+            kept_.emplace_back(shared_[size_t(id.value)], one);
+          }
+          slot = one;
+          continue;
+        }
+        slot = result_.add(kept(tensor, (tensor.name + kKept) + "." + std::to_string(m)));
+        kept_.emplace_back(mapped(id, m), slot);
       }
   }
 
-  Tensor kept(Tensor tensor, int m) const {
+  Tensor kept(Tensor tensor, std::string name) const {
     if (!tensor.persistent && mesh_.size(kDataAxis) > 1) {  // each rank's own: together one tensor, split by rows
       Layout layout{{.dimension = 0,
                      .axis = std::string(kDataAxis),
@@ -190,7 +220,7 @@ class Unroller {
       tensor.layout = std::move(layout);
       tensor.dimensions = {};
     }
-    tensor.name = tensor.name + ".kept." + std::to_string(m);
+    tensor.name = Name(std::move(name));
     tensor.role = Role::optimizer_state;
     tensor.persistent = true;
     tensor.step_output = false;
@@ -206,19 +236,84 @@ class Unroller {
     result_.ops.push_back(std::move(op));
   }
 
+  // Of the gradients of a parameter: one after the other, or in a balanced tree over microbatches.
+  struct Partial {
+    TensorId sum;
+    int count;  // of microbatches
+  };
+  struct Sum {
+    TensorId total;
+    int64_t made_at = -1;         // the op of the result that makes it
+    std::map<int, Partial> tree;  // by first microbatch
+  };
+  // Where sums go on, this step's microbatches have one of their own, for the next step's update.
+  Sum& sum_of(size_t g, const Pass& pass) {
+    return goes_on_ && pass.microbatch >= 0 ? next_sums_[g] : sums_[g];
+  }
+
+  // Persistent tensors for what this step's microbatches add up to, which the next step begins with. `has_before`: so
+  // does this one.
+  void begin_sums(const ScheduleStage& schedule, bool has_before) {
+    std::vector<std::map<int, int>> parts(gradients_.size());  // by first microbatch: how many
+    for (const Pass& pass : schedule.order)
+      if (pass.microbatch >= 0 && pass.part != Pass::Part::forward)
+        for (size_t g : made_in(pass)) {
+          int first = balanced_ ? pass.microbatch : 0, count = 1;
+          auto& known = parts[g];
+          for (; balanced_; first &= ~count, count *= 2) {
+            const auto sibling = known.find(first ^ count);
+            if (sibling == known.end() || sibling->second != count) break;
+            known.erase(sibling);
+          }
+          known[first] = count;
+        }
+    std::map<std::string, int> numbers;
+    for (size_t g = 0; g < gradients_.size(); ++g) {
+      const std::string parameter = single_[parameters_[g]].name;
+      const int number = numbers[parameter]++;  // of what several ops make of it, apart
+      for (const auto& [first, count] : parts[g]) {
+        const std::string name = parameter + ".gradient" + (number > 0 ? "." + std::to_string(number) : "");
+        const TensorId slot =
+            result_.add(kept(single_[gradients_[g]], (name + std::string(kKept)) + "." + std::to_string(first)));
+        slots_[{g, first}] = slot;
+        if (has_before && balanced_)
+          sums_[g].tree[first] = {slot, count};
+        else if (has_before)
+          sums_[g].total = slot;
+      }
+    }
+  }
+
+  void hand_on_sums() {
+    for (auto& [at, slot] : slots_) {
+      const auto& [g, first] = at;
+      if (sums_[g].total == slot) {  // it is about to change
+        Tensor tensor = single_[gradients_[g]];
+        tensor.name = Name(result_[slot].name.text() + ".before");
+        tensor.role = Role::gradient;
+        sums_[g].total = result_.add(std::move(tensor));
+        Op op = make_op("move", {slot}, {sums_[g].total});
+        op.step_part = StepPart::backward;
+        result_.ops.push_back(std::move(op));
+      }
+      kept_.emplace_back(balanced_ ? next_sums_[g].tree.at(first).sum : next_sums_[g].total, slot);
+    }
+  }
+
   // Adds the sum so far to this microbatch's gradient: into the op that makes the first contribution where its kind
   // can accumulate and nothing else reads the bare contribution, by an addition otherwise.
   void accumulate(size_t g, const Pass& pass) {
     const TensorId now = mapped(gradients_[g], pass.microbatch);
     result_[now].role = Role::gradient;
-    const bool folded = sums_[g] && fold(g, pass.microbatch);
-    if (sums_[g] && !folded) {
-      sums_[g] = add(g, sums_[g], now, pass);
-      made_at_[g] = int64_t(result_.ops.size()) - 1;
+    Sum& sum = sum_of(g, pass);
+    const bool folded = sum.total && fold(g, sum, pass.microbatch);
+    if (sum.total && !folded) {
+      sum.total = add(g, sum.total, now, pass);
+      sum.made_at = int64_t(result_.ops.size()) - 1;
     } else {
-      sums_[g] = now;
+      sum.total = now;
       const int32_t producer = producer_[size_t(gradients_[g].value)];
-      made_at_[g] = producer < 0 ? -1 : placed_[place_of(pass.microbatch)][size_t(producer)];
+      sum.made_at = producer < 0 ? -1 : placed_[place_of(pass.microbatch)][size_t(producer)];
     }
   }
 
@@ -230,21 +325,17 @@ class Unroller {
     additions_.push_back(result_.ops.size());
     const TensorId sum = build.emit("add", {a, b}, {}, single_[parameters_[g]].name + ".gradient");
     result_.ops.back().chunk = int16_t(pass.chunk);
-    result_[sum].layout = result_[a].layout;
+    result_[sum].layout = single_[gradients_[g]].layout;
     return sum;
   }
 
   // Balanced sums: a sum over 2^k microbatches from a multiple of 2^k on is added to its neighbour's as soon as both
   // are there, in whatever order the passes make them.
-  struct Partial {
-    TensorId sum;
-    int count;  // of microbatches
-  };
   void grow(size_t g, const Pass& pass) {
     int first = pass.microbatch < 0 ? pass.microbatch + microbatches_ : pass.microbatch;
     Partial now{mapped(gradients_[g], pass.microbatch), 1};
     result_[now.sum].role = Role::gradient;
-    auto& tree = tree_[g];
+    auto& tree = sum_of(g, pass).tree;
     for (;;) {
       const int sibling = first ^ now.count;
       const auto found = tree.find(sibling);
@@ -259,18 +350,18 @@ class Unroller {
   // What is left of a number of microbatches that is no power of two, the smallest first.
   void close_trees(const Pass& last) {
     for (size_t g = 0; g < gradients_.size(); ++g) {
-      auto& tree = tree_[g];
+      auto& tree = sums_[g].tree;
       while (tree.size() > 1) {
         const Partial b = tree.rbegin()->second;
         tree.erase(std::prev(tree.end()));
         Partial& a = tree.rbegin()->second;
         a = {add(g, a.sum, b.sum, last), a.count + b.count};
       }
-      if (!tree.empty()) sums_[g] = tree.begin()->second.sum;
+      if (!tree.empty()) sums_[g].total = tree.begin()->second.sum;
     }
   }
 
-  bool fold(size_t g, int m) {
+  bool fold(size_t g, const Sum& sum, int m) {
     for (TensorId id = gradients_[g];;) {
       if (uses_[id.value] != (id == gradients_[g] ? 0 : 1)) return false;
       const int32_t index = producer_[id.value];
@@ -286,9 +377,9 @@ class Unroller {
       const int32_t at = placed_[place_of(m)][size_t(index)];
       Op& placed = result_.ops[size_t(at)];
       // Where passes of microbatches cross, the op may have run before there was a sum.
-      if (placed.accumulate >> output & 1 || at < made_at_[g]) return false;
+      if (placed.accumulate >> output & 1 || at < sum.made_at) return false;
       const int before = __builtin_popcount(placed.accumulate & ((1u << output) - 1));
-      placed.inputs.insert(placed.inputs.end() - placed.addends() + before, sums_[g]);
+      placed.inputs.insert(placed.inputs.end() - placed.addends() + before, sum.total);
       placed.accumulate |= 1u << output;
       for (TensorId out : placed.outputs)
         if (out == mapped(id, m)) result_[out].role = Role::gradient;
@@ -305,15 +396,17 @@ class Unroller {
   int microbatches_ = 1;
   std::vector<std::vector<char>> left_;  // by microbatch and op of the single program; empty: nothing is left
   std::vector<std::pair<TensorId, TensorId>> kept_;                    // for the next step: from where, to where
-  std::vector<std::map<int, Partial>> tree_;                           // by gradient and first microbatch
+  std::map<int32_t, TensorId> kept_of_step_;                           // by persistent tensor of the single program
+  bool goes_on_ = false;                                               // sums do, in the next step
+  std::map<std::pair<size_t, int>, TensorId> slots_;                   // for them, by gradient and first microbatch
   std::map<std::pair<Pass::Part, int>, std::vector<size_t>> made_in_;  // by part and chunk of a pass
   Program result_;
   std::vector<size_t> additions_;  // ops that add up gradients
   std::vector<Name> names_;        // of the tensors of the single program, each one text that its copies share
   std::vector<int> uses_;
   std::vector<int32_t> producer_;
-  std::vector<TensorId> shared_, sums_;
-  std::vector<int64_t> made_at_;              // by gradient: the op of the result that makes the sum so far
+  std::vector<TensorId> shared_;
+  std::vector<Sum> sums_, next_sums_;         // by gradient: for the update of this step, of the next one
   std::vector<std::vector<TensorId>> maps_;   // by microbatch and tensor of the single program
   std::vector<std::vector<int32_t>> placed_;  // by microbatch and op of the single program
 };

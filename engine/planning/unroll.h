@@ -2,11 +2,16 @@
 // that began in the step before read what that step put into persistent tensors for them.
 // The order of passes comes from the `schedule` stage; nothing is decided here.
 #pragma once
+#include <string_view>
 #include <vector>
 
 #include "engine/planning/passes.h"
 
 namespace strata {
+
+// In the names of persistent tensors in which a step keeps something for the next one: "block.0.mlp.x.kept.3", of
+// microbatch 3, "block.0.mlp.up.weight.kept", "block.0.mlp.up.weight.gradient.kept.0", the sum from microbatch 0 on.
+inline constexpr std::string_view kKept = ".kept";
 
 // `single` holds forward and backward ops of one microbatch; gradients[i] is the gradient of parameters[i] in it.
 // Returns the step's forward and backward ops. Persistent tensors and scalars are shared, everything else exists once

@@ -22,11 +22,20 @@ void require_agreement_of(const std::vector<RunPlans>& stages, size_t program, c
   require_agreement(ranks);
 }
 
-double end_of(const std::vector<std::vector<Span>>& programs) {
-  double seconds = 0;
-  for (const std::vector<Span>& spans : programs)
+// When the ops of a step run; `seconds`: what it takes. Steps that leave passes to the next follow each other closely.
+std::vector<std::vector<Span>> spans_of(std::span<const TimedProgram> programs, const Mesh& mesh, bool goes_on,
+                                        double& seconds) {
+  if (goes_on) return run_on_and_on(programs, mesh, seconds);
+  std::vector<std::vector<Span>> all = run_together(programs, mesh);
+  seconds = 0;
+  for (const std::vector<Span>& spans : all)
     for (const Span& span : spans) seconds = std::max(seconds, span.finish);
-  return seconds;
+  return all;
+}
+
+// Whether a program is of steps in the middle of a run in which stages leave passes to the next step.
+bool goes_on(const PlannedProgram& planned) {
+  return !planned.built.left.empty() && !planned.phases.has_first_step();
 }
 
 void predict_together(std::vector<RunPlans>& stages, size_t program, const Mesh& mesh) {
@@ -36,8 +45,8 @@ void predict_together(std::vector<RunPlans>& stages, size_t program, const Mesh&
     if (!planned.prediction) return;
     all.push_back(timed(planned.program(), planned.memory, planned.rates));
   }
-  std::vector<std::vector<Span>> spans = run_together(all, mesh);
-  const double seconds = end_of(spans);
+  double seconds = 0;
+  std::vector<std::vector<Span>> spans = spans_of(all, mesh, goes_on(stages[0].programs[program]), seconds);
   for (size_t s = 0; s < stages.size(); ++s) {
     PlannedProgram& planned = stages[s].programs[program];
     planned.prediction = prediction_of(planned.program(), all[s], planned.rates, std::move(spans[s]), seconds);
@@ -59,15 +68,15 @@ std::optional<double> predict_with_others(World& world, const Mesh& mesh, RunPla
     std::vector<TimedProgram> all;
     for (int program = 0; program < count; ++program)
       all.push_back(timed_from(texts.at(size_t(mesh.planner(program).rank()))));
-    std::vector<std::vector<Span>> spans = run_together(all, mesh);
-    for (int program = 0; p == 0 && program < count; ++program) {
+    double seconds = 0;
+    std::vector<std::vector<Span>> spans = spans_of(all, mesh, goes_on(planned), seconds);
+    for (int program = 0; p == plans.usual() && program < count; ++program) {
       double busy = 0;
       for (size_t i = 0; i < all[size_t(program)].ops.size(); ++i)
         if (all[size_t(program)][i].stream == Stream::compute)
           busy += spans[size_t(program)][i].finish - spans[size_t(program)][i].start;
       busiest = std::max(busiest, busy);
     }
-    const double seconds = end_of(spans);
     planned.prediction = prediction_of(planned.program(), all[0], planned.rates, std::move(spans[0]), seconds);
   }
   return world.rank() == 0 ? std::optional(busiest) : std::nullopt;

@@ -6,6 +6,7 @@
 #include <set>
 #include <sstream>
 
+#include "engine/planning/unroll.h"
 #include "strata/error.h"
 #include "strata/layout.h"
 
@@ -51,6 +52,8 @@ bool writes(const Tensor& tensor, const Mesh& mesh) {
 
 namespace {
 
+bool is_kept(std::string_view name) { return name.find(kKept) != name.npos; }
+
 // Names of what ranks of an earlier program write (stages of a pipeline): what several have alike is written once.
 std::set<std::string> written_before(const std::vector<Tensor>& tensors, const Mesh& mesh, World& world) {
   std::set<std::string> names;
@@ -93,11 +96,24 @@ Saver::~Saver() {
   if (writing_.valid()) writing_.wait();
 }
 
+// Whether a checkpoint has something of microbatches under way of which this run does not go on, though it is of a
+// tensor that it has.
+bool Saver::keeps_other(const Checkpoint& checkpoint) const {
+  std::set<std::string> own;
+  for (const Tensor& tensor : storage_.persistent_tensors()) own.insert(tensor.name);
+  return std::any_of(checkpoint.tensors().begin(), checkpoint.tensors().end(), [&](const auto& entry) {
+    std::string of = entry.first.substr(0, entry.first.find(kKept));
+    if (!is_kept(entry.first) || own.contains(entry.first)) return false;
+    if (const std::string_view gradient = ".gradient"; of.ends_with(gradient)) of.resize(of.size() - gradient.size());
+    return own.contains(of);
+  });
+}
+
 Saver::Loaded Saver::load(const std::string& path, bool everything, uint64_t seed,
                           const std::function<void(const CheckpointInfo&)>& check) {
   const Checkpoint checkpoint(path);
   if (check) check(checkpoint.info());
-  Loaded loaded{.info = checkpoint.info(), .begun_anew = {}};
+  Loaded loaded{.info = checkpoint.info(), .begun_anew = {}, .dropped = everything && keeps_other(checkpoint)};
   const auto lacks = [&](const Tensor& tensor) {
     const auto found = checkpoint.tensors().find(tensor.name);
     return found == checkpoint.tensors().end() || found->second.shape != tensor.full_shape();
@@ -108,6 +124,11 @@ Saver::Loaded Saver::load(const std::string& path, bool everything, uint64_t see
     if ((tensor.role == Role::parameter || masters.contains(tensor.name) ||
          (everything && tensor.role != Role::scalar)) &&
         is_in(checkpoint, tensor)) {
+      if (is_kept(tensor.name.text()) && lacks(tensor))
+        throw Error(path + ": its run did not leave the same of its last step to the next one (\"" +
+                    std::string(tensor.name) +
+                    "\"). Resume with the schedule, stages, ranks and microbatches that it was saved with, or begin a "
+                    "run with its parameters (run.initialize).");
       if (tensor.lasting->begins_anew && lacks(tensor)) {
         storage_.initialize(tensor, seed, threads_);
         loaded.begun_anew.push_back(tensor.name);

@@ -30,6 +30,7 @@ class Saver {
   struct Loaded {
     CheckpointInfo info;
     std::vector<std::string> begun_anew;  // names of tensors
+    bool dropped = false;                 // what it has of microbatches under way, as this run's steps leave nothing
   };
   Loaded load(const std::string& path, bool everything, uint64_t seed,
               const std::function<void(const CheckpointInfo&)>& check = {});
@@ -42,6 +43,7 @@ class Saver {
 
  private:
   std::vector<TensorRecord> records(bool on_nvme);
+  bool keeps_other(const Checkpoint& checkpoint) const;
 
   Storage& storage_;
   const Mesh& mesh_;

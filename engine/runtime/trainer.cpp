@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <future>
 #include <memory>
 #include <optional>
 #include <system_error>
@@ -58,6 +59,7 @@ class Loop {
     RunPlans plans = session.plan_run();
     dataset_.emplace(session.data.train, plans.main().built.vocabulary);
     require_same_plan(world_, print(plans), std::to_string(dataset_->tokens()) + " tokens", session.mesh);
+    goes_on_ = session.mesh.programs().size > 1 && !plans.main().built.left.empty();
     busiest_predicted_ = predict_with_others(world_, session.mesh, plans);
     make_own(plans, session, world_);
     if (stop_before_first_step()) return;
@@ -147,13 +149,15 @@ class Loop {
   }
 
   void load(const std::string& path, bool everything) {
-    const auto [info, begun_anew] =
+    const auto [info, begun_anew, dropped] =
         saver_->load(path, everything, uint64_t(session_.run.seed), [&](const CheckpointInfo& of) {
           require_same_model(session_.config, of.config, path, session_.run.plugin_path);
         });
     if (!begun_anew.empty() && first_rank())
       warn(fmt::format("{} has no such values, or of another number of ranks: {} and {} other tensors begin anew.",
                        path, begun_anew[0], begun_anew.size() - 1));
+    if (dropped && first_rank())
+      warn(path + " was saved with microbatches under way that this run does not end: they are dropped.");
     if (!everything) return;
     step_ = info.step;
     samples_ = info.samples;
@@ -198,26 +202,46 @@ class Loop {
     if (assembly_->device && report_->times(last_step()))
       assembly_->executor_of(assembly_->plans.of_step(step_)).trace();
     run_program();
+    tell_step();  // the one before, whose loss has come
     const double seconds = seconds_now() - step_began;
     if (session_.mesh.programs().size > 1) report_->add_busy(steps_->executor());
-    StepLog::Fields fields{{"step", double(step_)}, {"loss", loss_}};
-    for (const StepLog::Fields& more : {report_->add_step(steps_->program(), seconds, last_step()), steps_->logged()})
-      fields.insert(fields.end(), more.begin(), more.end());
-    if (validation_ && (last_step() || due(session_.run.validate_every))) {
+    untold_ = Told{step_, seconds, steps_->program(), report_->add_step(steps_->program(), seconds, last_step())};
+    untold_->fields.insert(untold_->fields.end(), steps_->logged().begin(), steps_->logged().end());
+    const bool validates = validation_ && (last_step() || due(session_.run.validate_every));
+    if (goes_on_ && !validates && !last_step() && !stopping_ && !due(session_.run.checkpoint_every)) return;
+    take_shared_loss();
+    if (validates) {
       validation_loss_ = validation_->loss();
-      fields.push_back({"validation_loss", validation_loss_});
+      untold_->fields.push_back({"validation_loss", validation_loss_});
       share_stop();
     }
-    if (log_) warn(log_->write(fields));
-    if (events_) warn(events_->write(step_, fields));
-    if (first_rank() && (due(session_.run.log_every) || last_step())) progress_.show(progress_line(seconds));
+    tell_step();
   }
 
-  std::string progress_line(double seconds) const {
+  // A step's line in the log and for whoever watches, when its loss is known.
+  struct Told {
+    int64_t step;
+    double seconds;
+    size_t program;
+    StepLog::Fields fields;
+  };
+  void tell_step() {
+    if (!untold_) return;
+    StepLog::Fields fields{{"step", double(untold_->step)}, {"loss", loss_}};
+    fields.insert(fields.end(), untold_->fields.begin(), untold_->fields.end());
+    if (log_) warn(log_->write(fields));
+    if (events_) warn(events_->write(untold_->step, fields));
+    const bool is_due = session_.run.log_every > 0 && untold_->step % session_.run.log_every == 0;
+    if (first_rank() && (is_due || untold_->step == steps())) progress_.show(progress_line(*untold_));
+    untold_.reset();
+  }
+
+  std::string progress_line(const Told& told) const {
     const double left = (seconds_now() - began_) / double(step_ - first_) * double(steps() - step_);
     std::string line =
-        fmt::format("step {}/{}  loss {:.4f}  {:.0f} tokens/s  {:.0f}% of {} peak  memory {}  {} left", step_, steps(),
-                    loss_, report_->tokens_per_second(seconds), report_->peak_share(steps_->program(), seconds) * 100,
+        fmt::format("step {}/{}  loss {:.4f}  {:.0f} tokens/s  {:.0f}% of {} peak  memory {}  {} left", told.step,
+                    steps(), loss_, report_->tokens_per_second(told.seconds),
+                    report_->peak_share(told.program, told.seconds) * 100,
                     name_of(report_->compute_dtype()), bytes_text(peak_resident_bytes()), duration_text(left));
     if (!std::isnan(validation_loss_)) line += fmt::format("  validation {:.4f}", validation_loss_);
     return line;
@@ -285,17 +309,30 @@ class Loop {
   void share_loss() {
     std::vector<double> values = feed().losses();
     // Where programs differ (the stages of a pipeline) some have no losses; all know how many there are.
+    const double made = double(values.size());
     if (session_.mesh.programs().size > 1) values.resize(size_t(session_.batch(Goal::train).microbatches), 0.0);
     if (!session_.mesh.counts()) std::fill(values.begin(), values.end(), 0.0);
+    values.push_back(made);
     values.push_back(double(asked_to_stop()));
-    const size_t count = values.size();
-    values = values_of_ranks(assembly_->groups, std::move(values));
-    loss_ = count > 1 ? 0 : NAN;  // a first step may leave all of it to the next
-    for (size_t i = 0; i < values.size(); ++i)
-      if (i % count + 1 < count)
-        loss_ += values[i];
-      else
+    per_rank_ = values.size();
+    take_shared_loss();  // of the step before
+    const auto share = [this, values] { return values_of_ranks(assembly_->groups, values); };
+    // Stages that go on from step to step do not wait for each other here: what they make is known a step later.
+    sharing_ = std::async(goes_on_ ? std::launch::async : std::launch::deferred, share);
+    if (!goes_on_) take_shared_loss();
+  }
+  void take_shared_loss() {
+    if (!sharing_.valid()) return;
+    const std::vector<double> values = sharing_.get();
+    double loss = 0, made = 0;
+    for (size_t i = 0; i < values.size(); ++i) {
+      const size_t place = i % per_rank_;
+      if (place + 1 == per_rank_)
         stopping_ |= values[i] != 0;
+      else
+        (place + 2 == per_rank_ ? made : loss) += values[i];
+    }
+    loss_ = made > 0 ? loss : NAN;  // a first step may leave all of it to the next
   }
 
   const Feed& feed() const { return feeds_[steps_->program()]; }
@@ -319,6 +356,7 @@ class Loop {
   std::unique_ptr<World> alone_;
   World& world_;
   bool stopping_ = false;
+  bool goes_on_ = false;  // stages leave passes to the next step
   std::string unsaved_;  // what went wrong with the last save
   std::optional<TokenDataset> dataset_;
   std::optional<Sampler> sampler_;
@@ -335,7 +373,10 @@ class Loop {
   std::optional<double> busiest_predicted_;  // seconds that a stage of a pipeline computes in a step; of rank 0
   int64_t step_ = 0, samples_ = 0;
   int64_t first_ = 0;  // the step that this call began after
+  std::optional<Told> untold_;
+  size_t per_rank_ = 0;  // values that each rank shares
   double began_ = 0, loss_ = NAN, validation_loss_ = NAN;
+  std::future<std::vector<double>> sharing_;  // the losses of the last step; waits for the others when it ends
 };
 
 }  // namespace

@@ -119,7 +119,7 @@ void TrainingReport::print_prediction(size_t program) const {
   };
   fmt::print("{:<18}{:>14}{:>14}\n", "a step, seconds", "predicted", "measured");
   row("in all", predicted.seconds, median_of(steps.seconds));
-  if (program == 0 && busiest_ && busiest_->second > 0) {
+  if (program == assembly_.plans.usual() && busiest_ && busiest_->second > 0) {
     row("busiest stage", busiest_->first, busiest_->second);
     fmt::print("{:<18}{:>13.1f}%{:>13.1f}%\n", "bubble", 100 * (predicted.seconds / busiest_->first - 1),
                100 * (median_of(steps.seconds) / busiest_->second - 1));

@@ -51,6 +51,8 @@ struct Schedule {
   std::vector<std::vector<Pass>> order{};
   // Where passes are left to the next step: the orders of the first step, which has none left from a step before.
   std::vector<std::vector<Pass>> first{};
+  // The update of a step is of all microbatches of the step before (ScheduleStage::sums_go_on).
+  bool sums_go_on = false;
 
   int stages() const { return int(order.size()); }
   // By stage and own chunk: the global chunk.

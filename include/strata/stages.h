@@ -131,6 +131,12 @@ struct ScheduleStage {
     Pass pass{};
   };
   std::vector<Receive> receives{};
+  // Passes of this step's microbatches of which what they send to such ranks is sent at the start of the next step, in
+  // this order: for receivers that need it there.
+  std::vector<Pass> sent_later{};
+  // The update of a step is of all microbatches of the step before, and of no others: sums of gradients go on in the
+  // next step with the passes that were left to it. Without it an update is of what its step makes.
+  bool sums_go_on = false;
   // Sets `chunks` and the default order of their passes.
   void cut(std::vector<int> first_blocks);
 };

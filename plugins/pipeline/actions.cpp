@@ -98,6 +98,7 @@ class StagePasses {
 struct Steps {
   std::vector<Pass> passes;
   std::vector<size_t> end;  // by step
+  int step_of(size_t pass) const { return int(std::upper_bound(end.begin(), end.end(), pass) - end.begin()); }
 };
 
 Steps steps_of(const Problem& problem, const Schedule& schedule, int stage, int steps) {
@@ -129,23 +130,46 @@ class Rehearsal {
       : problem_(problem), actions_(actions), steps_(steps), sent_(steps.size()) {
     const size_t messages = 2 * size_t(actions.chunks()) * size_t(actions.microbatches);
     needed_at_.assign(messages, kNever);
+    needed_in_.assign(messages, kNoStep);
+    for (size_t s = 0; s < steps.size(); ++s)
+      for (size_t i = 0; i < steps[s].passes.size(); ++i)
+        if (const Message need = actions.needed(int(s), steps[s].passes[i]); need.chunk >= 0)
+          needed_at_[index(need)] = i, needed_in_[index(need)] = steps[s].step_of(i);
     for (const Steps& stage : steps) ended_.emplace_back(stage.passes.size(), 0);
     made_.assign(messages, -1);
     waits_.assign(messages, -1);
   }
+
+  // In which step a message is sent: that of the pass that needs it; kNoStep: in none of these.
+  static constexpr int kNoStep = -1;
+  int sent_in(const Message& message) const { return needed_in_[index(message)]; }
 
   // By receiver. What cannot be made, as passes wait for each other, comes last.
   std::vector<std::vector<Sent>> run() {
     std::vector<size_t> next(steps_.size(), 0);
     std::vector<double> now(steps_.size(), 0);
     std::vector<int> step(steps_.size(), 0), awake;
+    std::vector<std::vector<Message>> later(steps_.size());  // by stage: made, and sent in a later step
+    const auto send = [&](const Message& message, int stage) {
+      const size_t s = size_t(stage);
+      sent_[size_t(actions_.stage_of[size_t(message.chunk)])].push_back({message, stage, step[s], now[s]});
+      made_[index(message)] = now[s];
+      if (waits_[index(message)] >= 0) awake.push_back(waits_[index(message)]);
+    };
+    const auto begin_steps = [&](int stage) {
+      const size_t s = size_t(stage);
+      while (next[s] >= steps_[s].end[size_t(step[s])]) {
+        ++step[s];
+        for (const Message& message : later[s])
+          if (sent_in(message) == step[s]) send(message, stage);
+      }
+    };
     const auto go_on = [&](int stage, bool wait) {
       const size_t s = size_t(stage);
       for (; next[s] < steps_[s].passes.size(); ++next[s]) {
         const Pass& pass = steps_[s].passes[next[s]];
-        while (next[s] >= steps_[s].end[size_t(step[s])]) ++step[s];
+        begin_steps(stage);
         if (const Message need = actions_.needed(stage, pass); need.chunk >= 0) {
-          needed_at_[index(need)] = next[s];
           const double made = made_[index(need)];
           if (wait && made < 0) {
             waits_[index(need)] = stage;
@@ -156,10 +180,13 @@ class Rehearsal {
         now[s] += seconds(problem_.cost(actions_.chunk(stage, pass)), pass);
         ended_[s][next[s]] = now[s];
         const Message message = actions_.made(stage, pass);
-        if (message.chunk < 0) continue;
-        sent_[size_t(actions_.stage_of[size_t(message.chunk)])].push_back({message, stage, step[s], now[s]});
-        made_[index(message)] = now[s];
-        if (waits_[index(message)] >= 0) awake.push_back(waits_[index(message)]);
+        if (message.chunk < 0 || sent_in(message) == kNoStep) continue;
+        if (sent_in(message) < step[s])
+          throw Error("the schedule needs the " + text(message) + " in a step before the one that makes it.");
+        if (sent_in(message) == step[s])
+          send(message, stage);
+        else
+          later[s].push_back(message);
       }
     };
     for (int stage = int(steps_.size()); stage-- > 0;) awake.push_back(stage);
@@ -191,8 +218,6 @@ class Rehearsal {
           std::partition_point(ended.begin() + int64_t(begin), ended.begin() + int64_t(end),
                                [&](double time) { return std::pair(time, stage) < std::pair(one.time, one.from); });
       before = std::min({before, needed_at_[index(one.message)], size_t(later - ended.begin())});
-      if (before < begin)
-        throw Error("the schedule needs the " + text(one.message) + " in a step before the one that makes it.");
       sent[i].receive_before = before;
     }
   }
@@ -203,6 +228,7 @@ class Rehearsal {
   std::vector<std::vector<Sent>> sent_;     // by receiver
   std::vector<std::vector<double>> ended_;  // by stage and pass: when
   std::vector<size_t> needed_at_;           // by message: the place of the pass in its stage's list
+  std::vector<int> needed_in_;              // by message: the step of that pass
   std::vector<double> made_;                // by message: when; negative: not yet
   std::vector<int> waits_;                  // by message: the stage that waits for it
 };
@@ -261,23 +287,34 @@ Actions actions_of(const Problem& problem, const Schedule& schedule, int steps) 
     for (size_t i = 0; i < passes.back().passes.size(); ++i) own.run(passes.back().passes[i], i);
     own.require_all();
   }
-  const std::vector<std::vector<Sent>> sent = Rehearsal(problem, actions, passes).run();
+  Rehearsal rehearsal(problem, actions, passes);
+  const std::vector<std::vector<Sent>> sent = rehearsal.run();
   for (int stage = 0; stage < problem.stages; ++stage) {
-    const auto& own = passes[size_t(stage)].passes;
+    const auto& [own, end] = passes[size_t(stage)];
+    const auto& in = sent[size_t(stage)];
     const auto& chunks = actions.own_chunks[size_t(stage)];
     std::vector<Action> list;
-    size_t received = 0;
-    for (size_t i = 0; i <= own.size(); ++i) {
-      for (const auto& in = sent[size_t(stage)]; received < in.size() && in[received].receive_before <= i; ++received) {
-        const Message& message = in[received].message;
-        const int chunk = int(std::find(chunks.begin(), chunks.end(), message.chunk) - chunks.begin());
-        const Pass reader{message.gradient ? Part::input_gradient : Part::forward, chunk, message.microbatch};
-        list.push_back({Action::Kind::receive, reader, in[received].from});
+    const auto send = [&](const Pass& pass, int step) {
+      if (const Message message = actions.made(stage, pass); message.chunk >= 0 && rehearsal.sent_in(message) == step)
+        list.push_back({Action::Kind::send, pass, actions.stage_of[size_t(message.chunk)], step});
+    };
+    size_t received = 0, i = 0;
+    for (int step = 0; step < steps; ++step) {
+      const auto receive = [&](size_t before) {
+        for (; received < in.size() && in[received].step == step && in[received].receive_before <= before; ++received) {
+          const Message& message = in[received].message;
+          const int chunk = int(std::find(chunks.begin(), chunks.end(), message.chunk) - chunks.begin());
+          const Pass reader{message.gradient ? Part::input_gradient : Part::forward, chunk, message.microbatch};
+          list.push_back({Action::Kind::receive, reader, in[received].from, step});
+        }
+      };
+      for (size_t before = 0; before < i; ++before) send(own[before], step);
+      for (; i < end[size_t(step)]; ++i) {
+        receive(i);
+        list.push_back({.pass = own[i], .step = step});
+        send(own[i], step);
       }
-      if (i == own.size()) break;
-      list.push_back({.pass = own[i]});
-      if (const Message message = actions.made(stage, own[i]); message.chunk >= 0)
-        list.push_back({Action::Kind::send, own[i], actions.stage_of[size_t(message.chunk)]});
+      receive(i);
     }
     actions.by_stage.push_back(std::move(list));
   }
@@ -453,5 +490,21 @@ class Waits {
 }  // namespace
 
 void require_no_deadlock(const Actions& actions) { Waits(actions).require_end(); }
+
+Actions repeated(const Actions& two, int steps) {
+  STRATA_CHECK(steps >= 2);
+  Actions all = two;
+  const int microbatches = two.microbatches / 2;
+  all.microbatches = microbatches * steps;
+  for (size_t s = 0; s < two.by_stage.size(); ++s)
+    for (int step = 2; step < steps; ++step)
+      for (Action action : two.by_stage[s]) {
+        if (action.step != 1) continue;
+        action.step = step;
+        action.pass.microbatch += microbatches * (step - 1);
+        all.by_stage[s].push_back(action);
+      }
+  return all;
+}
 
 }  // namespace strata::pipeline

@@ -14,6 +14,7 @@ struct Action {
   Kind kind = Kind::run;
   Pass pass{};  // the chunk is the stage's own; the microbatch counts over all steps
   int peer = -1;
+  int step = 0;
 };
 
 // What goes from stage to stage: the output of a chunk, or the gradient of an input, named by the chunk that needs it.
@@ -51,13 +52,14 @@ struct Actions {
 
 // Of `steps` steps in a row. Throws Error unless the schedule's passes are what they should be: of chunks that the
 // stage holds, each once and after those of its stage that it needs.
-//   A send comes right after the pass that makes it. A stage receives in the order in which all stages together make
+//   A send comes right after the pass that makes it, and what a pass of the next step needs is sent at the start of that
+// step: so what is sent in a step is received in it. A stage receives in the order in which all stages together send
 // what it receives (step by step, by the clock, sends taking no time, of two at once the lower stage's first), each
-// before the first of its passes that ends later than the one that makes it, and in the step that it is sent in. So if
-// passes alone can run (no two wait for each other), all of it can, in this order, even where a send waits for its
-// receiver and a stage does one thing at a time: take the pass that ends first of those that have not run. All that its
-// stage receives before it has been made and received; what it makes is what its receiver has next. A plan may
-// therefore let any op wait for any before it, as one does whose memory it takes over.
+// before the first of its passes that ends later than that. So if passes alone can run (no two wait for each other),
+// all of it can, in this order, even where a send waits for its receiver and a stage does one thing at a time: take the
+// pass of the earliest step that ends first of those that have not run. All that its stage receives before it has been
+// made and received; what it makes is what its receiver has next. A plan may therefore let any op wait for any before
+// it, as one does whose memory it takes over.
 Actions actions_of(const Problem& problem, const Schedule& schedule, int steps = 1);
 
 // Under the strictest meaning of send: a send ends when its receive has; a stage's sends begin one after the other,
@@ -65,5 +67,8 @@ Actions actions_of(const Problem& problem, const Schedule& schedule, int steps =
 // where stages would not send what others receive, or where passes and exchanges would wait for each other in a circle,
 // which the message shows.
 void require_no_deadlock(const Actions& actions);
+
+// Of the actions of two steps those of `steps`: the second is repeated, as the program of a step is.
+Actions repeated(const Actions& two, int steps);
 
 }  // namespace strata::pipeline

@@ -222,6 +222,53 @@ TEST(PipelineActions, MutatedSendsAndReceivesAreRefusedOrEnd) {
   EXPECT_GT(right, 300);
 }
 
+// Those of one of two steps by themselves, as the program of a step has them.
+Actions of_step(const Actions& two, int step) {
+  Actions one = two;
+  for (auto& list : one.by_stage) std::erase_if(list, [&](const Action& action) { return action.step != step; });
+  return one;
+}
+
+// Without flush: where the engine finds nothing wrong with the first step and with each that follows, by themselves, any
+// number of steps in a row come to an end.
+TEST(PipelineActions, MutatedStepsWithoutFlushAreRefusedOrGoOn) {
+  std::mt19937 random(23);
+  const auto below = [&](size_t n) { return size_t(random() % n); };
+  int wrong = 0, right = 0;
+  for (int round = 0; round < 3000; ++round) {
+    const Problem problem{.stages = 2 + int(below(4)), .microbatches = 5 + int(below(4))};
+    const bool is_2bw = below(2) == 0;
+    SCOPED_TRACE((is_2bw ? "2bw, " : "pipedream, ") + text_of(problem) + ", round " + std::to_string(round));
+    Actions two = actions_of(problem, is_2bw ? two_buffered_weights(problem) : pipedream(problem), 2);
+    for (size_t n = 1 + below(2); n-- > 0;) {
+      auto& list = two.by_stage[below(two.by_stage.size())];
+      const size_t a = below(list.size() - 1), b = std::min(list.size() - 1, a + 1 + below(4));
+      if (list[a].step != list[b].step || list[a].kind == Action::Kind::run) continue;
+      const auto at = [&](size_t i) { return list.begin() + int64_t(i); };
+      const size_t what = below(8);
+      if (what == 0)
+        list.erase(at(a));
+      else if (what < 4)
+        std::rotate(at(a), at(a) + 1, at(b) + 1);
+      else
+        std::rotate(at(a), at(b), at(b) + 1);
+    }
+    const Actions many = repeated(two, 5);
+    const std::string refused = refusal([&] {
+      for (int step : {0, 1}) require_agreement(job_of(of_step(two, step)));
+      require_no_deadlock(many);
+    });
+    const std::string stands = refusal([&] { clock(problem, many, Sends::waiting); });
+    EXPECT_EQ(refused.empty() ? stands : "", "");
+    if (refused.find("schedule would never end") != std::string::npos) {
+      EXPECT_NE(stands, "") << refused;
+    }
+    ++(refused.empty() ? right : wrong);
+  }
+  EXPECT_GT(right, 300);
+  EXPECT_GT(wrong, 300);
+}
+
 // Each stage sends the other first what that needs last.
 TEST(PipelineActions, TheCircleIsTold) {
   const Problem problem{.stages = 2, .microbatches = 2};

@@ -15,6 +15,7 @@ using strata::Program;
 using strata::TensorId;
 
 const std::string kAxis = "pipeline";
+const std::string kFilling = "pipeline: filling";  // the phase of the first step, where schedules leave passes to the next
 
 std::string sizes_text(const strata::Shape& shape) {
   std::string text;
@@ -32,7 +33,8 @@ class Pipeline final : public strata::Plugin {
   void options(strata::Options& o) override {
     o.add("schedule", schedule_,
           "in which order a stage runs its passes: gpipe, 1f1b, interleaved, breadth_first, zero_bubble_h1, "
-          "zero_bubble_h2, zero_bubble_v, auto (the shortest found under device.memory), or another plugin's");
+          "zero_bubble_h2, zero_bubble_v, auto (the shortest found under device.memory), without flush 2bw, pipedream, "
+          "or another plugin's");
     o.add("chunks", chunks_, "parts of the model that a stage has, not neighbouring ones; 0: as the schedule has them")
         .non_negative();
     o.add("boundaries", boundaries_,
@@ -41,6 +43,11 @@ class Pipeline final : public strata::Plugin {
 
   strata::Capabilities capabilities() const override {
     return {.provides = {"splits over " + kAxis}, .effect = strata::Effect::reorders()};
+  }
+
+  void phases(strata::PhaseStage& stage) override {
+    if (has_flush()) return;
+    stage.declare(kFilling, {.last = 1});
   }
 
   void forward(strata::ProgramStage& stage) override {
@@ -61,11 +68,6 @@ class Pipeline final : public strata::Plugin {
     cut_ = strata::pipeline::cut(stage.program, first_block_);
     const strata::pipeline::Schedule placed =
         kind_->make({.stages = stages_, .chunks = chunks, .microbatches = 2 * stages_});
-    if (!placed.first.empty())
-      throw Error(
-          "schedule " + schedule_ +
-          " has no flush: it leaves passes to the next step, which stages of a pipeline cannot do yet. Take one "
-          "with flush (1f1b, interleaved, zero_bubble_v).");
     const auto all_holders = strata::pipeline::holders_of(stage.program, cut_, placed.stage_of);
     if (stage.batch.reproducible && stage.goal == strata::Goal::train)
       strata::pipeline::require_one_sum(stage.program, all_holders);
@@ -84,14 +86,35 @@ class Pipeline final : public strata::Plugin {
       first_blocks.push_back(first_blocks.empty() ? 0 : cut_.first_block[size_t(g)]);
     stage.cut(first_blocks);
     stage.order.clear();
+    stage.sums_go_on = sums_go_on_;
+    const int step = actions.left > 0 && !stage.phases.in(kFilling) ? 1 : 0;
+    bool has_run = false;  // a pass of the second step, which begins with what the first leaves to send
     for (const strata::pipeline::Action& action : actions.by_stage[size_t(stage_)]) {
       using Kind = strata::pipeline::Action::Kind;
-      if (action.kind == Kind::receive) stage.receives.push_back({stage.order.size(), action.pass});
-      if (action.kind == Kind::run) stage.order.push_back(action.pass);
+      strata::Pass pass = action.pass;
+      pass.microbatch -= step * stage.microbatches;
+      if (action.step == 1 && action.kind == Kind::send && !has_run) {
+        stage.sent_later.push_back(action.pass);
+        continue;
+      }
+      has_run |= action.step == 1 && action.kind == Kind::run;
+      if (action.step != step) continue;
+      if (action.kind == Kind::receive) stage.receives.push_back({stage.order.size(), pass});
+      if (action.kind == Kind::run) stage.order.push_back(pass);
     }
   }
 
  private:
+  // Whether a step ends all that it begins. What is wrong with the options, stage forward says.
+  bool has_flush() const {
+    const strata::pipeline::ScheduleKind& kind = strata::pipeline::find_schedule(schedule_);
+    try {
+      return kind.make({.stages = 2, .chunks = chunks_ > 0 ? chunks_ : kind.chunks, .microbatches = 64}).first.empty();
+    } catch (const Error&) {
+      return true;
+    }
+  }
+
   // Tensors that depend on a parameter that is trained: what crosses without that has no gradient.
   void find_trained(const Program& program) {
     trained_.assign(program.tensors.size(), false);
@@ -163,8 +186,11 @@ class Pipeline final : public strata::Plugin {
     if (stage.memory > 0) problem.memory = for_activations(problem, stage.memory);
     if (!actions_.by_stage.empty() && problem == problem_) return actions_;
     problem_ = std::move(problem);
-    actions_ = strata::pipeline::actions_of(problem_, kind_->make(problem_));
-    strata::pipeline::require_no_deadlock(actions_);
+    const strata::pipeline::Schedule schedule = kind_->make(problem_);
+    const bool has_flush = schedule.first.empty();
+    sums_go_on_ = schedule.sums_go_on;
+    actions_ = strata::pipeline::actions_of(problem_, schedule, has_flush ? 1 : 2);
+    strata::pipeline::require_no_deadlock(has_flush ? actions_ : strata::pipeline::repeated(actions_, 4));
     return actions_;
   }
 
@@ -187,7 +213,8 @@ class Pipeline final : public strata::Plugin {
   std::vector<strata::pipeline::ChunkCost> blocks_{};  // of the program that came first
   std::vector<int> first_block_{};
   strata::pipeline::Problem problem_{};  // that actions_ are of
-  strata::pipeline::Actions actions_{};
+  strata::pipeline::Actions actions_{};  // of a step; without flush, of the first and of each that follows
+  bool sums_go_on_ = false;
   strata::pipeline::Cut cut_{};
   std::vector<char> trained_{};  // by tensor of the whole model's program
 };

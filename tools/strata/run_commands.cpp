@@ -169,7 +169,7 @@ void add_to_page(std::vector<PageRun>& runs, const RunPlans& plans, const std::s
 std::string trace_of(const std::vector<RunPlans>& stages) {
   std::vector<Traced> programs;
   for (size_t s = 0; s < stages.size(); ++s) {
-    const PlannedProgram& planned = stages[s].main();
+    const PlannedProgram& planned = stages[s].programs[stages[s].usual()];
     programs.push_back({stages.size() == 1 ? "strata step" : stage_name(s, stages.size()), &planned.program(),
                         &planned.memory, &planned.prediction->spans});
   }
@@ -243,7 +243,7 @@ int check_command_main(const CheckArguments& arguments) {
   const std::string newest = RunDirectory::look(session.run.directory, arguments.resume);
   if (arguments.resume) check_resumable(session, newest);
   int64_t most = 0;  // of the stage that takes most
-  for (const RunPlans& plans : stages) most = std::max(most, plans.main().memory.device().total_bytes());
+  for (const RunPlans& plans : stages) most = std::max(most, plans.main().arena_bytes[size_t(Tier::device)]);
   fmt::print("{}: no errors. {} training tokens, {} of {}{}.\n", arguments.config, train.tokens(), bytes_text(most),
              memory_name(planned.program(), Tier::device),
              stages.size() == 1 ? "" : fmt::format(" at most in {} stages", stages.size()));

@@ -40,6 +40,21 @@ void require_microbatches(const Problem& problem, std::string_view schedule, int
                 ". Make data.micro_batch smaller or data.global_batch larger.");
 }
 
+Schedule without_flush(const Problem& problem) {
+  Schedule schedule{.stage_of = round_robin(problem.stages, 1)};
+  for (int stage = 0; stage < problem.stages; ++stage) {
+    const int left = problem.stages - 1 - stage;
+    std::vector<Pass> order;
+    for (int m = 0; m < problem.microbatches; ++m) {
+      order.push_back(forward_pass(0, m));
+      order.push_back(backward_pass(0, m - left));
+    }
+    schedule.first.push_back(without_begun(order));
+    schedule.order.push_back(std::move(order));
+  }
+  return schedule;
+}
+
 std::vector<Pass> without_begun(std::vector<Pass> order) {
   std::erase_if(order, [](const Pass& pass) { return pass.microbatch < 0; });
   return order;
