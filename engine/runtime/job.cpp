@@ -11,17 +11,6 @@
 namespace strata {
 namespace {
 
-void require_agreement_of(const std::vector<RunPlans>& stages, size_t program, const Mesh& mesh) {
-  std::vector<RankExchanges> ranks;
-  for (const RunPlans& plans : stages) {
-    const PlannedProgram& planned = plans.programs.at(program);
-    const Waits waits = plan_waits(planned.program(), planned.memory);
-    ranks.push_back(
-        {one_rank_each(mesh, int(ranks.size())), exchanges_of(planned.program(), waits, [](Stream) { return false; })});
-  }
-  require_agreement(ranks);
-}
-
 // When the ops of a step run; `seconds`: what it takes. Steps that leave passes to the next follow each other closely.
 std::vector<std::vector<Span>> spans_of(std::span<const TimedProgram> programs, const Mesh& mesh, bool goes_on,
                                         double& seconds) {
@@ -38,13 +27,21 @@ bool goes_on(const PlannedProgram& planned) {
   return !planned.built.left.empty() && !planned.phases.has_first_step();
 }
 
-void predict_together(std::vector<RunPlans>& stages, size_t program, const Mesh& mesh) {
-  std::vector<TimedProgram> all;
+// A program of all stages: what they exchange is checked against each other, and where they are predicted they run on
+// one clock.
+void check_together(std::vector<RunPlans>& stages, size_t program, const Mesh& mesh) {
+  std::vector<RankExchanges> ranks;
+  std::vector<TimedProgram> all;  // those that are predicted
   for (const RunPlans& plans : stages) {
     const PlannedProgram& planned = plans.programs.at(program);
-    if (!planned.prediction) return;
-    all.push_back(timed(planned.program(), planned.memory, planned.rates));
+    if (planned.prediction) all.push_back(timed(planned.program(), planned.memory, planned.rates));
+    const Waits waits = planned.prediction ? all.back().waits : plan_waits(planned.program(), planned.memory);
+    ranks.push_back(
+        {one_rank_each(mesh, int(ranks.size())), exchanges_of(planned.program(), waits, [](Stream) { return false; })});
   }
+  require_agreement(ranks);
+  ranks.clear();
+  if (all.size() < stages.size()) return;
   double seconds = 0;
   std::vector<std::vector<Span>> spans = spans_of(all, mesh, goes_on(stages[0].programs[program]), seconds);
   for (size_t s = 0; s < stages.size(); ++s) {
@@ -95,8 +92,7 @@ std::vector<RunPlans> plan_stages(Session& session) {
     }
   }
   for (size_t p = 0; count > 1 && p < stages[0].programs.size(); ++p) {
-    require_agreement_of(stages, p, session.mesh);
-    predict_together(stages, p, session.mesh);
+    check_together(stages, p, session.mesh);
   }
   return stages;
 }
