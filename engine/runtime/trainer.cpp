@@ -202,8 +202,8 @@ class Loop {
     if (assembly_->device && report_->times(last_step()))
       assembly_->executor_of(assembly_->plans.of_step(step_)).trace();
     run_program();
-    tell_step();  // the one before, whose loss has come
     const double seconds = seconds_now() - step_began;
+    tell_step();  // the one before, whose loss has come
     if (session_.mesh.programs().size > 1) report_->add_busy(steps_->executor());
     untold_ = Told{step_, seconds, steps_->program(), report_->add_step(steps_->program(), seconds, last_step())};
     untold_->fields.insert(untold_->fields.end(), steps_->logged().begin(), steps_->logged().end());
