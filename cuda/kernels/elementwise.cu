@@ -168,7 +168,7 @@ const Registration kinds[] = {
        return bind_apply<1, 1>(
            b, Dropout{b.in<double>(1), b.in<double>(2), uint64_t(b.attributes().integer("stream")),
                       uint32_t(p * 4294967296.0), float(1 / (1 - p)),
-                      std::max(0, b.op().microbatch) * elements(b.input(0).full_shape()), GlobalIndex(b.input(0))});
+                      std::max(0, b.op().microbatch) * elements(b.output(0).full_shape()), GlobalIndex(b.output(0))});
      }}};
 
 STRATA_KERNEL multiply(const double* a, const double* b, double* product) { *product = *a * *b; }

@@ -36,7 +36,11 @@ std::string described(const Program& program, const Op& op) {
 }
 
 // What a send and its receive know alike: beside type and sizes which crossing it is, of which pass and microbatch.
-std::string passed(const Tensor& tensor, const Op& op) {
+std::string passed(Tensor tensor, const Op& op) {
+  // What one of them has kept since the step before names its rank's own by a split that the other need not have.
+  Layout layout = tensor.layout;
+  std::erase_if(layout, [](const Split& split) { return split.unseen; });
+  tensor.layout = std::move(layout);
   std::string text = "passes " + described(tensor);
   if (!op.attributes.has("crossing")) return text;
   return text + ", crossing " + std::to_string(op.attributes.integer("crossing")) + " of the " +

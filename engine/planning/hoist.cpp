@@ -75,6 +75,8 @@ std::string axis_of(const Op& op) {
 std::vector<int32_t> places(const Program& program, const std::vector<char>& movable) {
   const auto count = program.tensors.size();
   std::vector<int32_t> last_write(count, -1), last_access(count, -1), ready(program.ops.size());
+  // What comes from another rank ahead of its turn: for ops that move, it is there with the first op that waits for it.
+  std::vector<char> received(count, false);
   std::map<std::string, int32_t> last_pass;  // by axis: where the last op that sends or receives over it is
   for (size_t i = 0; i < program.ops.size(); ++i) {
     const Op& op = program.ops[i];
@@ -93,8 +95,12 @@ std::vector<int32_t> places(const Program& program, const std::vector<char>& mov
     if (passes) last_pass[axis] = found == last_pass.end() ? ready[i] : std::max(found->second, ready[i]);
     for (TensorId id : op.inputs)
       if (id) last_access[whole(id)] = std::max(last_access[whole(id)], ready[i]);
-    for (TensorId id : op.outputs)
+    for (TensorId id : op.inputs)
+      if (id && !movable[i] && std::exchange(received[whole(id)], false)) last_write[whole(id)] = int32_t(i);
+    for (TensorId id : op.outputs) {
       last_write[whole(id)] = last_access[whole(id)] = std::max(last_access[whole(id)], ready[i]);
+      received[whole(id)] = op.stream == Stream::receive;
+    }
   }
   return ready;
 }
