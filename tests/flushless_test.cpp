@@ -300,7 +300,7 @@ Case draw_case(Random& random, const std::string& folder) {
   // Over several ranks a reproducible sum is a tree of a power of two.
   if (c.data > 1) c.microbatches = c.microbatches > 4 ? 8 : c.microbatches > 2 || c.schedule == "pipedream" ? 4 : 2;
   c.layers = c.stages + int(test::draw(random, 0, 3));
-  c.model = pick({"tied = false\n", "tied = false\n", c.schedule == "2bw" ? "tied = true\n" : "tied = false\n"}) +
+  c.model = pick({"tied = false\n", "tied = false\n", "tied = true\n"}) +
             pick({"", "dropout = 0.1\n"}) + pick({"", "positions = \"rotary\"\n"}) +
             pick({"", "activation = \"swiglu\"\n"});
   c.optimizer = pick({"[plugins.adamw]\nlearning_rate = 1e-2\n", "[plugins.adafactor]\nlearning_rate = 1e-2\n",
