@@ -355,7 +355,8 @@ std::string programs_text(const RunPlans& plans) {
     text += fmt::format("  {:<38}{:>10}{:>14.4e}{:>16}{:>18}\n", planned.title(), planned.program().ops.size(),
                         planned.built.model_flops, bytes_text(planned.memory.device().total_bytes()),
                         planned.prediction ? fmt::format("{:.3f} s", planned.prediction->seconds) : "");
-  return text + "What follows is of the first program.\n";
+  return text + (plans.usual() == 0 ? "What follows is of the first program.\n"
+                                    : "What follows is of the second program, that of the steps after the first.\n");
 }
 
 Json::Array programs_json(const RunPlans& plans) {
