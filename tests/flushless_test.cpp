@@ -35,14 +35,14 @@ constexpr float kRate = 0.5F;
 class Descent final : public Plugin {
  public:
   Descent() {
-    register_update({.name = "test_flushless_descent",
-                     .states = "none",
-                     .flops = 2,
-                     .cpu = {[](const Update& u) -> Launch {
-                       return [u] {
-                         step_down(u.parameter<float>(), u.gradient<float>(), u.count(), float(u.scalars().rate()));
-                       };
-                     }}});
+    register_update(
+        {.name = "test_flushless_descent", .states = "none", .flops = 2, .cpu = {[](const Update& u) -> Launch {
+                                                                           return [u] {
+                                                                             step_down(u.parameter<float>(),
+                                                                                       u.gradient<float>(), u.count(),
+                                                                                       float(u.scalars().rate()));
+                                                                           };
+                                                                         }}});
   }
   void options(Options& o) override { o.add("rate", rate_, "step size").non_negative(); }
   Capabilities capabilities() const override { return {.provides = {"optimizer"}}; }
@@ -88,7 +88,8 @@ STRATA_PLUGIN(RuleOnOneRank, "rule_on_one_rank", "1", "update rules of pipelines
 }
 
 struct Case {
-  std::string schedule = "2bw", model = "tied = false\n", optimizer = "[plugins.adamw]\nlearning_rate = 1e-2\n", beside{};
+  std::string schedule = "2bw", model = "tied = false\n", optimizer = "[plugins.adamw]\nlearning_rate = 1e-2\n",
+              beside{};
   int stages = 2, data = 1, microbatches = 4, layers = 4;
   int ranks() const { return stages * data; }
   int batch() const { return microbatches * data; }
@@ -206,9 +207,8 @@ std::vector<float> balanced(const std::vector<std::vector<float>>& all, size_t f
 }
 
 int stage_of(const std::string& parameter, const Case& c) {
-  if (!parameter.starts_with("block.")) return parameter.starts_with("embedding") || parameter.starts_with("positions")
-                                                   ? 0
-                                                   : c.stages - 1;
+  if (!parameter.starts_with("block."))
+    return parameter.starts_with("embedding") || parameter.starts_with("positions") ? 0 : c.stages - 1;
   const int block = std::stoi(parameter.substr(6));
   const std::vector<int> first = c.first_blocks();
   return int(std::upper_bound(first.begin(), first.end(), block) - first.begin()) - 1;
@@ -300,9 +300,8 @@ Case draw_case(Random& random, const std::string& folder) {
   // Over several ranks a reproducible sum is a tree of a power of two.
   if (c.data > 1) c.microbatches = c.microbatches > 4 ? 8 : c.microbatches > 2 || c.schedule == "pipedream" ? 4 : 2;
   c.layers = c.stages + int(test::draw(random, 0, 3));
-  c.model = pick({"tied = false\n", "tied = false\n", "tied = true\n"}) +
-            pick({"", "dropout = 0.1\n"}) + pick({"", "positions = \"rotary\"\n"}) +
-            pick({"", "activation = \"swiglu\"\n"});
+  c.model = pick({"tied = false\n", "tied = false\n", "tied = true\n"}) + pick({"", "dropout = 0.1\n"}) +
+            pick({"", "positions = \"rotary\"\n"}) + pick({"", "activation = \"swiglu\"\n"});
   c.optimizer = pick({"[plugins.adamw]\nlearning_rate = 1e-2\n", "[plugins.adafactor]\nlearning_rate = 1e-2\n",
                       "[plugins.sm3]\nlearning_rate = 1e-2\n"}) +
                 pick({"", "[plugins.clip]\nmax_norm = 0.1\n"}) + pick({"", "[plugins.mixed_precision]\n"});
@@ -318,8 +317,9 @@ Case draw_case(Random& random, const std::string& folder) {
   return c;
 }
 
-// The same rule without a pipeline: on one rank, but where several ranks each leave the last of their microbatches. (The
-// first step of pipedream then sums others than a power of two, which one rank does not add in the order of several.)
+// The same rule without a pipeline: on one rank, but where several ranks each leave the last of their microbatches.
+// (The first step of pipedream then sums others than a power of two, which one rank does not add in the order of
+// several.)
 Outcome without_pipeline(const Case& c, int steps) {
   const int ranks = c.schedule == "2bw" ? 1 : c.data;
   return outcome(text_of(c, c.batch(),

@@ -71,8 +71,8 @@ STRATA_SIMD void dropout(const float* x, float* y, int64_t end, int64_t first, u
 }
 
 // What of a draw is known when the op is bound: microbatches follow each other, and `global` is where in the whole
-// tensor of one this rank's part is: the output's, as what is read may have been kept since the step before, which other
-// ranks' parts belong to.
+// tensor of one this rank's part is: the output's, as what is read may have been kept since the step before, which
+// other ranks' parts belong to.
 struct Mask {
   explicit Mask(const Binding& b)
       : first(std::max(0, b.op().microbatch) * elements(b.output(0).full_shape())),

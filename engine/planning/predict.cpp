@@ -252,7 +252,8 @@ namespace {
 
 // So many steps in a row: the first op of a step on each stream waits for all of the step before.
 TimedProgram in_a_row(const TimedProgram& program, int steps) {
-  TimedProgram all{.ops = {}, .alike = program.alike, .waits = {}, .axes = program.axes, .processors = program.processors};
+  TimedProgram all{
+      .ops = {}, .alike = program.alike, .waits = {}, .axes = program.axes, .processors = program.processors};
   VectorClock ends{};  // by stream: ops of a step
   for (size_t i = 0; i < program.ops.size(); ++i) ++ends[size_t(program[i].stream)];
   for (int step = 0; step < steps; ++step) {

@@ -247,9 +247,7 @@ class Unroller {
     std::map<int, Partial> tree;  // by first microbatch
   };
   // Where sums go on, this step's microbatches have one of their own, for the next step's update.
-  Sum& sum_of(size_t g, const Pass& pass) {
-    return goes_on_ && pass.microbatch >= 0 ? next_sums_[g] : sums_[g];
-  }
+  Sum& sum_of(size_t g, const Pass& pass) { return goes_on_ && pass.microbatch >= 0 ? next_sums_[g] : sums_[g]; }
 
   // Persistent tensors for what this step's microbatches add up to, which the next step begins with. `has_before`: so
   // does this one.

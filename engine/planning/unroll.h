@@ -9,8 +9,8 @@
 
 namespace strata {
 
-// In the names of persistent tensors in which a step keeps something for the next one: "block.0.mlp.x.kept.3", of
-// microbatch 3, "block.0.mlp.up.weight.kept", "block.0.mlp.up.weight.gradient.kept.0", the sum from microbatch 0 on.
+// In the names of persistent tensors in which a step keeps something for the next one: "block.0.mlp.x.kept.3" of
+// microbatch 3, "block.0.mlp.up.weight.kept", "block.0.mlp.up.weight.gradient.kept.0": the sum from microbatch 0 on.
 inline constexpr std::string_view kKept = ".kept";
 
 // `single` holds forward and backward ops of one microbatch; gradients[i] is the gradient of parameters[i] in it.

@@ -23,9 +23,7 @@ std::vector<std::vector<Span>> spans_of(std::span<const TimedProgram> programs, 
 }
 
 // Whether a program is of steps in the middle of a run in which stages leave passes to the next step.
-bool goes_on(const PlannedProgram& planned) {
-  return !planned.built.left.empty() && !planned.phases.has_first_step();
-}
+bool goes_on(const PlannedProgram& planned) { return !planned.built.left.empty() && !planned.phases.has_first_step(); }
 
 // A program of all stages: what they exchange is checked against each other, and where they are predicted they run on
 // one clock.

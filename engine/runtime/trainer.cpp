@@ -238,11 +238,10 @@ class Loop {
 
   std::string progress_line(const Told& told) const {
     const double left = (seconds_now() - began_) / double(step_ - first_) * double(steps() - step_);
-    std::string line =
-        fmt::format("step {}/{}  loss {:.4f}  {:.0f} tokens/s  {:.0f}% of {} peak  memory {}  {} left", told.step,
-                    steps(), loss_, report_->tokens_per_second(told.seconds),
-                    report_->peak_share(told.program, told.seconds) * 100,
-                    name_of(report_->compute_dtype()), bytes_text(peak_resident_bytes()), duration_text(left));
+    std::string line = fmt::format(
+        "step {}/{}  loss {:.4f}  {:.0f} tokens/s  {:.0f}% of {} peak  memory {}  {} left", told.step, steps(), loss_,
+        report_->tokens_per_second(told.seconds), report_->peak_share(told.program, told.seconds) * 100,
+        name_of(report_->compute_dtype()), bytes_text(peak_resident_bytes()), duration_text(left));
     if (!std::isnan(validation_loss_)) line += fmt::format("  validation {:.4f}", validation_loss_);
     return line;
   }
@@ -357,7 +356,7 @@ class Loop {
   World& world_;
   bool stopping_ = false;
   bool goes_on_ = false;  // stages leave passes to the next step
-  std::string unsaved_;  // what went wrong with the last save
+  std::string unsaved_;   // what went wrong with the last save
   std::optional<TokenDataset> dataset_;
   std::optional<Sampler> sampler_;
   std::optional<Assembly> assembly_;

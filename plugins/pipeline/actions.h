@@ -52,7 +52,8 @@ struct Actions {
 
 // Of `steps` steps in a row. Throws Error unless the schedule's passes are what they should be: of chunks that the
 // stage holds, each once and after those of its stage that it needs.
-//   A send comes right after the pass that makes it, and what a pass of the next step needs is sent at the start of that
+//   A send comes right after the pass that makes it, and what a pass of the next step needs is sent at the start of
+//   that
 // step: so what is sent in a step is received in it. A stage receives in the order in which all stages together send
 // what it receives (step by step, by the clock, sends taking no time, of two at once the lower stage's first), each
 // before the first of its passes that ends later than that. So if passes alone can run (no two wait for each other),

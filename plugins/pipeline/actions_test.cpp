@@ -229,8 +229,8 @@ Actions of_step(const Actions& two, int step) {
   return one;
 }
 
-// Without flush: where the engine finds nothing wrong with the first step and with each that follows, by themselves, any
-// number of steps in a row come to an end.
+// Without flush: where the engine finds nothing wrong with the first step and with each that follows, by themselves,
+// any number of steps in a row come to an end.
 TEST(PipelineActions, MutatedStepsWithoutFlushAreRefusedOrGoOn) {
   std::mt19937 random(23);
   const auto below = [&](size_t n) { return size_t(random() % n); };

@@ -15,7 +15,8 @@ using strata::Program;
 using strata::TensorId;
 
 const std::string kAxis = "pipeline";
-const std::string kFilling = "pipeline: filling";  // the phase of the first step, where schedules leave passes to the next
+const std::string kFilling =
+    "pipeline: filling";  // the phase of the first step, where schedules leave passes to the next
 
 std::string sizes_text(const strata::Shape& shape) {
   std::string text;

@@ -1,8 +1,8 @@
-// PipeDream-2BW (Narayanan et al., arXiv 2006.09503, section 3.1): one forward pass, one backward pass, and no flush at a
-// step's end. A stage leaves to the next step the backward passes of as many microbatches as there are stages after it,
-// and the sums of gradients so far; they read the parameters that their forward passes have read, of which a copy is
-// kept, and the update at the end of the next step is of all microbatches of the step before and no others:
-// W(t + 1) = W(t) - f'(W(t - 1)). No bubble, P - p microbatches on stage p.
+// PipeDream-2BW (Narayanan et al., arXiv 2006.09503, section 3.1): one forward pass, one backward pass, and no flush at
+// a step's end. A stage leaves to the next step the backward passes of as many microbatches as there are stages after
+// it, and the sums of gradients so far; they read the parameters that their forward passes have read, of which a copy
+// is kept, and the update at the end of the next step is of all microbatches of the step before and no others: W(t + 1)
+// = W(t) - f'(W(t - 1)). No bubble, P - p microbatches on stage p.
 //   What is left is left for one step alone. With fewer microbatches than P - 1 all backward passes of a step therefore
 // run in the next one: the same update, with half the bubble of a flush and up to M + P - 1 microbatches. Early stages
 // then begin with forward passes and late ones with backward passes, as both come from the ends.

@@ -28,8 +28,8 @@ void require_microbatches(const Problem& problem, std::string_view schedule, int
 // What the first step has of an order: there are no microbatches of the step before.
 std::vector<Pass> without_begun(std::vector<Pass> order);
 
-// One forward pass, one backward pass, from step to step: a stage leaves to the next step the backward passes of as many
-// microbatches as there are stages after it, which must not be more than a step has.
+// One forward pass, one backward pass, from step to step: a stage leaves to the next step the backward passes of as
+// many microbatches as there are stages after it, which must not be more than a step has.
 Schedule without_flush(const Problem& problem);
 
 // Short names for lists of passes.
