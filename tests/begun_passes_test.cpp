@@ -7,43 +7,17 @@
 #include <set>
 
 #define STRATA_STATIC_PLUGIN
-#include "strata/optimizer.h"
 #include "tests/backends.h"
+#include "tests/descent.h"
 #include "tests/harness.h"
 #include "tests/resumed_runs.h"
 
 namespace strata {
 namespace {
 
+using test::kRate, test::step_down;
+
 constexpr int kVocabulary = 61, kSequence = 16;
-constexpr float kRate = 0.5F;
-
-// p ← p − rate · g, compiled once for the kernel and for what is computed by hand.
-[[gnu::noinline]] void step_down(float* p, const float* g, int64_t count, float rate) {
-  for (int64_t i = 0; i < count; ++i) p[i] -= rate * g[i];
-}
-
-class Descent final : public Plugin {
- public:
-  Descent() {
-    register_update({.name = "test_descent", .states = "none", .flops = 2, .cpu = {[](const Update& u) -> Launch {
-                                                                             return [u] {
-                                                                               step_down(u.parameter<float>(),
-                                                                                         u.gradient<float>(), u.count(),
-                                                                                         float(u.scalars().rate()));
-                                                                             };
-                                                                           }}});
-  }
-  void options(Options& o) override { o.add("rate", rate_, "step size").non_negative(); }
-  Capabilities capabilities() const override { return {.provides = {"optimizer"}}; }
-  void update(UpdateStage& stage) override {
-    for (const Gradient& gradient : stage.gradients())
-      stage.append("test_descent", gradient, {}, {{"learning_rate", rate_}, {"weight_decay", 0.0}});
-  }
-
- private:
-  double rate_ = kRate;
-};
 
 // Which passes of the last microbatch wait for the next step, and when they run there.
 class Delayed final : public Plugin {
@@ -90,8 +64,9 @@ class Delayed final : public Plugin {
   int64_t count_ = 1;
 };
 namespace descent {
+using test::Descent;
 STRATA_PLUGIN(Descent, "test_descent", "1", "gradient descent")
-}
+}  // namespace descent
 namespace delayed {
 STRATA_PLUGIN(Delayed, "delayed", "1", "leaves passes to the next step")
 }

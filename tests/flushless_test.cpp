@@ -13,7 +13,7 @@
 #define STRATA_STATIC_PLUGIN
 #include "engine/planning/stages_report.h"
 #include "engine/runtime/job.h"
-#include "strata/optimizer.h"
+#include "tests/descent.h"
 #include "tests/outcome.h"
 #include "tests/random_cases.h"
 #include "tests/resumed_runs.h"
@@ -21,39 +21,10 @@
 namespace strata {
 namespace {
 
-using test::Random;
+using test::kRate, test::step_down, test::Random;
 using Values = std::map<std::string, std::vector<float>>;
 
 constexpr int kSequence = 12, kVocabulary = 61;
-constexpr float kRate = 0.5F;
-
-// p ← p − rate · g, compiled once for the kernel and for what is computed by hand.
-[[gnu::noinline]] void step_down(float* p, const float* g, int64_t count, float rate) {
-  for (int64_t i = 0; i < count; ++i) p[i] -= rate * g[i];
-}
-
-class Descent final : public Plugin {
- public:
-  Descent() {
-    register_update(
-        {.name = "test_flushless_descent", .states = "none", .flops = 2, .cpu = {[](const Update& u) -> Launch {
-                                                                           return [u] {
-                                                                             step_down(u.parameter<float>(),
-                                                                                       u.gradient<float>(), u.count(),
-                                                                                       float(u.scalars().rate()));
-                                                                           };
-                                                                         }}});
-  }
-  void options(Options& o) override { o.add("rate", rate_, "step size").non_negative(); }
-  Capabilities capabilities() const override { return {.provides = {"optimizer"}}; }
-  void update(UpdateStage& stage) override {
-    for (const Gradient& gradient : stage.gradients())
-      stage.append("test_flushless_descent", gradient, {}, {{"learning_rate", rate_}, {"weight_decay", 0.0}});
-  }
-
- private:
-  double rate_ = kRate;
-};
 
 // On one rank, orders of passes that give the update rules of pipelines of some stages.
 class RuleOnOneRank final : public Plugin {
@@ -80,9 +51,6 @@ class RuleOnOneRank final : public Plugin {
   std::string rule_ = "2bw";
   std::vector<int64_t> first_{0};
 };
-namespace flushless_descent {
-STRATA_PLUGIN(Descent, "test_flushless_descent", "1", "gradient descent")
-}
 namespace rule_on_one_rank {
 STRATA_PLUGIN(RuleOnOneRank, "rule_on_one_rank", "1", "update rules of pipelines")
 }
@@ -219,7 +187,7 @@ int stage_of(const std::string& parameter, const Case& c) {
 // last microbatches that have come back to it, all but the last P - 1 - p of this step and as many of the one before.
 Outcome by_hand(const Case& c, int steps) {
   KeepEach keep;
-  test::Runner runner(text_of(c, c.batch(), "[plugins.test_flushless_descent]\nrate = 0.0\n"), {{"keep", &keep}});
+  test::Runner runner(text_of(c, c.batch(), "[plugins.test_descent]\nrate = 0.0\n"), {{"keep", &keep}});
   Values parameters;
   for (const auto& [name, ids] : keep.tensors) parameters[name] = runner.values(name);
   std::map<std::string, std::vector<std::vector<float>>> now, before;
@@ -273,7 +241,7 @@ TEST(Flushless, IsTheUpdateRuleByHand) {
          {Size{2, 1}, {2, 2}, {2, 3}, {2, 8}, {3, 1}, {3, 2}, {3, 5}, {4, 1}, {4, 2}, {4, 4}, {4, 7}, {2, 4, 2}}) {
       Case c{.schedule = schedule,
              .model = "tied = false\ndropout = 0.1\n",
-             .optimizer = "[plugins.test_flushless_descent]\n",
+             .optimizer = "[plugins.test_descent]\n",
              .beside = data > 1 ? "[plugins.data_parallel]\n" : "",
              .stages = stages,
              .data = data,
