@@ -231,14 +231,14 @@ void tell_late(Outcome& outcome) {
 }
 
 TEST(Flushless, IsTheUpdateRuleByHand) {
-  constexpr int kSteps = 5;
+  constexpr int kSteps = 4;
   size_t number = 0;
   struct Size {
     int stages, microbatches, data = 1;
   };
   for (const char* schedule : {"2bw", "pipedream"})
     for (const auto& [stages, microbatches, data] :
-         {Size{2, 1}, {2, 3}, {2, 8}, {3, 1}, {3, 2}, {3, 5}, {4, 2}, {4, 4}, {4, 7}, {2, 4, 2}}) {
+         {Size{2, 1}, {2, 8}, {3, 1}, {3, 2}, {3, 5}, {4, 2}, {4, 7}, {2, 4, 2}}) {
       Case c{.schedule = schedule,
              .model = "tied = false\ndropout = 0.1\n",
              .optimizer = "[plugins.test_descent]\n",
@@ -301,7 +301,7 @@ TEST(Flushless, RandomRunsAgreeWithTheRuleWithoutPipeline) {
   constexpr int kSteps = 4;
   const test::TemporaryFolder folder;
   const uint64_t base = test::first_seed();
-  for (uint64_t seed = base; seed < base + uint64_t(test::cases(6)); ++seed) {
+  for (uint64_t seed = base; seed < base + uint64_t(test::cases(5)); ++seed) {
     Random random(seed);
     const Case c = draw_case(random, folder.path());
     SCOPED_TRACE("STRATA_SEED=" + std::to_string(seed) + " STRATA_CASES=1\n" + of_stages(c));
@@ -317,7 +317,7 @@ using FlushlessTraining = test::ResumedRuns;
 
 Case in_flight(const std::string& schedule, int stages, int data) {
   return {.schedule = schedule,
-          .model = "tied = false\ndropout = 0.1\n",
+          .model = "tied = true\ndropout = 0.1\n",
           .beside = data > 1 ? "[plugins.data_parallel]\n" : "",
           .stages = stages,
           .data = data};

@@ -205,9 +205,15 @@ class Unroller {
           slot = one;
           continue;
         }
-        slot = result_.add(kept(tensor, (tensor.name + kKept) + "." + std::to_string(m)));
+        slot = result_.add(kept(tensor, (tensor.name + kKept) + "." + std::to_string(m) + of_program()));
         kept_.emplace_back(mapped(id, m), slot);
       }
+  }
+
+  // Of a name for what ranks with other programs have of their own, by whatever name.
+  std::string of_program() const {
+    const Axis programs = mesh_.programs();
+    return programs.size > 1 ? ".program" + std::to_string(programs.coordinate) : "";
   }
 
   Tensor kept(Tensor tensor, std::string name) const {
@@ -271,8 +277,8 @@ class Unroller {
       const int number = numbers[parameter]++;  // of what several ops make of it, apart
       for (const auto& [first, count] : parts[g]) {
         const std::string name = parameter + ".gradient" + (number > 0 ? "." + std::to_string(number) : "");
-        const TensorId slot =
-            result_.add(kept(single_[gradients_[g]], (name + std::string(kKept)) + "." + std::to_string(first)));
+        const TensorId slot = result_.add(
+            kept(single_[gradients_[g]], name + std::string(kKept) + "." + std::to_string(first) + of_program()));
         slots_[{g, first}] = slot;
         if (has_before && balanced_)
           sums_[g].tree[first] = {slot, count};
