@@ -51,7 +51,7 @@ struct RandomProgram {
 
   // Gives tensors forms and tiers by chance.
   void let_rest(const std::string& directory) {
-    program.storage_directory = directory;
+    program.storage_directories = {directory};
     for (const Op& op : program.ops)
       for (TensorId id : op.outputs) {
         if (program[id].persistent) continue;

@@ -37,7 +37,10 @@ TEST(Roofline, SaysWhatWouldHideReads) {
   const std::string text = roofline_text(bound);
   EXPECT_NE(text.find("bound by reads from NVMe: 90.000 s, 90% of it; 45 times data.global_batch"), std::string::npos)
       << text;
-  EXPECT_NE(text.find("NVMe twice as fast halves them"), std::string::npos) << text;
+  EXPECT_NE(text.find("a second disk as fast halves them"), std::string::npos) << text;
+  timed.program.storage_directories = {"/nvme0", "/nvme1"};
+  const std::string of_two = roofline_text(roofline(timed.program, timed.prediction));
+  EXPECT_NE(of_two.find("twice as many disks halves them"), std::string::npos) << of_two;
 }
 
 TEST(Roofline, WhatComesWithEachMicrobatchIsNotHiddenByMore) {
