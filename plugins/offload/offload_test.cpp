@@ -220,13 +220,13 @@ TEST_F(Offload, SeveralDisksGiveTheSameLosses) {
   Session plain = session("plain", {});
   train(plain, {});
   Session start = session("run", over({"a", "b", "c"}), {"run.steps=2"});
-  start.rates = Rates{.disks = {{1e9, 1e9}, {3e9, 3e9}, {1, 1}}};  // of which the last is too slow for any
+  start.rates = Rates{.disks = {{1, 1}, {1e9, 1e9}, {3e9, 3e9}}};  // of which the first is too slow for any
   std::array<std::atomic<int>, 3> requests{};
   start.storage_faults.request = [&](size_t file, int64_t) { return ++requests[file], 0; };
   train(start, {});
-  EXPECT_GT(requests[0], 0);
+  EXPECT_EQ(requests[0], 0);
   EXPECT_GT(requests[1], 0);
-  EXPECT_EQ(requests[2], 0);
+  EXPECT_GT(requests[2], 0);
   Session rest = session("run", over({"d", "b"}));
   train(rest, {.resume = true, .trace = ""});
   EXPECT_EQ(log("run"), log("plain"));
