@@ -254,8 +254,8 @@ struct Several {
   NvmeStore::Options options{.directories = {}, .stripes = Stripes(), .faults = {}};
 };
 
-// The same bytes come back over any number of disks, spread in any way; and each file has, is asked for and gets
-// exactly what was planned for it.
+// The same bytes come back over any number of disks, spread in any way; and each file is as large as was planned and
+// takes part in every round.
 TEST(NvmeStore, SeveralFilesEqualOne) {
   for (uint64_t seed = test::first_seed(), end = seed + uint64_t(test::cases(8)); seed < end; ++seed) {
     SCOPED_TRACE("STRATA_SEED=" + std::to_string(seed));
@@ -277,7 +277,6 @@ TEST(NvmeStore, SeveralFilesEqualOne) {
       EXPECT_EQ(status.st_size, several.options.stripes.bytes_of(f, store.bytes()));
       const int64_t rounds = (store.bytes() - 1) / several.options.stripes.round() + 1;
       EXPECT_GE(requests[f], shares.size() == 1 ? 1 : rounds - 1);
-      EXPECT_LE(requests[f], shares.size() == 1 ? 1 : rounds);
     }
     expect_round_trips(store, uint32_t(seed + 1), 20);
   }
