@@ -26,7 +26,8 @@ int open_ring(int depth, io_uring* ring) { return io_uring_queue_init(unsigned(d
 
 // At most one block on its way, or what is left of it.
 struct Request {
-  int64_t offset = 0;
+  size_t file = 0;
+  int64_t offset = 0;  // there
   std::byte* memory = nullptr;
   int64_t left = 0;
   int fault = 0;  // see NvmeStore::Faults
@@ -47,84 +48,120 @@ int advance(Request& request, int result) {
 
 }  // namespace
 
-NvmeStore::NvmeStore(Options options)
-    : options_(std::move(options)),
-      called_("the NVMe directory " + options_.directory),
-      lock_(options_.directory, "strata-nvme.lock", called_) {
+// One file with its lock; gives the space back when it goes.
+class NvmeStore::File {
+ public:
+  File(const std::string& directory, const Faults& faults)
+      : called_("the NVMe directory " + directory), lock_(directory, "strata-nvme.lock", called_), faults_(faults) {
+    // The name is gone before the file has a size: a killed run leaves no data. The lock makes the name ours.
+    const std::string path = directory + "/strata-nvme.data";
+    unlink(path.c_str());
+    file_ = open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+    if (file_ < 0) refuse(std::string("cannot take a file: ") + std::strerror(errno));
+    unlink(path.c_str());
+  }
+  ~File() {
+    if (file_ >= 0) close(file_);
+  }
+  File(const File&) = delete;
+  File& operator=(const File&) = delete;
+
+  // `all`: the bytes of all files together. Unless it `takes` them it only looks whether there is room.
+  void reserve(int64_t bytes, int64_t all, bool takes) const;
+  // Returns what is slower than it should be, if anything is.
+  std::string choose_direct();
+
+  int descriptor() const { return file_; }
+  bool direct() const { return direct_; }
+  const std::string& called() const { return called_; }
+
+ private:
+  [[noreturn]] void refuse(const std::string& what) const {
+    throw Error(called_ + " " + what + ". Free some space, or name another one.");
+  }
+  std::string called_;  // the directory in messages
+  DirectoryLock lock_;
+  const Faults& faults_;
+  int file_ = -1;
+  bool direct_ = false;
+};
+
+NvmeStore::NvmeStore(Options options) : options_(std::move(options)) {
   STRATA_CHECK(options_.bytes > 0 && aligned(options_.bytes));
   STRATA_CHECK(options_.block > 0 && options_.block <= (1 << 30) && aligned(options_.block));
-  STRATA_CHECK(options_.depth > 0);
-  // The name is gone before the file has a size: a killed run leaves no data. The lock makes the name ours.
-  const std::string path = options_.directory + "/strata-nvme.data";
-  unlink(path.c_str());
-  file_ = open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
-  if (file_ < 0) refuse(std::string("cannot take a file: ") + std::strerror(errno));
-  unlink(path.c_str());
-  try {
-    reserve();
-    choose_direct();
-    choose_ring();
-  } catch (...) {
-    close(file_);
-    throw;
-  }
+  STRATA_CHECK(options_.depth > 0 && options_.stripes.files() == options_.directories.size());
+  for (const std::string& directory : options_.directories)
+    files_.push_back(std::make_unique<File>(directory, options_.faults));
+  // All are asked first, so that a hopeless size does not fill the disks for others before it fails.
+  for (bool takes : {false, true})
+    for (size_t f = 0; f < files_.size(); ++f)
+      files_[f]->reserve(options_.stripes.bytes_of(f, options_.bytes), options_.bytes, takes);
+  for (const auto& file : files_)
+    if (const std::string slower = file->choose_direct(); !slower.empty()) note_ += (note_.empty() ? "" : " ") + slower;
+  choose_ring();
 }
 
-NvmeStore::~NvmeStore() { close(file_); }
+NvmeStore::~NvmeStore() = default;
 
-void NvmeStore::refuse(const std::string& what) const {
-  throw Error(called_ + " " + what + ". Free some space, or name another one.");
+bool NvmeStore::direct() const {
+  return std::all_of(files_.begin(), files_.end(), [](const auto& file) { return file->direct(); });
 }
 
-void NvmeStore::reserve() {
-  // Asked first, so that a hopeless size does not fill the disk for others before it fails.
+int NvmeStore::file(size_t of) const { return files_[of]->descriptor(); }
+
+void NvmeStore::File::reserve(int64_t bytes, int64_t all, bool takes) const {
+  if (bytes == 0) return;
   struct statvfs status {};
   const bool known = fstatvfs(file_, &status) == 0;
   const int64_t free = known ? int64_t(status.f_bavail) * int64_t(status.f_frsize) : 0;
   int problem = ENOSPC;
-  if (!known || free >= options_.bytes) {
-    do problem = posix_fallocate(file_, 0, options_.bytes);
+  if (!known || free >= bytes) {
+    if (!takes) return;
+    do problem = posix_fallocate(file_, 0, bytes);
     while (problem == EINTR);
   }
   if (problem == 0) return;
-  const std::string needed = "cannot hold the " + bytes_text(options_.bytes) + " that offloading needs";
+  const std::string needed = "cannot hold " + (bytes == all ? "the " : "its " + bytes_text(bytes) + " of the ") +
+                             bytes_text(all) + " that offloading needs";
   if (problem == ENOSPC && known) refuse(needed + ": " + bytes_text(free) + " are free");
   refuse(needed + ": " + std::strerror(problem));
 }
 
-void NvmeStore::choose_direct() {
+std::string NvmeStore::File::choose_direct() {
   // Some file systems take the flag and refuse the first request, so one is tried.
   void* page = std::aligned_alloc(kNvmeAlignment, kNvmeAlignment);
   STRATA_CHECK(page);
   std::memset(page, 0, kNvmeAlignment);
-  direct_ = !options_.faults.no_direct && fcntl(file_, F_SETFL, O_DIRECT) == 0 &&
+  direct_ = !faults_.no_direct && fcntl(file_, F_SETFL, O_DIRECT) == 0 &&
             (pwrite(file_, page, kNvmeAlignment, 0) == kNvmeAlignment || errno != EINVAL);
   std::free(page);
-  if (direct_) return;
+  if (direct_) return "";
   fcntl(file_, F_SETFL, 0);
-  note_ = called_ +
-          " is on a file system without direct I/O: offloading goes through the system's page cache, which is " +
-          "slower and takes memory beyond the budget.";
+  return called_ +
+         " is on a file system without direct I/O: offloading goes through the system's page cache, which is "
+         "slower and takes memory beyond the budget.";
 }
 
 void NvmeStore::choose_ring() {
   io_uring ring;
-  const int result = options_.faults.no_ring ? -ENOSYS : open_ring(options_.depth, &ring);
+  const int result = options_.faults.no_ring ? -ENOSYS : open_ring(options_.depth * int(files_.size()), &ring);
   ring_ = result == 0;
   if (ring_) return io_uring_queue_exit(&ring);
   note_ += std::string(note_.empty() ? "" : " ") + "io_uring is not available here (" + std::strerror(-result) +
            "): offloading has one request at a time in flight, which is slower.";
 }
 
-// The ring and the requests on it, and the loop that keeps it full. The file is not registered with the ring: that
-// saves nothing at these block sizes, and the kernel would give the space back only some time after the ring is closed.
+// The ring and the requests on it, and the loop that keeps it full: so many requests of each file, so that none waits
+// for a slower one. Files are not registered with the ring: that saves nothing at these block sizes, and the kernel
+// would give the space back only some time after the ring is closed.
 struct NvmeStore::Channel::State {
   enum class Operation { read, write };
 
-  explicit State(const NvmeStore& opened) : store(opened) {
+  explicit State(const NvmeStore& opened) : store(opened), taken(opened.files_.size()) {
     if (!store.ring_) return;
-    requests.resize(size_t(store.options_.depth));
-    if (const int result = open_ring(store.options_.depth, &ring); result < 0) {
+    requests.resize(size_t(store.options_.depth) * store.files_.size());
+    for (size_t r = 0; r < requests.size(); ++r) requests[r].file = r % store.files_.size();
+    if (const int result = open_ring(int(requests.size()), &ring); result < 0) {
       throw Error(std::string("offloading cannot have a further io_uring: ") + std::strerror(-result) +
                       ". Raise the limits on open files and locked memory (ulimit -n, ulimit -l).",
                   ExitCode::failed);
@@ -138,12 +175,13 @@ struct NvmeStore::Channel::State {
     STRATA_CHECK(aligned(offset) && aligned(bytes) && aligned(int64_t(reinterpret_cast<uintptr_t>(memory))));
     STRATA_CHECK(offset >= 0 && bytes >= 0 && bytes <= store.bytes() && offset <= store.bytes() - bytes);
     operation = wanted;
-    rest = {offset, memory, bytes};
+    begin = offset, end = offset + bytes, base = memory;
+    std::fill(taken.begin(), taken.end(), begin);
     problem = 0;
     store.ring_ ? run_ring() : run_blocking();
     if (problem == 0) return;
-    throw Error(store.called_ + ": cannot " + (operation == Operation::read ? "read" : "write") + " tensor \"" +
-                    std::string(name) + "\" at byte " + std::to_string(problem_offset) +
+    throw Error(store.files_[problem_file]->called() + ": cannot " + (operation == Operation::read ? "read" : "write") +
+                    " tensor \"" + std::string(name) + "\" at byte " + std::to_string(problem_offset) +
                     " of the file there: " + std::strerror(problem) +
                     ". Check the disk, or name another directory, and resume from the last checkpoint.",
                 ExitCode::failed);
@@ -152,7 +190,8 @@ struct NvmeStore::Channel::State {
   void run_ring() {
     int in_flight = 0;
     for (Request& request : requests) {
-      if (!take(request)) break;
+      request.left = 0;
+      if (!take(request)) continue;
       start(request);
       ++in_flight;
     }
@@ -175,21 +214,25 @@ struct NvmeStore::Channel::State {
   }
 
   void run_blocking() {
-    Request request;
-    while (go_on(request)) {
-      const size_t count = admit(request);
-      const ssize_t done = operation == Operation::read ? pread(store.file_, request.memory, count, request.offset)
-                                                        : pwrite(store.file_, request.memory, count, request.offset);
-      finish(request, done < 0 ? -errno : int(done));
+    for (size_t f = 0; f < store.files_.size(); ++f) {
+      Request request{.file = f};
+      while (go_on(request)) {
+        const size_t count = admit(request);
+        const ssize_t done = operation == Operation::read
+                                 ? pread(store.file(f), request.memory, count, request.offset)
+                                 : pwrite(store.file(f), request.memory, count, request.offset);
+        finish(request, done < 0 ? -errno : int(done));
+      }
     }
   }
 
-  // Gives the request the next block of the transfer; false when there is none.
+  // Gives the request the next block of the transfer that is in its file; false when there is none.
   bool take(Request& request) {
-    if (rest.left == 0) return false;
-    const int64_t part = std::min(rest.left, store.options_.block);
-    request = {rest.offset, rest.memory, part};
-    rest = {rest.offset + part, rest.memory + part, rest.left - part};
+    const Stripes::Run run = store.options_.stripes.next(request.file, taken[request.file], end);
+    if (run.bytes == 0) return false;
+    const int64_t part = std::min(run.bytes, store.options_.block);
+    request = {request.file, run.in_file, base + (run.offset - begin), part};
+    taken[request.file] = run.offset + part;
     return true;
   }
 
@@ -198,7 +241,7 @@ struct NvmeStore::Channel::State {
 
   // How many bytes the request may move now.
   unsigned admit(Request& request) {
-    request.fault = store.options_.faults.request ? store.options_.faults.request(request.offset) : 0;
+    request.fault = store.options_.faults.request ? store.options_.faults.request(request.file, request.offset) : 0;
     return unsigned(request.fault > 0 ? std::min<int64_t>(request.left, request.fault) : request.left);
   }
 
@@ -207,9 +250,9 @@ struct NvmeStore::Channel::State {
     io_uring_sqe* entry = io_uring_get_sqe(&ring);
     STRATA_CHECK(entry);  // the ring has as many entries as there are requests
     if (operation == Operation::read) {
-      io_uring_prep_read(entry, store.file_, request.memory, count, uint64_t(request.offset));
+      io_uring_prep_read(entry, store.file(request.file), request.memory, count, uint64_t(request.offset));
     } else {
-      io_uring_prep_write(entry, store.file_, request.memory, count, uint64_t(request.offset));
+      io_uring_prep_write(entry, store.file(request.file), request.memory, count, uint64_t(request.offset));
     }
     io_uring_sqe_set_data(entry, &request);
   }
@@ -219,6 +262,7 @@ struct NvmeStore::Channel::State {
     const int failed = advance(request, request.fault < 0 ? request.fault : result);
     if (failed == 0 || problem != 0) return;
     problem = failed;
+    problem_file = request.file;
     problem_offset = offset;
   }
 
@@ -226,8 +270,12 @@ struct NvmeStore::Channel::State {
   io_uring ring{};
   std::vector<Request> requests;
   Operation operation = Operation::read;
-  Request rest;  // of the transfer: what no request has taken yet
+  // Of the transfer: the bytes of the tier from and to memory at `base`, and by file those that requests have taken.
+  int64_t begin = 0, end = 0;
+  std::byte* base = nullptr;
+  std::vector<int64_t> taken;
   int problem = 0;
+  size_t problem_file = 0;
   int64_t problem_offset = 0;
 };
 

@@ -1,5 +1,5 @@
-// One preallocated file on a disk, read and written with io_uring and direct I/O: the NVMe tier.
-// What lies where in it comes from the plan; nothing in it outlives the process.
+// The NVMe tier: a preallocated file on each of its disks, read and written with io_uring and direct I/O, all at once.
+// What lies where comes from the plan, over how many files it spreads from Stripes; nothing outlives the process.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -7,8 +7,10 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "memory/directory_lock.h"
+#include "memory/stripes.h"
 
 namespace strata {
 
@@ -19,22 +21,23 @@ class NvmeStore {
  public:
   // What tests break on purpose.
   struct Faults {
-    // Called with the offset of each request. 0: none; negative: it ends with this -errno; positive: it moves at most
-    // so many bytes. Called by all threads that use channels.
-    std::function<int(int64_t offset)> request;
+    // Called with the file of each request and the offset there. 0: none; negative: it ends with this -errno; positive:
+    // it moves at most so many bytes. Called by all threads that use channels.
+    std::function<int(size_t file, int64_t offset)> request;
     bool no_ring = false;    // as a kernel without io_uring
     bool no_direct = false;  // as a file system without direct I/O
   };
   struct Options {
-    std::string directory;
-    int64_t bytes = 0;        // size of the file, a multiple of kNvmeAlignment
-    int depth = 16;           // requests a channel keeps in flight
-    int64_t block = 1 << 20;  // bytes of one request, a multiple of kNvmeAlignment
+    std::vector<std::string> directories;  // one a file
+    Stripes stripes = Stripes::even(directories.size());
+    int64_t bytes = 0;        // of all files together, a multiple of kNvmeAlignment
+    int depth = 16;           // requests a channel keeps in flight, of each file
+    int64_t block = 1 << 20;  // most bytes of one request, a multiple of kNvmeAlignment
     Faults faults;
   };
   class Channel;
 
-  // Throws Error (usage) when the directory is missing, not writable, too full, or in use by another run.
+  // Throws Error (usage) when a directory is missing, not writable, too full, or in use by another run.
   explicit NvmeStore(Options options);
   ~NvmeStore();  // gives the space back; every channel must be gone
   NvmeStore(const NvmeStore&) = delete;
@@ -42,26 +45,22 @@ class NvmeStore {
 
   Channel channel() const;  // throws Error (failed) when the kernel refuses a further ring
   int64_t bytes() const { return options_.bytes; }
-  bool direct() const { return direct_; }  // false: through the page cache
-  int file() const { return file_; }
+  bool direct() const;        // false: some file is read and written through the page cache
+  int file(size_t of) const;  // its descriptor
   // What is slower here than it should be and why, in sentences; empty when all is well.
   const std::string& note() const { return note_; }
 
  private:
-  void reserve();
-  void choose_direct();
+  class File;
   void choose_ring();
-  [[noreturn]] void refuse(const std::string& what) const;
 
   Options options_;
-  std::string called_;  // the directory in messages
-  DirectoryLock lock_;
-  int file_ = -1;
-  bool direct_ = false, ring_ = false;
+  std::vector<std::unique_ptr<File>> files_;
+  bool ring_ = false;
   std::string note_;
 };
 
-// A way to the file with its own ring: one thread at a time uses one channel, different channels may run at once.
+// A way to the files with its own ring: one thread at a time uses one channel, different channels may run at once.
 class NvmeStore::Channel {
  public:
   Channel(Channel&&) noexcept;

@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/mount.h>
+#include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -12,11 +14,14 @@
 #include <cstring>
 #include <filesystem>
 #include <functional>
+#include <memory>
 #include <random>
 #include <thread>
 
 #include "memory/arena.h"
+#include "memory/disk.h"
 #include "strata/error.h"
+#include "tests/random_cases.h"
 
 namespace strata {
 namespace {
@@ -40,7 +45,7 @@ class Directory {
 
 // Small blocks and few in flight, so that little data takes many rounds.
 NvmeStore::Options options(const Directory& directory, NvmeStore::Faults faults = {}) {
-  return {.directory = directory.path(), .bytes = 256 * kPage, .depth = 4, .block = 4 * kPage, .faults = faults};
+  return {.directories = {directory.path()}, .bytes = 256 * kPage, .depth = 4, .block = 4 * kPage, .faults = faults};
 }
 
 // Whole pages of memory, which start at a page.
@@ -63,14 +68,14 @@ std::string message(const std::function<void()>& action, ExitCode code = ExitCod
   return "no error";
 }
 
-void expect_round_trips(const NvmeStore& store, uint32_t seed) {
+void expect_round_trips(const NvmeStore& store, uint32_t seed, int rounds = 200) {
   SCOPED_TRACE("seed " + std::to_string(seed));
   std::mt19937 random(seed);
   const int64_t pages = store.bytes() / kPage;
   NvmeStore::Channel channel = store.channel();
   const Buffer expected(store.bytes(), seed), read(store.bytes());
   channel.write(0, expected.data(), store.bytes(), "all");
-  for (int round = 0; round < 200; ++round) {
+  for (int round = 0; round < rounds; ++round) {
     const int64_t first = random() % pages, count = random() % (pages - first + 1);
     if (round % 2) {
       for (int64_t i = 0; i < count; ++i) expected.data()[(first + i) * kPage + random() % kPage] = std::byte(random());
@@ -113,7 +118,7 @@ TEST(NvmeStore, ContinuesShortTransfers) {
   for (bool no_ring : {false, true}) {
     std::atomic<int> calls = 0;
     // Whole pages, odd sizes and interruptions; never less than a page, which would be the end of the file.
-    const auto shorten = [&](int64_t) {
+    const auto shorten = [&](size_t, int64_t) {
       const int results[] = {0, int(kPage), -EINTR, int(2 * kPage + 1), -EAGAIN, int(3 * kPage - 1)};
       return results[calls++ % 6];
     };
@@ -128,7 +133,7 @@ TEST(NvmeStore, ContinuesShortTransfers) {
 TEST(NvmeStore, FailedRequestsNameTheTensor) {
   for (bool no_ring : {false, true}) {
     std::atomic<bool> broken = false;
-    const auto fail = [&](int64_t offset) { return broken && offset == 12 * kPage ? -EIO : 0; };
+    const auto fail = [&](size_t, int64_t offset) { return broken && offset == 12 * kPage ? -EIO : 0; };
     const Directory directory;
     const NvmeStore store(options(directory, {.request = fail, .no_ring = no_ring}));
     NvmeStore::Channel channel = store.channel();
@@ -154,7 +159,7 @@ TEST(NvmeStore, FailedRequestsNameTheTensor) {
 TEST(NvmeStore, TransferWithoutProgressFails) {
   const Directory directory;
   const NvmeStore store(
-      options(directory, {.request = [](int64_t) { return 512; }, .no_ring = false, .no_direct = true}));
+      options(directory, {.request = [](size_t, int64_t) { return 512; }, .no_ring = false, .no_direct = true}));
   NvmeStore::Channel channel = store.channel();
   const Buffer buffer(kPage);
   EXPECT_NE(message([&] { channel.read(0, buffer.data(), kPage, "x"); }, ExitCode::failed).find(strerror(EIO)),
@@ -188,14 +193,14 @@ TEST(NvmeStore, ChannelsRunAtOnce) {
 TEST(NvmeStore, RefusesWhatIsNoDirectory) {
   const Directory directory;
   auto wrong = options(directory);
-  wrong.directory = directory.path() + "/missing";
+  wrong.directories = {directory.path() + "/missing"};
   EXPECT_EQ(
       message([&] { NvmeStore store(wrong); }),
-      "the NVMe directory " + wrong.directory + ": No such file or directory. Create it, or name another one.");
-  wrong.directory = "/dev/null";
+      "the NVMe directory " + wrong.directories[0] + ": No such file or directory. Create it, or name another one.");
+  wrong.directories = {"/dev/null"};
   EXPECT_EQ(message([&] { NvmeStore store(wrong); }),
             "the NVMe directory /dev/null is not a directory. Name a directory.");
-  wrong.directory = "/proc";  // takes nobody's files, not even root's
+  wrong.directories = {"/proc"};  // takes nobody's files, not even root's
   EXPECT_NE(message([&] { NvmeStore store(wrong); }).find("the NVMe directory /proc is not writable: "),
             std::string::npos);
 }
@@ -215,8 +220,7 @@ TEST(NvmeStore, RefusesSizeBeyondTheDisk) {
   huge.bytes = int64_t(1) << 60;
   const std::string text = message([&] { NvmeStore store(huge); });
   EXPECT_EQ(
-      text.find("the NVMe directory " + directory.path() + " cannot hold the 1024.00 PiB that offloading needs: "),
-      0u)
+      text.find("the NVMe directory " + directory.path() + " cannot hold the 1024.00 PiB that offloading needs: "), 0u)
       << text;
   EXPECT_NE(text.find("B are free. Free some space, or name another one."), std::string::npos) << text;
   EXPECT_TRUE(directory.empty());
@@ -235,6 +239,130 @@ TEST(NvmeStore, DirectoryHasOneUserAndIsEmptyAfterwards) {
   EXPECT_TRUE(directory.empty());
   const NvmeStore next(options(directory));
   EXPECT_EQ(next.bytes(), 256 * kPage);
+}
+
+// Several directories, and a store over them; pages enough for a few rounds.
+struct Several {
+  explicit Several(size_t count) : directories(count) {
+    for (const Directory& directory : directories) options.directories.push_back(directory.path());
+    options.stripes = Stripes::even(count);
+    options.bytes = int64_t(count) * 3 * Stripes::kPiece + 5 * kPage;
+    options.depth = 4;
+    options.block = 64 * kPage;
+  }
+  std::vector<Directory> directories;
+  NvmeStore::Options options{.directories = {}, .stripes = Stripes(), .faults = {}};
+};
+
+// The same bytes come back over any number of disks, spread in any way; and each file is as large as was planned and
+// takes part in every round.
+TEST(NvmeStore, SeveralFilesEqualOne) {
+  for (uint64_t seed = test::first_seed(), end = seed + uint64_t(test::cases(8)); seed < end; ++seed) {
+    SCOPED_TRACE("STRATA_SEED=" + std::to_string(seed));
+    test::Random random(seed);
+    Several several(1 + random() % 4);
+    std::vector<double> shares;
+    for (size_t f = 0; f < several.directories.size(); ++f) shares.push_back(1 + double(random() % 9));
+    several.options.stripes = Stripes(shares);
+    std::vector<std::atomic<int64_t>> requests(shares.size());
+    several.options.block = several.options.bytes;  // a request a piece
+    several.options.faults.no_ring = random() % 3 == 0;
+    several.options.faults.request = [&](size_t file, int64_t) { return ++requests[file], 0; };
+    const NvmeStore store(several.options);
+    const Buffer all(store.bytes(), uint32_t(seed + 1));
+    store.channel().write(0, all.data(), store.bytes(), "all");
+    for (size_t f = 0; f < shares.size(); ++f) {
+      struct stat status {};
+      ASSERT_EQ(fstat(store.file(f), &status), 0);
+      EXPECT_EQ(status.st_size, several.options.stripes.bytes_of(f, store.bytes()));
+      const int64_t rounds = (store.bytes() - 1) / several.options.stripes.round() + 1;
+      EXPECT_GE(requests[f], shares.size() == 1 ? 1 : rounds - 1);
+    }
+    expect_round_trips(store, uint32_t(seed + 1), 20);
+  }
+}
+
+// What one disk does wrong is said of that one, and transfers that are over are over on all.
+TEST(NvmeStore, FailuresNameTheDisk) {
+  for (bool no_ring : {false, true}) {
+    Several several(3);
+    std::atomic<bool> broken = true;
+    several.options.faults.no_ring = no_ring;
+    several.options.faults.request = [&](size_t file, int64_t) { return broken && file == 1 ? -EIO : 0; };
+    const NvmeStore store(several.options);
+    const Buffer buffer(store.bytes(), 3);
+    NvmeStore::Channel channel = store.channel();
+    const std::string text =
+        message([&] { channel.write(0, buffer.data(), store.bytes(), "block.1.weight"); }, ExitCode::failed);
+    EXPECT_EQ(
+        text.find("the NVMe directory " + several.directories[1].path() + ": cannot write tensor \"block.1.weight\""),
+        0u)
+        << text;
+    broken = false;
+    expect_round_trips(store, 4, 5);
+  }
+}
+
+// One directory that cannot be used: its name is said, and the others are as they were.
+TEST(NvmeStore, OneOfSeveralIsRefused) {
+  for (int wrong = 0; wrong < 3; ++wrong) {
+    Several several(2);
+    const Directory held;
+    std::unique_ptr<NvmeStore> other;
+    std::string& second = several.options.directories[1];
+    if (wrong == 0) second += "/missing";
+    if (wrong == 1) second = "/proc";
+    if (wrong == 2) second = held.path(), other = std::make_unique<NvmeStore>(options(held));
+    const std::string text = message([&] { NvmeStore store(several.options); });
+    EXPECT_EQ(text.find("the NVMe directory " + second), 0u) << text;
+    EXPECT_TRUE(several.directories[0].empty());
+    several.options.directories[1] = several.directories[1].path();
+    const NvmeStore store(several.options);  // nothing is held any more
+  }
+}
+
+// A file system of a few pages, gone with the test.
+class SmallDisk {
+ public:
+  SmallDisk() : mounted_(mount("tmpfs", directory_.path().c_str(), "tmpfs", 0, "size=256k") == 0) {}
+  ~SmallDisk() {
+    if (mounted_) umount(directory_.path().c_str());
+  }
+  bool mounted() const { return mounted_; }
+  const std::string& path() const { return directory_.path(); }
+
+ private:
+  Directory directory_;
+  bool mounted_;
+};
+
+TEST(NvmeStore, OneOfSeveralIsTooSmall) {
+  const SmallDisk small;
+  if (!small.mounted()) GTEST_SKIP() << "nothing can be mounted here";
+  Several several(2);
+  several.options.directories[1] = small.path();
+  const std::string text = message([&] { NvmeStore store(several.options); });
+  EXPECT_EQ(text.find("the NVMe directory " + small.path() + " cannot hold its "), 0u) << text;
+  EXPECT_NE(text.find(" MiB of the 6.02 MiB that offloading needs: "), std::string::npos) << text;
+  EXPECT_NE(text.find(" KiB are free. Free some space, or name another one."), std::string::npos) << text;
+  EXPECT_TRUE(several.directories[0].empty());
+  // What fits is spread as it is to be: a tenth there.
+  several.options.stripes = Stripes({30, 1});
+  expect_round_trips(NvmeStore(several.options), 2, 5);
+}
+
+TEST(NvmeStore, FoldersOnOneDiskAreTold) {
+  const Several several(2);
+  const std::string &a = several.directories[0].path(), &b = several.directories[1].path();
+  EXPECT_EQ(disk_of(a), disk_of(b));
+  EXPECT_EQ(disk_of(a + "/missing"), std::nullopt);
+  EXPECT_EQ(same_disk_note({a}), "");
+  EXPECT_EQ(same_disk_note({a, b}), "the NVMe directories " + a + " and " + b +
+                                        " are on one disk: together they are no faster than one of them.");
+  const SmallDisk other;
+  if (!other.mounted()) return;
+  EXPECT_NE(disk_of(a), disk_of(other.path()));
+  EXPECT_EQ(same_disk_note({a, other.path()}), "");
 }
 
 TEST(NvmeStore, KilledRunLeavesNoDataAndNoLock) {

@@ -3,10 +3,12 @@
 #pragma once
 #include <array>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
+#include "memory/stripes.h"
 #include "strata/device.h"
 #include "strata/op_kind.h"
 
@@ -49,6 +51,8 @@ struct MemoryPlan {
   std::vector<int32_t> buffer_of;     // by tensor; -1 for persistent tensors and those no op touches
   std::vector<int32_t> workspace_of;  // by op: its workspace's buffer or -1
   std::vector<Buffer> buffers;
+  // How the NVMe tier spreads over Program::storage_directories; nobody knows one's speed: evenly.
+  std::optional<Stripes> stripes{};
   std::string notice{};  // what whoever asked for this plan should know about it; usually nothing
   TierPlan& operator[](Tier tier) { return tiers[int(tier)]; }
   const TierPlan& operator[](Tier tier) const { return tiers[int(tier)]; }

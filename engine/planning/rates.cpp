@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
 
 namespace strata {
 namespace {
@@ -59,6 +60,14 @@ Samples samples_from(const Json& json) {
   return samples;
 }
 
+// As many bytes as a transfer takes the time of: what fills no round keeps fewer disks busy.
+double bytes_on_disks(double bytes, const Rates& rates) {
+  const double disks = double(rates.disks.size()), round = disks * double(Stripes::kPiece);
+  if (disks < 2) return bytes;
+  const double whole = std::floor(bytes / round) * round;
+  return whole + std::min(round, disks * (bytes - whole));
+}
+
 const Json& member(const Json& json, const char* name) {
   const Json* found = json.find(name);
   if (!found) throw Error(std::string("rates without \"") + name + "\".");
@@ -72,6 +81,30 @@ constexpr std::pair<const char*, double Rates::*> kSettings[] = {{"copy_latency"
                                                                  {"host_threads", &Rates::host_threads}};
 
 }  // namespace
+
+DiskRates together(const std::vector<DiskRates>& disks, const Stripes& stripes) {
+  DiskRates all{HUGE_VAL, HUGE_VAL};
+  for (size_t d = 0; d < disks.size(); ++d) {
+    if (stripes.share(d) == 0) continue;
+    all.read = std::min(all.read, disks[d].read / stripes.share(d));
+    all.write = std::min(all.write, disks[d].write / stripes.share(d));
+  }
+  return all;
+}
+
+Stripes stripes_of(const std::vector<DiskRates>& disks) {
+  std::vector<double> reads, writes, both;
+  for (const auto& [read, write, shared] : disks)
+    reads.push_back(read), writes.push_back(write), both.push_back(1 / (1 / read + 1 / write));
+  std::optional<Stripes> best;
+  double shortest = HUGE_VAL;
+  for (const auto* shares : {&both, &reads, &writes}) {
+    const Stripes stripes(*shares);
+    const DiskRates all = together(disks, stripes);
+    if (const double seconds = 1 / all.read + 1 / all.write; seconds < shortest) shortest = seconds, best = stripes;
+  }
+  return *best;
+}
 
 DType dtype_of(const OpView& view) {
   for (int i = 0; i < view.inputs(); ++i)
@@ -122,9 +155,9 @@ double seconds_of(const OpView& view, const Rates& rates) {
     case Stream::to_host:
       return rates.copy_latency + bytes / rates.copy;
     case Stream::read:
-      return rates.storage_latency + bytes / rates.read;
+      return rates.storage_latency + bytes_on_disks(bytes, rates) / rates.read;
     case Stream::write:
-      return rates.storage_latency + bytes / rates.write;
+      return rates.storage_latency + bytes_on_disks(bytes, rates) / rates.write;
     case Stream::exchange:
     case Stream::model_exchange:
     case Stream::send:
@@ -147,7 +180,9 @@ Json to_json(const Rates& rates) {
                                           {"bandwidth", link.bandwidth},
                                           {"latency", link.latency},
                                           {"samples", to_json(link.samples)}});
-  Json::Array assumed;
+  Json::Array assumed, disks;
+  for (const DiskRates& disk : rates.disks) disks.push_back(Json::Array{disk.read, disk.write, disk.shared});
+  all.emplace_back("disks", std::move(disks));
   for (const std::string& name : rates.assumed) assumed.push_back(name);
   all.emplace_back("kernels", to_json(rates.kernels));
   all.emplace_back("links", std::move(links));
@@ -160,6 +195,11 @@ Rates rates_from(const Json& json) {
   Rates rates;
   for (const auto& [name, figure] : kFigures) rates.*figure = member(json, name.data()).number(name.data());
   for (const auto& [name, setting] : kSettings) rates.*setting = member(json, name).number(name);
+  for (const Json& entry : member(json, "disks").array("disks")) {
+    const Json::Array& disk = entry.array("disks");
+    if (disk.size() != 3) throw Error("\"disks\": expected two rates and whether they are shared, of each.");
+    rates.disks.push_back({disk[0].number("disks"), disk[1].number("disks"), disk[2].boolean("disks")});
+  }
   rates.kernels = samples_from(member(json, "kernels"));
   for (const auto& [axis, link] : member(json, "links").object("links"))
     rates.links[axis] = {.ranks = int(member(link, "ranks").integer("ranks")),

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "memory/stripes.h"
 #include "strata/json.h"
 #include "strata/op_kind.h"
 
@@ -18,6 +19,12 @@ struct Sample {
   double flops = 0, bytes = 0, seconds = 0;
 };
 using Samples = std::map<std::string, std::vector<Sample>, std::less<>>;  // by name of a kernel or kind
+
+// A folder of the NVMe tier: bytes a second, and whether another is on the same disk, with which it shares them.
+struct DiskRates {
+  double read = 2e9, write = 2e9;
+  bool shared = false;
+};
 
 // What joins the ranks of a mesh axis.
 struct Link {
@@ -33,7 +40,7 @@ struct Rates {
   double memory = 40e9;        // bytes a second that a kernel moves to and from memory
   double host_memory = 20e9;   // the same on the threads of the host stream
   double copy = 10e9;          // bytes a second between device and host, either way
-  double read = 2e9;           // bytes a second from the NVMe tier
+  double read = 2e9;           // bytes a second from the NVMe tier, from all its disks at once
   double write = 2e9;          // bytes a second to it
   double launch = 2e-6;        // seconds an op takes at least
   double peak = 0;             // FLOP/s that nothing in f32 exceeds; 0: not known
@@ -42,6 +49,7 @@ struct Rates {
   double storage_latency = 150e-6;
   // Processors that this rank's ops share, and how many each takes; 0: a device's, which share none.
   double processors = 0, compute_threads = 0, host_threads = 0;
+  std::vector<DiskRates> disks{};                    // by directory of the NVMe tier; none: as if there was one
   Samples kernels{};                                 // by kernel_name
   std::map<std::string, Link, std::less<>> links{};  // by axis of the mesh
   // What is not measured but from a data sheet or a guess: names as in kFigures, and "link AXIS".
@@ -57,6 +65,11 @@ inline constexpr std::pair<std::string_view, double Rates::*> kFigures[] = {
     {"copy", &Rates::copy},     {"read", &Rates::read},
     {"write", &Rates::write},   {"launch", &Rates::launch},
     {"peak", &Rates::peak},     {"half_peak", &Rates::half_peak}};
+
+// How bytes are best spread over disks: of what suits reads, writes, and both alike, the shortest for a byte each way.
+Stripes stripes_of(const std::vector<DiskRates>& disks);
+// What all of them reach together, spread so.
+DiskRates together(const std::vector<DiskRates>& disks, const Stripes& stripes);
 
 // The type that an op computes in: of its first input, or of its output where it has none.
 DType dtype_of(const OpView& view);

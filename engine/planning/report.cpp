@@ -213,6 +213,44 @@ Json::Object prediction_json(const PlannedProgram& planned) {
       {"kinds", std::move(kinds)}};
 }
 
+// What lies in each directory of the NVMe tier, where there are several.
+struct OnDisk {
+  std::string directory;
+  DiskRates rates;
+  double share = 0;  // of the bytes
+  int64_t bytes = 0;
+};
+std::vector<OnDisk> on_disks(const PlannedProgram& planned) {
+  std::vector<OnDisk> all;
+  const std::vector<std::string>& directories = planned.program().storage_directories;
+  const std::optional<Stripes>& stripes = planned.memory.stripes;
+  const int64_t bytes = planned.arena_bytes[int(Tier::nvme)];
+  for (size_t d = 0; stripes && directories.size() > 1 && d < directories.size() && bytes > 0; ++d)
+    all.push_back({directories[d], planned.rates.disks[d], stripes->share(d), stripes->bytes_of(d, bytes)});
+  return all;
+}
+
+std::string disks_text(const PlannedProgram& planned) {
+  std::string text;
+  for (const auto& [directory, rates, share, bytes] : on_disks(planned))
+    text += fmt::format("  {}: reads {}, writes {}, {:.1f}% of the bytes: {}{}\n", directory,
+                        rate_text(rates.read, "B/s"), rate_text(rates.write, "B/s"), 100 * share, bytes_text(bytes),
+                        rates.shared ? "   (on one disk with another of them, which is no faster than one alone)" : "");
+  return text;
+}
+
+Json::Array disks_json(const PlannedProgram& planned) {
+  Json::Array all;
+  for (const auto& [directory, rates, share, bytes] : on_disks(planned))
+    all.push_back(Json::Object{{"directory", directory},
+                               {"read", rates.read},
+                               {"write", rates.write},
+                               {"shares_disk", rates.shared},
+                               {"share", share},
+                               {"bytes", bytes}});
+  return all;
+}
+
 Json::Object rates_json(const Rates& rates) {
   Json::Object all;
   for (const auto& [name, figure] : kFigures) all.emplace_back(std::string(name), rates.*figure);
@@ -285,6 +323,7 @@ std::string rates_text(const PlannedProgram& planned) {
         text += fmt::format("  {:<24}{:>16}{}\n", known.name, rate_text(rates.*figure, known.unit),
                             mark(std::string(name)));
   }
+  text += disks_text(planned);
   size_t samples = 0;
   for (const auto& [name, list] : rates.kernels) samples += list.size();
   text += fmt::format("  {:<24}{:>16}\n", "kernels measured", samples);
@@ -462,6 +501,7 @@ std::string plan_json(const RunPlans& plans) {
   if (planned.prediction) {
     all.emplace_back("predicted", prediction_json(planned));
     all.emplace_back("rates", rates_json(planned.rates));
+    if (Json::Array disks = disks_json(planned); !disks.empty()) all.emplace_back("disks", std::move(disks));
   }
   return Json(std::move(all)).dump(1) + "\n";
 }

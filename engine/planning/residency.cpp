@@ -33,7 +33,7 @@ class Planner {
   // budgets the fastest of a series of plans that fits. The series does not depend on the budgets, so a larger one
   // never gives a slower plan, and what a refusal says is enough is enough.
   MemoryPlan run() {
-    const int64_t alignment = program_.storage_directory.empty() ? kAlignment : kStorageAlignment;
+    const int64_t alignment = program_.storage_directories.empty() ? kAlignment : kStorageAlignment;
     without_.memory = plan_memory(program_, settings_.backend, settings_.threads, alignment);
     place_closely(program_, without_.memory);
     bytes_without_ = without_.memory.device().total_bytes();

@@ -27,13 +27,13 @@ std::string_view resource(Stream stream) {
   }
 }
 
-std::string_view remedy(Stream stream) {
+std::string_view remedy(Stream stream, size_t disks) {
   switch (stream) {
     case Stream::host:
       return "twice the threads of the host (host.threads)";
     case Stream::read:
     case Stream::write:
-      return "NVMe twice as fast";
+      return disks > 1 ? "twice as many disks" : "a second disk as fast";
     case Stream::to_device:
     case Stream::to_host:
       return "a bus twice as fast";
@@ -52,7 +52,7 @@ Roofline roofline(const Program& program, const Prediction& prediction) {
     Busy& busy = all[size_t(op.stream)];
     (op.microbatch >= 0 ? busy.by_microbatch : busy.once) += prediction.spans[i].finish - prediction.spans[i].start;
   }
-  Roofline result;
+  Roofline result{.disks = std::max<size_t>(1, program.storage_directories.size())};
   for (const Busy& busy : all)
     if (busy.seconds() > 0) result.streams.push_back(busy);
   std::stable_sort(result.streams.begin(), result.streams.end(),
@@ -85,7 +85,7 @@ std::string roofline_text(const Roofline& roofline) {
     text +=
         "; each microbatch brings more of them than it computes: a larger data.micro_batch hides them, not more "
         "microbatches";
-  return text + fmt::format("; {} halves them\n", remedy(longest.stream));
+  return text + fmt::format("; {} halves them\n", remedy(longest.stream, roofline.disks));
 }
 
 }  // namespace strata

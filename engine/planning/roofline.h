@@ -20,6 +20,7 @@ struct Roofline {
   double reached = 0;         // share of the step in which the busiest works
   // How many times as many microbatches hide it behind compute; 1 or less: it is hidden (or is compute); 0: none do.
   double microbatches = 0;
+  size_t disks = 1;  // of the NVMe tier
 };
 
 Roofline roofline(const Program& program, const Prediction& prediction);

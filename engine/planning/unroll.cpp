@@ -90,7 +90,7 @@ class Unroller {
             }
         result_.forms[mapped({tensor}, m).value] = std::move(copies);
       }
-    result_.storage_directory = single_.storage_directory;
+    result_.storage_directories = single_.storage_directories;
     result_.storage_limit = single_.storage_limit;
     for (size_t g = 0; g < gradients_.size(); ++g) gradients_[g] = sums_[g].total;
     std::vector<char> movable(result_.ops.size(), false);

@@ -36,7 +36,7 @@ std::vector<const MemoryPlan*> memory_of(const RunPlans& plans) {
 void make_own(RunPlans& plans, const Session& session, const World& world) {
   for (PlannedProgram& planned : plans.programs) {
     Program& program = planned.built.program;
-    program.storage_directory = rank_directory(program.storage_directory, world);
+    for (std::string& directory : program.storage_directories) directory = rank_directory(directory, world);
     localize(program, session.mesh, session.batch(planned.goal).microbatches);
   }
 }

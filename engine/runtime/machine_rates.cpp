@@ -4,7 +4,6 @@
 #include <fmt/format.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
-#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -31,6 +30,7 @@
 #include "engine/runtime/processor_wait.h"
 #include "engine/runtime/rates_cache.h"
 #include "memory/arena.h"
+#include "memory/disk.h"
 #include "memory/nvme_store.h"
 #include "strata/builder.h"
 #include "strata/error.h"
@@ -78,10 +78,14 @@ std::string link_key(const RatesWanted& wanted, int ranks) {
   return fmt::format("{}, {} ranks, {} here, by {}", machine_name(), ranks, std::min(ranks, wanted.ranks_here),
                      wanted.provider);
 }
-std::optional<std::string> disk_key(const RatesWanted& wanted) {
-  struct stat info;
-  if (wanted.storage_directory.empty() || stat(wanted.storage_directory.c_str(), &info) != 0) return {};
-  return fmt::format("disk {}", info.st_dev);
+// By directory; empty where there is none.
+std::vector<std::string> disk_keys(const RatesWanted& wanted) {
+  std::vector<std::string> keys;
+  for (const std::string& directory : wanted.storage_directories) {
+    const auto disk = disk_of(directory);
+    keys.push_back(disk ? fmt::format("disk {}", *disk) : "");
+  }
+  return keys;
 }
 
 // The axes that ops of the program name; without a program, all.
@@ -193,10 +197,7 @@ std::vector<Tried> measure_processor(const RatesWanted& wanted) {
 // Larger than the caches of most disks and hypervisors, in pieces like large tensors, for so many seconds each way.
 std::vector<Tried> measure_storage(const std::string& directory, double seconds) {
   constexpr int64_t kPiece = 64 << 20, kPieces = 24;
-  NvmeStore::Options options;
-  options.directory = directory;
-  options.bytes = kPiece * kPieces;
-  NvmeStore store(options);
+  NvmeStore store({.directories = {directory}, .bytes = kPiece * kPieces, .faults = {}});
   auto channel = store.channel();
   Arena memory(kPiece);
   std::memset(memory.base(), 1, kPiece);
@@ -243,12 +244,12 @@ class Inquiry {
         asynchronous_(is_asynchronous(wanted.backend)),
         cache_(cache),
         machine_(machine_key(wanted)),
-        disk_(disk_key(wanted)),
+        disks_(disk_keys(wanted)),
         axes_(exchanged_over(wanted)) {}
 
   Rates run() {
     if (anything_due()) {
-      if (!asynchronous_ || disk_due())  // whether there is a device shows when it is measured
+      if (!asynchronous_ || any_disk_due())  // whether there is a device shows when it is measured
         fmt::print(stderr, "measuring this machine's rates, less than three seconds; they are kept in {}\n",
                    cache_path("rates.json").empty() ? "no file" : cache_path("rates.json"));
       const RatesCache::Measuring alone(cache_, 2 * kBudget);
@@ -308,7 +309,10 @@ class Inquiry {
   bool machine_due() const {  // a device that is not there cannot be measured, however often
     return figure_due(machine_, "flops") && wanted_.backend != "reference";
   }
-  bool disk_due() const { return disk_ && figure_due(*disk_, "read"); }
+  bool disk_due(const std::string& disk) const { return !disk.empty() && figure_due(disk, "read"); }
+  bool any_disk_due() const {
+    return std::any_of(disks_.begin(), disks_.end(), [&](const std::string& disk) { return disk_due(disk); });
+  }
   bool kernels_measurable() const { return wanted_.program && !asynchronous_ && wanted_.backend != "reference"; }
 
   // Ranks of axes whose link can be measured from here.
@@ -336,7 +340,7 @@ class Inquiry {
 
   bool anything_due() const {
     const std::vector<int> sizes = links();
-    return machine_due() || disk_due() || !kernels_due().empty() ||
+    return machine_due() || any_disk_due() || !kernels_due().empty() ||
            std::any_of(sizes.begin(), sizes.end(), [&](int ranks) { return link_due(ranks); });
   }
 
@@ -349,10 +353,12 @@ class Inquiry {
                                                 &Rates::launch, &Rates::peak, &Rates::half_peak}));
       }
     }
-    if (disk_due()) try {
-        cache_.add(*disk_, measure_storage(wanted_.storage_directory, 0.35));
-      } catch (const Error&) {  // in use or not writable: training says so; planned with what is assumed
-      }
+    for (size_t d = 0; d < disks_.size(); ++d)
+      if (disk_due(disks_[d])) try {
+          cache_.add(disks_[d],
+                     measure_storage(wanted_.storage_directories[d], std::max(0.1, 0.35 / double(disks_.size()))));
+        } catch (const Error&) {  // in use or not writable: training says so; planned with what is assumed
+        }
     for (int ranks : links())
       if (link_due(ranks))
         if (const auto samples = measure_link_apart(ranks, wanted_.provider, 20))
@@ -389,8 +395,7 @@ class Inquiry {
       if (figure != &Rates::launch) rates.assumed.insert(std::string(name));
     take(cache_.of(machine_), rates);
     if (asynchronous_ && rates.assumed.contains("flops")) assume_device(rates);
-    if (disk_) take(cache_.of(*disk_), rates);
-    if (!disk_) rates.assumed.erase("read"), rates.assumed.erase("write");  // nothing is read or written
+    take_disks(rates);
     if (asynchronous_) rates.assumed.erase("host_memory");
     for (const Axis& axis : axes_) {
       Link& link = rates.links[axis.name];
@@ -402,6 +407,24 @@ class Inquiry {
     }
     rates.disturbed = disturbed(rates);
     return rates;
+  }
+
+  void take_disks(Rates& rates) const {
+    std::set<std::string> assumed;
+    for (const std::string& disk : disks_) {
+      Rates alone;
+      alone.assumed = {"read", "write"};
+      take(cache_.of(disk), alone);
+      assumed.merge(alone.assumed);
+      const auto here = double(std::count(disks_.begin(), disks_.end(), disk));
+      const bool shared = here > 1 && !disk.empty();
+      rates.disks.push_back({alone.read / (shared ? here : 1), alone.write / (shared ? here : 1), shared});
+    }
+    rates.assumed.erase("read"), rates.assumed.erase("write");
+    rates.assumed.merge(assumed);
+    if (disks_.empty()) return;  // nothing is read or written
+    const DiskRates all = together(rates.disks, stripes_of(rates.disks));
+    rates.read = all.read, rates.write = all.write;
   }
 
   // Whether a figure or what an op of the program takes was measured in vain.
@@ -435,7 +458,7 @@ class Inquiry {
   const bool asynchronous_;
   RatesCache& cache_;
   std::string machine_;
-  std::optional<std::string> disk_;
+  std::vector<std::string> disks_;  // by directory: what its rates are kept by
   std::vector<Axis> axes_;
   double began_ = 0;
 };
@@ -485,7 +508,7 @@ void learn_rates(const RatesWanted& wanted, RatesCache& cache, const Program& pr
       bytes[int(stream)] += double(view.input(0).bytes()), seconds[int(stream)] += took;
     }
   }
-  std::vector<Tried> machine, disk;
+  std::vector<Tried> machine;
   for (const auto& [key, group] : kernels)
     machine.push_back({std::get<0>(key), group.cost.flops, group.cost.bytes, group.seconds / double(group.calls)});
   const auto faster = [&](std::vector<Tried>& list, const char* name, double rate, double known) {
@@ -497,10 +520,18 @@ void learn_rates(const RatesWanted& wanted, RatesCache& cache, const Program& pr
   faster(machine, "peak", fastest[0], rates.peak);
   faster(machine, "half_peak", fastest[1], rates.half_peak);
   faster(machine, "copy", std::max(rate_of(Stream::to_device), rate_of(Stream::to_host)), rates.copy);
-  faster(disk, "read", rate_of(Stream::read), rates.read);
-  faster(disk, "write", rate_of(Stream::write), rates.write);
   cache.add(machine_key(wanted), machine);
-  if (const auto key = disk_key(wanted)) cache.add(*key, disk);
+  // What all disks did together, each did its share of.
+  const double read = rate_of(Stream::read) / rates.read, write = rate_of(Stream::write) / rates.write;
+  const std::vector<std::string> keys = disk_keys(wanted);
+  for (size_t d = 0; d < keys.size() && keys.size() == rates.disks.size(); ++d) {
+    if (keys[d].empty()) continue;
+    const auto here = double(std::count(keys.begin(), keys.end(), keys[d]));  // folders that share its rates
+    std::vector<Tried> disk;
+    faster(disk, "read", rates.disks[d].read * here * read, rates.disks[d].read * here);
+    faster(disk, "write", rates.disks[d].write * here * write, rates.disks[d].write * here);
+    cache.add(keys[d], disk);
+  }
   std::map<std::string, std::vector<Tried>> links;
   for (const auto& [key, fewest] : exchanges)
     if (const auto& [axis, kind, handed_on] = key; rates.links.contains(axis) && handed_on > 0)

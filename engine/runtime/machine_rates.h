@@ -3,6 +3,7 @@
 // there is no such file, what is measured once is kept as long as the cache object is.
 #pragma once
 #include <string>
+#include <vector>
 
 #include "engine/planning/rates.h"
 #include "engine/planning/stalls.h"
@@ -15,13 +16,13 @@ namespace strata {
 struct RatesWanted {
   int threads = 1, host_threads = 0;  // of the compute and host streams
   std::string backend = "cpu";
-  int device = 0;                    // its number, of an asynchronous backend
-  std::string storage_directory{};   // of the NVMe tier; empty or missing: its rates are assumed
-  const Program* program = nullptr;  // whose kernels are measured; null: none
-  Mesh mesh{};                       // whose axes are exchanged over
-  int ranks_here = 1;                // ranks on this host, which compute at the same time
-  std::string provider = "auto";     // of the network
-  bool has_ranks = false;            // they run already, and measure their links themselves (keep_link)
+  int device = 0;                                  // its number, of an asynchronous backend
+  std::vector<std::string> storage_directories{};  // of the NVMe tier; of what is missing the rates are assumed
+  const Program* program = nullptr;                // whose kernels are measured; null: none
+  Mesh mesh{};                                     // whose axes are exchanged over
+  int ranks_here = 1;                              // ranks on this host, which compute at the same time
+  std::string provider = "auto";                   // of the network
+  bool has_ranks = false;                          // they run already, and measure their links themselves (keep_link)
   // They are threads of this process, which cannot be forked: what nobody knows is measured in it, and no more.
   bool is_one_process = false;
 };

@@ -142,7 +142,7 @@ class MachineRates : public testing::Test {
 TEST_F(MachineRates, OnlyGetBetter) {
   const test::Runner runner(toml("[plugins.adamw]\n"));
   RatesCache cache = rates_cache();
-  const RatesWanted wanted{.threads = 2, .storage_directory = folder_.path(), .program = &runner.built.program};
+  const RatesWanted wanted{.threads = 2, .storage_directories = {folder_.path()}, .program = &runner.built.program};
   [[maybe_unused]] const int64_t before = peak_resident_bytes();
   const Rates first = machine_rates(wanted, cache);
 #if !defined(__SANITIZE_THREAD__)  // which lets no process with threads have a child that measures

@@ -169,7 +169,7 @@ RatesWanted Session::rates_wanted(const Program& program) const {
           .host_threads = int(host.threads),
           .backend = device.backend,
           .device = int(device.index),
-          .storage_directory = program.storage_directory,
+          .storage_directories = program.storage_directories,
           .program = &program,
           .mesh = mesh.planner(),
           .ranks_here = here,
@@ -336,6 +336,7 @@ void Session::plan_memory_of(PlannedProgram& planned, const PlannedProgram* lead
                                .rates = planned.rates,
                                .homes = lead ? &homes : nullptr,
                                .advice = [this](const MemoryPlan& plan) { return advice(plan); }});
+  planned.memory.stripes = stripes(planned);
   if (!trains) return;
   planned.memory = plan_pieces(
       program, std::move(planned.memory),
@@ -358,6 +359,21 @@ void Session::plan_memory_of(PlannedProgram& planned, const PlannedProgram* lead
   }
   if (on_host) planned.rates = shared_rates(program);
   planned.prediction = predict(program, planned.memory, planned.rates);
+}
+
+// By bandwidth where somebody measured it: rank 0, so that all spread alike.
+std::optional<Stripes> Session::stripes(const PlannedProgram& planned) const {
+  const size_t named = planned.program().storage_directories.size(), known = planned.rates.disks.size();
+  if (named > 1 && device.direct_storage)
+    throw Error("device.direct_storage works with one folder for what rests on NVMe, but " + std::to_string(named) +
+                " are named; name one, or leave out device.direct_storage.");
+  if (named == 0 || known == 0) return {};
+  if (named != known)
+    throw Error(
+        fmt::format("rank {} names {} folders for what rests on NVMe, and rank 0 names {}; name as many on every "
+                    "rank.",
+                    mesh.rank(), named, known));
+  return stripes_of(planned.rates.disks);
 }
 
 // Bytes by tier; 0: none.

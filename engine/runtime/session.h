@@ -65,6 +65,7 @@ class Session {
   RunPlans build_run(Goal goal) const;
   void plan_memory(RunPlans& plans, int64_t host_bytes_beside) const;
   void plan_memory_of(PlannedProgram& planned, const PlannedProgram* lead, int64_t host_bytes_beside) const;
+  std::optional<Stripes> stripes(const PlannedProgram& planned) const;
   std::array<int64_t, kTiers> budgets() const;
   void settle_arenas(RunPlans& plans, int64_t host_bytes_beside) const;
   Rates shared_rates(const Program& program) const;

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "memory/disk.h"
 #include "strata/convert.h"
 #include "strata/layout.h"
 #include "strata/op_kind.h"
@@ -64,13 +65,19 @@ Storage::Storage(const Program& program, const MemoryPlan& plan, const std::vect
     }
   }
   if (bytes(Tier::nvme) > 0) {
-    if (program.storage_directory.empty())
+    const std::vector<std::string>& directories = program.storage_directories;
+    if (directories.empty())
       throw Error("tensors are to rest on the NVMe tier, but no plugin names a directory for it.");
-    nvme_ = std::make_unique<Nvme>(NvmeStore::Options{
-        .directory = program.storage_directory, .bytes = padded(bytes(Tier::nvme)), .faults = std::move(faults)});
+    nvme_ =
+        std::make_unique<Nvme>(NvmeStore::Options{.directories = directories,
+                                                  .stripes = plan.stripes.value_or(Stripes::even(directories.size())),
+                                                  .bytes = padded(bytes(Tier::nvme)),
+                                                  .faults = std::move(faults)});
+    note_ = nvme_->store.note();
+    if (const std::string same = same_disk_note(directories); !same.empty()) note_ += (note_.empty() ? "" : " ") + same;
     if (device_ && program.direct_storage) {
       if (!nvme_->store.direct()) throw Error("device.direct_storage needs direct I/O, but " + nvme_->store.note());
-      nvme_->direct = device_->open_file(nvme_->store.file(), base(Tier::device), bytes(Tier::device));
+      nvme_->direct = device_->open_file(nvme_->store.file(0), base(Tier::device), bytes(Tier::device));
       nvme_->device_begin = base(Tier::device);
       nvme_->device_end = base(Tier::device) + bytes(Tier::device);
     }

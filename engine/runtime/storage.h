@@ -23,7 +23,7 @@ namespace strata {
 class Storage {
  public:
   // Persistent tensors live where `plan` says; transient regions hold the most of the plan and of `also`, the plans of
-  // other programs that will run here. Throws Error when the NVMe tier's directory cannot be used.
+  // other programs that will run here. Throws Error when a directory of the NVMe tier cannot be used.
   // `device`: where the arenas come from when it is not the host's own memory; outlives this. It opens the NVMe tier's
   // file itself when a program moves bytes between the two. `faults` is for tests.
   Storage(const Program& program, const MemoryPlan& plan, const std::vector<const MemoryPlan*>& also = {},
@@ -67,7 +67,7 @@ class Storage {
   Device* device() const { return device_; }
   // A slot at an offset of the NVMe tier's transient region; lives as long as this.
   std::unique_ptr<StorageSlot> transient_slot(const Tensor& tensor, int64_t offset) const;
-  std::string note() const { return nvme_ ? nvme_->store.note() : ""; }
+  const std::string& note() const { return note_; }  // what is slower than it should be; usually nothing
 
  private:
   class Slot;
@@ -93,6 +93,7 @@ class Storage {
   std::vector<std::byte*> shared_;  // of the device
   std::vector<Arena> shared_arenas_;
   std::unique_ptr<Nvme> nvme_;
+  std::string note_;
   Arena piece_;  // what moves between NVMe or the device and host memory, at start, load and save
 };
 

@@ -95,12 +95,12 @@ struct Program {
   std::vector<Tensor> tensors;
   std::vector<Op> ops;
   std::unordered_map<int32_t, SharedVector<RestingForm>>
-      forms;                      // by tensor; the planner takes the cheapest that will do
-  std::string storage_directory;  // of the NVMe tier; empty: there is none
-  bool direct_storage = false;    // the device reads and writes there without the host's memory
-  bool one_memory = false;        // device and host are one: what lies on the device the host's stream reaches too
-  int64_t storage_limit = 0;      // bytes the NVMe tier may take; 0: what is free
-  std::vector<TensorId> losses;   // one {1} tensor a microbatch; the step's loss is their sum
+      forms;                                     // by tensor; the planner takes the cheapest that will do
+  std::vector<std::string> storage_directories;  // of the NVMe tier, best one a disk; empty: there is none
+  bool direct_storage = false;                   // the device reads and writes there without the host's memory
+  bool one_memory = false;       // device and host are one: what lies on the device the host's stream reaches too
+  int64_t storage_limit = 0;     // bytes the NVMe tier may take; 0: what is free
+  std::vector<TensorId> losses;  // one {1} tensor a microbatch; the step's loss is their sum
 
   const Tensor& operator[](TensorId id) const { return tensors.at(id.value); }
   Tensor& operator[](TensorId id) { return tensors.at(id.value); }

@@ -2,6 +2,7 @@
 // tensors may rest on which tiers. When they move, and where updates run, is the residency planner's decision.
 #include <algorithm>
 #include <climits>
+#include <filesystem>
 #include <numeric>
 
 #include "strata/plugin.h"
@@ -23,7 +24,9 @@ class Offload final : public strata::Plugin {
     o.add("gradients", gradients_, "where gradients rest between backward pass, reduction and update").choices(tiers);
     o.add("parameters", parameters_, "where parameters rest between uses").choices(tiers);
     o.add("activations", activations_, "where activations rest between forward and backward pass").choices(tiers);
-    o.add("directory", directory_, "folder on the NVMe disk; needed when something rests on nvme").per_rank();
+    o.add("directory", directories_,
+          "folder on the NVMe disk, or one on each of several; needed when something rests on nvme")
+        .per_rank();
     o.add("space", space_, "most the files there may take; 0: what is free").non_negative().unit("bytes");
     o.add("host_fraction", host_fraction_,
           "share of the bytes bound for nvme that stays in host memory; -1: what fits host.memory (all go to nvme when "
@@ -84,9 +87,7 @@ class Offload final : public strata::Plugin {
   void placement(strata::ProgramStage& stage) override {
     strata::Program& program = stage.program;
     const bool nvme = optimizer_ == "nvme" || gradients_ == "nvme" || parameters_ == "nvme" || activations_ == "nvme";
-    if (nvme && directory_.empty())
-      throw Error("something is to rest on nvme, but plugins.offload.directory is not set; name a folder on the disk.");
-    if (nvme) program.storage_directory = directory_;
+    if (nvme) program.storage_directories = directories();
     program.storage_limit = space_.count;
     spread(program, Role::optimizer_state, optimizer_);
     spread(program, Role::parameter, parameters_);
@@ -103,6 +104,25 @@ class Offload final : public strata::Plugin {
   }
 
  private:
+  // Those that are named, each of them once.
+  std::vector<std::string> directories() const {
+    namespace fs = std::filesystem;
+    constexpr size_t kMost = 64;
+    if (directories_.empty() || directories_ == std::vector<std::string>{""})
+      throw Error("something is to rest on nvme, but plugins.offload.directory is not set; name a folder on the disk.");
+    if (directories_.size() > kMost) throw Error("directory: at most 64 folders can be named.");
+    for (size_t a = 0; a < directories_.size(); ++a) {
+      if (directories_[a].empty()) throw Error("directory: one of the names is empty; name folders on disks.");
+      for (size_t b = 0; b < a; ++b) {
+        std::error_code missing;
+        if (directories_[a] == directories_[b] || fs::equivalent(directories_[a], directories_[b], missing))
+          throw Error("directory: \"" + directories_[b] + "\" and \"" + directories_[a] +
+                      "\" are one folder; name each disk once.");
+      }
+    }
+    return directories_;
+  }
+
   bool is_by_block() const { return order_ == "block" || by_block_; }
 
   // The name of a trained parameter that ops of several blocks read; empty: none. What lies before the first block and
@@ -192,7 +212,8 @@ class Offload final : public strata::Plugin {
             if (id && forward[id.value]) crosses[id.value] = true;
   }
 
-  std::string optimizer_ = "device", gradients_ = "device", parameters_ = "device", activations_ = "device", directory_;
+  std::string optimizer_ = "device", gradients_ = "device", parameters_ = "device", activations_ = "device";
+  std::vector<std::string> directories_;
   std::string order_ = "auto";
   int64_t group_ = 0;
   bool by_block_ = false;  // the way that is planned

@@ -1,6 +1,8 @@
 // Training with tensors on NVMe as a user has it: resuming, full budgets in small, and what goes wrong with the disk.
 #include <sys/stat.h>
 
+#include <array>
+#include <atomic>
 #include <cmath>
 #include <fstream>
 #include <random>
@@ -67,6 +69,17 @@ class Offload : public testing::Test {
       return error.what();
     }
     return "no error";
+  }
+  // The same over folders of their own on several disks, which here are one.
+  std::vector<std::string> over(const std::vector<std::string>& names) const {
+    std::string list;
+    for (const std::string& name : names) {
+      mkdir((folder_ / name).c_str(), 0755);
+      list += (list.empty() ? "\"" : ", \"") + (folder_ / name) + "\"";
+    }
+    auto sets = nvme();
+    sets[0] = "plugins.offload.directory=[" + list + "]";
+    return sets;
   }
   test::TemporaryFolder folder_;
 };
@@ -202,6 +215,111 @@ TEST_F(Offload, WrongDirectoriesAreRefused) {
   EXPECT_FALSE(std::filesystem::exists(folder_ / "failing"));  // nothing was written
 }
 
+// Losses and checkpoints do not know over how many disks bytes spread, nor how; nothing is left on any.
+TEST_F(Offload, SeveralDisksGiveTheSameLosses) {
+  Session plain = session("plain", {});
+  train(plain, {});
+  Session start = session("run", over({"a", "b", "c"}), {"run.steps=2"});
+  start.rates = Rates{.disks = {{1, 1}, {1e9, 1e9}, {3e9, 3e9}}};  // of which the first is too slow for any
+  std::array<std::atomic<int>, 3> requests{};
+  start.storage_faults.request = [&](size_t file, int64_t) { return ++requests[file], 0; };
+  train(start, {});
+  EXPECT_EQ(requests[0], 0);
+  EXPECT_GT(requests[1], 0);
+  EXPECT_GT(requests[2], 0);
+  Session rest = session("run", over({"d", "b"}));
+  train(rest, {.resume = true, .trace = ""});
+  EXPECT_EQ(log("run"), log("plain"));
+  const Checkpoint a(*CheckpointStore(folder_ / "plain", 2).latest()), b(*CheckpointStore(folder_ / "run", 2).latest());
+  for (const auto& [name, entry] : a.tensors())
+    EXPECT_EQ(entry.pieces[0].checksum, b.tensors().at(name).pieces[0].checksum) << name;
+  for (const char* name : {"a", "b", "c", "d"}) EXPECT_TRUE(std::filesystem::is_empty(folder_ / name)) << name;
+}
+
+// Bytes go by bandwidth, and plan, prediction, report and store agree on them.
+TEST_F(Offload, DisksGetBytesByBandwidth) {
+  Session two = session("x", over({"fast", "slow"}));
+  two.rates = Rates{.disks = {{3e9, 3e9}, {1e9, 1e9}}};
+  const RunPlans plans = two.plan_run();
+  const MemoryPlan& memory = plans.main().memory;
+  ASSERT_TRUE(memory.stripes);
+  EXPECT_DOUBLE_EQ(memory.stripes->share(0), 0.75);
+  const int64_t bytes = plans.main().arena_bytes[int(Tier::nvme)];
+  const Json json = Json::parse(plan_json(plans), "plan");
+  const Json::Array& disks = json.find("disks")->array("disks");
+  ASSERT_EQ(disks.size(), 2u);
+  int64_t sum = 0;
+  for (size_t d = 0; d < 2; ++d) {
+    EXPECT_EQ(disks[d].find("directory")->string("directory"), folder_ / (d ? "slow" : "fast"));
+    EXPECT_EQ(disks[d].find("bytes")->integer("bytes"), memory.stripes->bytes_of(d, bytes));
+    sum += disks[d].find("bytes")->integer("bytes");
+  }
+  EXPECT_EQ(sum, bytes);
+  EXPECT_NE(plan_text(plans).find(folder_ / "slow: reads 1.00 GB/s, writes 1.00 GB/s, 25.0% of the bytes"),
+            std::string::npos)
+      << plan_text(plans);
+  // Measured: both are one disk, which is no faster for being named twice.
+  std::optional<Rates> of_one, of_two;
+  {
+    const PlannedProgram one = session("x", over({"fast"})).plan(Goal::train);
+    of_one = one.rates;
+    of_two = session("x", over({"fast", "slow"})).plan(Goal::train).rates;
+  }
+  ASSERT_EQ(of_two->disks.size(), 2u);
+  EXPECT_TRUE(of_two->disks[0].shared && of_two->disks[1].shared);
+  EXPECT_FALSE(of_one->disks[0].shared);
+  // Half of it each; a second measurement may have been better.
+  EXPECT_GE(of_two->disks[0].read, of_one->disks[0].read / 2);
+  EXPECT_NEAR(of_two->read, of_two->disks[0].read * 2, 1e-6 * of_two->read);
+  const PlannedProgram planned = session("x", over({"fast", "slow"})).plan(Goal::train);
+  const Storage storage(planned.program(), planned.memory);
+  EXPECT_NE(storage.note().find(" are on one disk: together they are no faster than one of them."), std::string::npos)
+      << storage.note();
+}
+
+TEST_F(Offload, OneWrongDiskOfSeveralIsNamed) {
+  auto sets = over({"a", "b"});
+  sets[0] = "plugins.offload.directory=[\"" + (folder_ / "a") + "\", \"" + (folder_ / "nothere") + "\"]";
+  EXPECT_EQ(error_of(sets).find("the NVMe directory " + (folder_ / "nothere") + ": No such file"), 0u)
+      << error_of(sets);
+  std::filesystem::create_directory_symlink(folder_ / "a", folder_ / "same");
+  sets[0] = "plugins.offload.directory=[\"" + (folder_ / "a") + "\", \"" + (folder_ / "same") + "\"]";
+  EXPECT_NE(error_of(sets).find("directory: \"" + (folder_ / "a") + "\" and \"" + (folder_ / "same") +
+                                "\" are one folder; name each disk once."),
+            std::string::npos)
+      << error_of(sets);
+  sets[0] = "plugins.offload.directory=[\"" + (folder_ / "a") + "\", \"\"]";
+  EXPECT_NE(error_of(sets).find("directory: one of the names is empty"), std::string::npos) << error_of(sets);
+  {
+    const PlannedProgram other = session("x", over({"b"})).plan(Goal::train);
+    const Storage storage(other.program(), other.memory);
+    EXPECT_EQ(error_of(over({"a", "b"})).find("the NVMe directory " + (folder_ / "b") + " is in use by another run"),
+              0u);
+  }
+  EXPECT_FALSE(std::filesystem::exists(folder_ / "failing"));  // nothing was written
+  EXPECT_TRUE(std::filesystem::is_empty(folder_ / "a"));
+}
+
+// One of two disks fails in the middle of a run.
+TEST_F(Offload, AFailingDiskOfSeveralIsNamed) {
+  Session good = session("run", over({"a", "b"}), {"run.steps=2"});
+  train(good, {});
+  const std::string checkpoint = *CheckpointStore(folder_ / "run", 2).latest();
+  Session bad = session("run", over({"a", "b"}));
+  std::atomic<int> requests{0};
+  bad.storage_faults.request = [&](size_t file, int64_t) { return ++requests > 150 && file == 1 ? -EIO : 0; };
+  try {
+    train(bad, {.resume = true, .trace = ""});
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ExitCode::failed);
+    EXPECT_NE(std::string(error.what()).find("the NVMe directory " + (folder_ / "b") + ": cannot "), std::string::npos)
+        << error.what();
+    EXPECT_NE(std::string(error.what()).find(" tensor \""), std::string::npos) << error.what();
+  }
+  EXPECT_EQ(*CheckpointStore(folder_ / "run", 2).latest(), checkpoint);
+}
+
 TEST_F(Offload, TwoRunsDoNotShareADirectory) {
   const Session first = session("one", nvme());
   const PlannedProgram planned = first.plan(Goal::train);
@@ -216,7 +334,7 @@ TEST_F(Offload, DiskErrorsStopTheRun) {
   const std::string checkpoint = *CheckpointStore(folder_ / "run", 2).latest();
   Session bad = session("run", nvme());
   std::atomic<int> requests{0};
-  bad.storage_faults.request = [&](int64_t) { return ++requests > 150 ? -EIO : 0; };
+  bad.storage_faults.request = [&](size_t, int64_t) { return ++requests > 150 ? -EIO : 0; };
   try {
     train(bad, {.resume = true, .trace = ""});
     FAIL();
@@ -236,7 +354,7 @@ TEST_F(Offload, PoorDisksGiveTheSameLosses) {
   for (int fault = 0; fault < 3; ++fault) {
     const std::string run = "run" + std::to_string(fault);
     Session poor = session(run, nvme());
-    if (fault == 0) poor.storage_faults.request = [](int64_t offset) { return offset % 3 ? 0 : 4096; };
+    if (fault == 0) poor.storage_faults.request = [](size_t, int64_t offset) { return offset % 3 ? 0 : 4096; };
     if (fault == 1) poor.storage_faults.no_ring = true;
     if (fault == 2) poor.storage_faults.no_direct = true;
     train(poor, {});

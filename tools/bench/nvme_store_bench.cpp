@@ -30,7 +30,7 @@ static double bytes_per_second(NvmeStore& store, NvmeStore::Channel& channel, co
 
 int main(int count, char** arguments) try {
   if (count != 6) throw Error("usage: nvme_bench DIRECTORY FILE_BYTES BLOCK DEPTH TRANSFER_BYTES");
-  NvmeStore store({.directory = arguments[1],
+  NvmeStore store({.directories = {arguments[1]},
                    .bytes = std::stoll(arguments[2]),
                    .depth = std::stoi(arguments[4]),
                    .block = std::stoll(arguments[3]),
