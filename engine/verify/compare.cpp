@@ -34,7 +34,21 @@ double relative(double actual, double expected) {
 
 std::string loss_of(size_t step) { return "loss of step " + std::to_string(step + 1); }
 
-double number_at(const Whole& whole, size_t i) {
+// Keeps what leaves less of its bound.
+void keep_worse(Difference& worst, Difference other) {
+  const auto share = [](const Difference& d) { return d.relative == 0 ? 0 : d.relative / d.bound; };
+  if (worst.where.empty() || share(other) > share(worst)) worst = std::move(other);
+}
+
+void compare_losses(Difference& worst, const Outcome& actual, const Outcome& expected, double bound) {
+  for (size_t i = 0; i < expected.losses.size() && worst.is_within(); ++i)
+    if (actual.losses[i] != expected.losses[i])
+      keep_worse(worst, {loss_of(i), relative(actual.losses[i], expected.losses[i]), bound});
+}
+
+}  // namespace
+
+double number_of(const Whole& whole, size_t i) {
   const std::byte* data = whole.bytes.data();
   switch (whole.dtype) {
     case DType::f64:
@@ -51,26 +65,12 @@ double number_at(const Whole& whole, size_t i) {
   }
 }
 
-// Keeps what leaves less of its bound.
-void keep_worse(Difference& worst, Difference other) {
-  const auto share = [](const Difference& d) { return d.relative == 0 ? 0 : d.relative / d.bound; };
-  if (worst.where.empty() || share(other) > share(worst)) worst = std::move(other);
-}
-
-void compare_losses(Difference& worst, const Outcome& actual, const Outcome& expected, double bound) {
-  for (size_t i = 0; i < expected.losses.size() && worst.is_within(); ++i)
-    if (actual.losses[i] != expected.losses[i])
-      keep_worse(worst, {loss_of(i), relative(actual.losses[i], expected.losses[i]), bound});
-}
-
-}  // namespace
-
 double distance(const Whole& a, const Whole& b) {
   if (a.digest == b.digest) return 0;
   double apart = 0, norm = 0;
   const size_t count = size_t(elements(b.shape));
   for (size_t i = 0; i < count; ++i) {
-    const double x = number_at(a, i), y = number_at(b, i);
+    const double x = number_of(a, i), y = number_of(b, i);
     apart += (x - y) * (x - y), norm += y * y;
   }
   const double result = std::sqrt(apart / norm);

@@ -30,6 +30,8 @@ Difference within(const Outcome& actual, const Outcome& expected, const Sensitiv
 // Losses alone, relative.
 Difference losses_within(const Outcome& actual, const Outcome& expected, double band);
 
+// An element, as a number.
+double number_of(const Whole& whole, size_t i);
 // How far two tensors of one shape and type are apart: the norm of the difference, by the norm of the second.
 double distance(const Whole& a, const Whole& b);
 

@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "engine/plugin/loader.h"
+#include "engine/verify/balance.h"
 #include "engine/runtime/session.h"
 
 namespace strata::verifying {
@@ -19,9 +20,15 @@ bool holds(const Names& names, const std::string& name) {
   return std::find(names.begin(), names.end(), name) != names.end();
 }
 
+// Capabilities: before a pattern of names of states, and before "OPTION=VALUE" of the plugin in the plain program.
+constexpr std::string_view kFeedback = "feedback ", kPlainly = "plainly ";
+
 // The effects of a trial's plugins, as its options make them.
 struct Effects {
   std::map<std::string, Effect> all{};
+  std::map<std::string, std::string> feedback{};  // by plugin: its states that hold what has not crossed
+  std::vector<std::string> plainly{};             // what the plain program sets otherwise, as "key=value"
+  std::string backend{};
   int ranks = 1;
   bool has(Effect::Kind kind) const {
     return std::any_of(all.begin(), all.end(), [&](const auto& named) { return named.second.kind == kind; });
@@ -37,8 +44,16 @@ Effects effects_of(const Setup& setup, const std::vector<std::string>& more) {
   std::vector<std::string> sets = setup.sets;
   sets.insert(sets.end(), more.begin(), more.end());
   const Session session(setup.config, sets);
-  Effects effects{.all = {}, .ranks = session.mesh.size()};
-  for (const NamedPlugin& named : session.plugins) effects.all[named.name] = named.plugin->capabilities().effect;
+  Effects effects{.backend = session.device.backend, .ranks = session.mesh.size()};
+  for (const NamedPlugin& named : session.plugins) {
+    const Capabilities capabilities = named.plugin->capabilities();
+    effects.all[named.name] = capabilities.effect;
+    for (const std::string& capability : capabilities.provides)
+      if (capability.starts_with(kFeedback))
+        effects.feedback[named.name] = capability.substr(kFeedback.size());
+      else if (capability.starts_with(kPlainly))
+        effects.plainly.push_back("plugins." + named.name + "." + capability.substr(kPlainly.size()));
+  }
   return effects;
 }
 
@@ -169,6 +184,40 @@ void Judge::find_beginning(Verdict& verdict, const Measure& measure, const Trial
   verdict.first_step = setup_.steps;
 }
 
+// The form alone, over the ranks that split the batch; with each plugin that wants sums of this trial.
+std::optional<Verdict> Judge::unbalanced(const Verdict& verdict, const std::string& form, const std::string& pattern) {
+  const auto data = verdict.trial.mesh.find("data");
+  if (data == verdict.trial.mesh.end() || data->second < 2) return {};
+  register_sums();
+  for (const std::string& sums : verdict.trial.plugins) {
+    if (!provides(sums, "summed_gradients")) continue;
+    const Trial alone{.plugins = {form, sums, kSumsPlugin},
+                      .mesh = {{"data", data->second}},
+                      .sets = verdict.trial.sets,
+                      .modes = verdict.trial.modes};
+    const Trial beside{.plugins = {kSumsPlugin}, .sets = alone.sets, .modes = alone.modes};
+    const auto after = [&](int64_t steps) {
+      const Outcome actual = run(setup_, sets_of(alone), steps);
+      if (actual.end != Outcome::End::done) return Difference{};  // which its own cell tells
+      return balance(actual, plain(beside, steps).outcome, pattern, int(data->second));
+    };
+    const auto [known, is_new] = balances_.try_emplace(key_of(alone, setup_.steps));
+    if (is_new) known->second = after(setup_.steps);
+    if (known->second.is_within()) continue;
+    Verdict wrong = verdict;
+    wrong.kind = Verdict::Kind::outside;
+    wrong.difference = known->second;
+    wrong.beside = "the gradients that were to cross";
+    for (wrong.first_step = 1; wrong.first_step < setup_.steps; ++wrong.first_step)
+      if (const Difference first = after(wrong.first_step); !first.is_within()) {
+        wrong.difference = first;
+        break;
+      }
+    return wrong;
+  }
+  return {};
+}
+
 Verdict Judge::judge(const Trial& trial) {
   Verdict verdict{.trial = trial};
   Effects effects;
@@ -193,14 +242,21 @@ Verdict Judge::judge(const Trial& trial) {
   Trial beside{.plugins = {}, .mesh = {}, .reproducible = trial.reproducible, .sets = trial.sets, .modes = trial.modes};
   for (const std::string& name : trial.plugins)
     if (effects.all.at(name).kind == Effect::Kind::program) beside.plugins.push_back(name);
-  if (beside.plugins == trial.plugins && effects.ranks == 1) {
+  for (const std::string& set : effects.plainly) {
+    std::erase_if(beside.modes, [&](const Mode& mode) {
+      return text(mode).substr(0, text(mode).find('=')) == set.substr(0, set.find('='));
+    });
+    beside.sets.push_back(set);
+  }
+  if (beside.plugins == trial.plugins && effects.ranks == 1 && effects.plainly.empty()) {
     verdict.kind = Verdict::Kind::program;
     return verdict;
   }
   Measure measure;
   if (effects.has(Effect::Kind::lossy))
     measure = {Measure::Kind::losses, effects.band()};
-  else if ((effects.has(Effect::Kind::reorders) || effects.ranks > 1) && !trial.reproducible)
+  else if (!effects.plainly.empty() ||
+           ((effects.has(Effect::Kind::reorders) || effects.ranks > 1) && !trial.reproducible))
     measure = {Measure::Kind::sums};
   verdict.beside = "the plain program";
   verdict.difference = compare(measure, actual, beside, setup_.steps);
@@ -212,8 +268,8 @@ Verdict Judge::judge(const Trial& trial) {
              .modes = trial.modes};
   if (trial.reproducible) less.plugins = without(effects, less.plugins, Effect::Kind::reorders);
   less.mesh = mesh_for(less.plugins, trial.mesh);
-  if (verdict.difference.is_within() && less.plugins != trial.plugins && less.plugins != beside.plugins &&
-      outcome(less).end == Outcome::End::done) {
+  if (verdict.difference.is_within() && less.plugins != trial.plugins &&
+      (less.plugins != beside.plugins || !effects.plainly.empty()) && outcome(less).end == Outcome::End::done) {
     if (const Difference apart = same_bits(actual, outcome(less)); !apart.is_within()) {
       verdict.difference = apart;
       verdict.beside = fmt::format("{} alone", fmt::join(less.plugins, " + "));
@@ -221,6 +277,9 @@ Verdict Judge::judge(const Trial& trial) {
       beside = less;
     }
   }
+  if (verdict.difference.is_within() && effects.backend == "cpu")  // where gradients can be added up
+    for (const auto& [form, pattern] : effects.feedback)
+      if (const std::optional<Verdict> wrong = unbalanced(verdict, form, pattern)) return *wrong;
   verdict.kind = verdict.difference.where.empty() ? Verdict::Kind::same
                  : verdict.difference.is_within() ? Verdict::Kind::within
                                                   : Verdict::Kind::outside;
