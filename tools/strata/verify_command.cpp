@@ -51,7 +51,7 @@ optimizer = "nvme"
 parameters = "nvme"
 activations = "nvme"
 [plugins.powersgd]
-rank = 2
+rank = 4
 minimum_ratio = 1.0
 [plugins.quantized_exchange]
 minimum = 0
