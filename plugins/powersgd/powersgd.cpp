@@ -159,7 +159,7 @@ class PowerSgd final : public strata::Plugin {
             .conflicts = {{"reproducible sums",
                            "what factors of low rank leave out depends on which rank has which gradients, and is kept "
                            "for later steps; leave one of the two out"}},
-            .effect = strata::Effect::lossy(0.05)};
+            .effect = strata::Effect::lossy(0.1)};
   }
 
   void phases(strata::PhaseStage& stage) override {
