@@ -22,6 +22,8 @@ bool holds(const Names& names, const std::string& name) {
 
 // Capabilities: before a pattern of names of states, and before "OPTION=VALUE" of the plugin in the plain program.
 constexpr std::string_view kFeedback = "feedback ", kPlainly = "plainly ";
+// A capability: where a device computes, some updates are the host's kernels', which may round otherwise.
+constexpr std::string_view kHostUpdates = "updates on the host";
 
 // The effects of a trial's plugins, as its options make them.
 struct Effects {
@@ -29,6 +31,7 @@ struct Effects {
   std::map<std::string, std::string> feedback{};  // by plugin: its states that hold what has not crossed
   std::vector<std::string> plainly{};             // what the plain program sets otherwise, as "key=value"
   std::string backend{};
+  bool host_updates = false;  // on a device
   int ranks = 1;
   bool has(Effect::Kind kind) const {
     return std::any_of(all.begin(), all.end(), [&](const auto& named) { return named.second.kind == kind; });
@@ -53,6 +56,9 @@ Effects effects_of(const Setup& setup, const std::vector<std::string>& more) {
         effects.feedback[named.name] = capability.substr(kFeedback.size());
       else if (capability.starts_with(kPlainly))
         effects.plainly.push_back("plugins." + named.name + "." + capability.substr(kPlainly.size()));
+      else if (capability == kHostUpdates && effects.backend != "cpu" &&
+               capabilities.effect.kind == Effect::Kind::exact)
+        effects.all[named.name] = Effect::reorders(), effects.host_updates = true;
   }
   return effects;
 }
@@ -255,7 +261,7 @@ Verdict Judge::judge(const Trial& trial) {
   Measure measure;
   if (effects.has(Effect::Kind::lossy))
     measure = {Measure::Kind::losses, effects.band()};
-  else if (!effects.plainly.empty() ||
+  else if (!effects.plainly.empty() || effects.host_updates ||
            ((effects.has(Effect::Kind::reorders) || effects.ranks > 1) && !trial.reproducible))
     measure = {Measure::Kind::sums};
   verdict.beside = "the plain program";
@@ -266,7 +272,8 @@ Verdict Judge::judge(const Trial& trial) {
              .reproducible = trial.reproducible,
              .sets = trial.sets,
              .modes = trial.modes};
-  if (trial.reproducible) less.plugins = without(effects, less.plugins, Effect::Kind::reorders);
+  if (trial.reproducible && !effects.host_updates)
+    less.plugins = without(effects, less.plugins, Effect::Kind::reorders);
   less.mesh = mesh_for(less.plugins, trial.mesh);
   if (verdict.difference.is_within() && less.plugins != trial.plugins &&
       (less.plugins != beside.plugins || !effects.plainly.empty()) && outcome(less).end == Outcome::End::done) {
