@@ -13,9 +13,6 @@
 namespace strata::verifying {
 namespace {
 
-// Sums of a few steps in f32 are off by 1e-6 of what they add up; what is lost or counted twice is a part of a
-// gradient.
-constexpr double kBalanceBound = 1e-4;
 // Gradients that are nothing but rounding (biases of keys) are held to this part of the norm of all.
 constexpr double kLeastNorm = 1e-4;
 
@@ -70,7 +67,8 @@ void register_sums() {
   static const StaticPlugin registered(STRATA_PLUGIN_ENTRY_(Sums, kSumsPlugin, "1.0.0", "adds gradients up"));
 }
 
-Difference balance(const Outcome& actual, const Outcome& expected, const std::string& pattern, int ranks) {
+Difference balance(const Outcome& actual, const Outcome& expected, const std::string& pattern, int ranks,
+                   double bound) {
   const std::string ending = std::string(".") + kSumsPlugin;
   struct Gradients {
     std::string parameter;
@@ -100,7 +98,7 @@ Difference balance(const Outcome& actual, const Outcome& expected, const std::st
     for (size_t i = 0; i < one.is.size(); ++i) one.is[i] -= one.was[i];
     const double apart = norm_of(one.is) / std::max(norm_of(one.was), kLeastNorm * norm);
     if (!(apart <= worst.relative))  // NaN, too
-      worst = {"what is kept of gradients of " + one.parameter, apart, kBalanceBound};
+      worst = {"what is kept of gradients of " + one.parameter, apart, bound};
   }
   return worst;
 }

@@ -24,6 +24,8 @@ struct Sensitivity {
 };
 void widen(Sensitivity& sensitivity, const Outcome& disturbed, const Outcome& plain);
 inline constexpr double kDisturbance = 1.1920929e-07;  // f32's epsilon
+// Where states are codes (8 bits), which move by whole ones and then move the parameters: enough for some to move.
+inline constexpr double kDisturbanceOfCodes = 64 * kDisturbance;
 
 Difference same_bits(const Outcome& actual, const Outcome& expected);
 Difference within(const Outcome& actual, const Outcome& expected, const Sensitivity& sensitivity);

@@ -5,6 +5,7 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <optional>
 
 #include "engine/plugin/loader.h"
@@ -22,14 +23,17 @@ bool holds(const Names& names, const std::string& name) {
 
 // Capabilities: before a pattern of names of states, and before "OPTION=VALUE" of the plugin in the plain program.
 constexpr std::string_view kFeedback = "feedback ", kPlainly = "plainly ";
+// A capability of forms without feedback, before the part of a gradient's norm that the sum over a few steps is off by.
+constexpr std::string_view kSumsWithin = "sums within ";
 // A capability: where a device computes, some updates are the host's kernels', which may round otherwise.
 constexpr std::string_view kHostUpdates = "updates on the host";
 
 // The effects of a trial's plugins, as its options make them.
 struct Effects {
   std::map<std::string, Effect> all{};
-  std::map<std::string, std::string> feedback{};  // by plugin: its states that hold what has not crossed
-  std::vector<std::string> plainly{};             // what the plain program sets otherwise, as "key=value"
+  // By plugin: its states that hold what has not crossed, and how far sums may be off.
+  std::map<std::string, std::pair<std::string, double>> feedback{};
+  std::vector<std::string> plainly{};  // what the plain program sets otherwise, as "key=value"
   std::string backend{};
   bool host_updates = false;  // on a device
   int ranks = 1;
@@ -53,7 +57,9 @@ Effects effects_of(const Setup& setup, const std::vector<std::string>& more) {
     effects.all[named.name] = capabilities.effect;
     for (const std::string& capability : capabilities.provides)
       if (capability.starts_with(kFeedback))
-        effects.feedback[named.name] = capability.substr(kFeedback.size());
+        effects.feedback[named.name] = {capability.substr(kFeedback.size()), kBalanceBound};
+      else if (capability.starts_with(kSumsWithin))
+        effects.feedback[named.name] = {"", std::strtod(capability.c_str() + kSumsWithin.size(), nullptr)};
       else if (capability.starts_with(kPlainly))
         effects.plainly.push_back("plugins." + named.name + "." + capability.substr(kPlainly.size()));
       else if (capability == kHostUpdates && effects.backend != "cpu" &&
@@ -164,8 +170,10 @@ Difference Judge::compare(const Measure& measure, const Outcome& actual, const T
   if (measure.kind == Measure::Kind::bits) return same_bits(actual, plain.outcome);
   if (measure.kind == Measure::Kind::losses) return losses_within(actual, plain.outcome, measure.band);
   if (!plain.is_sensitive) {
+    const std::vector<Whole>& tensors = plain.outcome.tensors;
+    const bool codes = std::any_of(tensors.begin(), tensors.end(), [](const Whole& t) { return t.dtype == DType::u8; });
     for (const uint64_t which : {1, 2}) {
-      const Outcome disturbed = run(setup_, sets_of(beside), steps, kDisturbance, which);
+      const Outcome disturbed = run(setup_, sets_of(beside), steps, codes ? kDisturbanceOfCodes : kDisturbance, which);
       if (disturbed.end != Outcome::End::done)
         throw Error("the plain program with disturbed parameters cannot run here: " + disturbed.reason,
                     ExitCode::failed);
@@ -191,7 +199,8 @@ void Judge::find_beginning(Verdict& verdict, const Measure& measure, const Trial
 }
 
 // The form alone, over the ranks that split the batch; with each plugin that wants sums of this trial.
-std::optional<Verdict> Judge::unbalanced(const Verdict& verdict, const std::string& form, const std::string& pattern) {
+std::optional<Verdict> Judge::unbalanced(const Verdict& verdict, const std::string& form, const std::string& pattern,
+                                         double bound) {
   const auto data = verdict.trial.mesh.find("data");
   if (data == verdict.trial.mesh.end() || data->second < 2) return {};
   register_sums();
@@ -205,7 +214,7 @@ std::optional<Verdict> Judge::unbalanced(const Verdict& verdict, const std::stri
     const auto after = [&](int64_t steps) {
       const Outcome actual = run(setup_, sets_of(alone), steps);
       if (actual.end != Outcome::End::done) return Difference{};  // which its own cell tells
-      return balance(actual, plain(beside, steps).outcome, pattern, int(data->second));
+      return balance(actual, plain(beside, steps).outcome, pattern, int(data->second), bound);
     };
     const auto [known, is_new] = balances_.try_emplace(key_of(alone, setup_.steps));
     if (is_new) known->second = after(setup_.steps);
@@ -285,8 +294,8 @@ Verdict Judge::judge(const Trial& trial) {
     }
   }
   if (verdict.difference.is_within() && effects.backend == "cpu")  // where gradients can be added up
-    for (const auto& [form, pattern] : effects.feedback)
-      if (const std::optional<Verdict> wrong = unbalanced(verdict, form, pattern)) return *wrong;
+    for (const auto& [form, held] : effects.feedback)
+      if (const std::optional<Verdict> wrong = unbalanced(verdict, form, held.first, held.second)) return *wrong;
   verdict.kind = verdict.difference.where.empty() ? Verdict::Kind::same
                  : verdict.difference.is_within() ? Verdict::Kind::within
                                                   : Verdict::Kind::outside;

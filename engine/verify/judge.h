@@ -80,7 +80,8 @@ class Judge {
   };
   Difference compare(const Measure& measure, const Outcome& actual, const Trial& beside, int64_t steps);
   void find_beginning(Verdict& verdict, const Measure& measure, const Trial& beside);
-  std::optional<Verdict> unbalanced(const Verdict& verdict, const std::string& form, const std::string& pattern);
+  std::optional<Verdict> unbalanced(const Verdict& verdict, const std::string& form, const std::string& pattern,
+                                    double bound);
   Plain& plain(const Trial& trial, int64_t steps);
   const Outcome& outcome(const Trial& trial);
   std::string key_of(const Trial& trial, int64_t steps) const;
