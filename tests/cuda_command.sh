@@ -98,6 +98,11 @@ grep -q "exchanges: through host memory" out || fail "ranks do not say how they 
 losses ranks/log.jsonl >ranks_losses
 close ranks_losses cuda "losses of two ranks differ"
 
+# Plugins beside the plain program on the device, on ranks that are threads.
+"$strata" verify config.toml --steps 1 --set data.micro_batch=1 --set mesh.data=2 --set plugins.zero.enabled=true >out 2>&1 ||
+  fail "verify: $(cat out)"
+grep -Eq '^zero \+ adamw +data=2 .*(within|bit for bit)' out || fail "verify of zero: $(cat out)"
+
 status=0
 "$strata" train config.toml --set run.directory=wrong --set device.index=7 >out 2>&1 || status=$?
 [[ $status == 2 ]] && grep -q "device.index = 7, but this machine has 4 CUDA device(s), 0 to 3." out || fail "index: $status $(cat out)"

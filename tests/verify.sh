@@ -32,6 +32,38 @@ while read -r command; do
   [ -z "$command" ] || eval "${command/#strata/\"\$strata\"}" >mode || { cat mode; fail "$command"; }
 done <<<"$(head -3 <<<"$commands")"
 
+# Ranks as processes: the same verdicts, to the bit where sums are reproducible; a signal ends them and leaves nothing.
+cat >config.toml <<TOML
+[run]
+reproducible = true
+[model]
+plugin = "gpt"
+layers = 1
+hidden = 32
+heads = 2
+vocabulary = 61
+[data]
+train = ["none.bin"]
+sequence_length = 16
+global_batch = 4
+micro_batch = 1
+[mesh]
+data = 2
+[device]
+threads = 1
+[network]
+provider = "shm"
+[plugins.adamw]
+[plugins.zero]
+[plugins.clip]
+TOML
+mkdir temporary
+TMPDIR=$work/temporary "$strata" verify config.toml --steps 2 --processes >processes 2>&1 || { cat processes; fail "ranks as processes"; }
+"$strata" verify config.toml --steps 2 >threads || { cat threads; fail "ranks as threads"; }
+outcomes() { sed 's/ \+[0-9.]\+ [KM]iB//g' "$1"; }
+cmp <(outcomes processes) <(outcomes threads) || { cat processes threads; fail "processes and threads differ"; }
+[ "$(grep -c '^zero + .*bit for bit' processes)" -ge 1 ] && [ -z "$(ls temporary)" ] || { cat processes; fail "processes"; }
+
 expect() {  # CODE TEXT COMMAND...
   local code=0
   "${@:3}" >out 2>&1 || code=$?
@@ -44,10 +76,15 @@ expect 2 '--layers is of a configuration' "$strata" verify --matrix --layers 1
 expect 2 '--devices gpu: no plugin runs there. ' "$strata" verify --matrix --cells 3 --larger 0 --devices gpu
 expect 2 '--steps' "$strata" verify --matrix --steps 999999999999999999999
 expect 2 'nothing.toml' "$strata" verify nothing.toml
+expect 2 'verify --processes' "$strata" verify-rank config.toml --steps 1 --disturbance 0 --which 0 --result .
 # A signal leaves nothing behind.
-mkdir temporary
 TMPDIR=$work/temporary "$strata" verify --matrix >out 2>&1 & pid=$!
 until [ -n "$(ls temporary)" ]; do sleep 0.05; done
 kill "$pid" && code=0 && { wait "$pid" || code=$?; }
 [ "$code" = 1 ] && [ -z "$(ls temporary)" ] || { cat out; fail "a signal: exit $code, left $(ls temporary)"; }
+TMPDIR=$work/temporary "$strata" verify config.toml --steps 100000 --processes >out 2>&1 & pid=$!
+until [ -n "$(ls temporary)" ]; do sleep 0.05; done
+kill "$pid" && code=0 && { wait "$pid" || code=$?; }
+[ "$code" = 1 ] && grep -q '^strata: interrupted' out && [ -z "$(ls temporary)" ] ||
+  { cat out; fail "a signal to processes: exit $code, left $(ls temporary)"; }
 echo "verify: as expected (seed $seed)"

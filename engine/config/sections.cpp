@@ -171,6 +171,11 @@ ParameterRule read_rule(const std::string& pattern, const ConfigTable& table, Se
   return rule;
 }
 
+int64_t odd_factor(int64_t count) {
+  while (count % 2 == 0) count /= 2;
+  return count;
+}
+
 }  // namespace
 
 Sections read_sections(const Config& config, DataTable needed) {
@@ -237,9 +242,12 @@ Sections read_sections(const Config& config, DataTable needed) {
                     " times mesh.data = " + std::to_string(mesh.data) + " ranks.");
   const int64_t microbatches = data.global_batch / (data.micro_batch * mesh.data);
   if (sections.run.reproducible && mesh.data > 1 && (microbatches & (microbatches - 1)) != 0)
-    throw Error(config.root().table("data")->place,
-                "run.reproducible on several ranks needs a power of two of microbatches a rank, but there are " +
-                    std::to_string(microbatches) + "; change data.global_batch or data.micro_batch.");
+    throw Error(
+        config.root().table("data")->place,
+        "run.reproducible on several ranks needs a power of two of microbatches a rank, so that each has a whole "
+        "branch of one tree of sums, but there are " +
+            std::to_string(microbatches) + "; change data.global_batch, data.micro_batch or mesh.data (" +
+            std::to_string(odd_factor(microbatches * mesh.data)) + " ranks times a power of two would do).");
   sections.settings.push_back({"data.validation (whether any is given)", data.validation.empty() ? "no" : "yes"});
   if (data.train.empty()) throw Error(config.root().table("data")->find("train")->place, "data.train names no file.");
   return sections;

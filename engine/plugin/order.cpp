@@ -21,9 +21,34 @@ std::string conflict(const NamedPlugin& first, const Capabilities& of_first, con
   return "";
 }
 
+// The same beside what the configuration provides.
+std::string conflict(const NamedPlugin& named, const Capabilities& capabilities, const Provided& by_run) {
+  for (const Conflict& conflict : capabilities.conflicts)
+    if (conflict.capability == by_run.capability)
+      return "plugin \"" + named.name + "\" cannot work with " + by_run.said + ", because " + conflict.reason + ".";
+  return "";
+}
+
+// What a run, or each gradient, has one of.
+struct Single {
+  std::string_view capability, of;
+};
+constexpr Single kSingles[] = {{"model", "a run has one model"},
+                               {"optimizer", "a run has one optimizer"},
+                               {"form of gradients", "a gradient crosses between ranks in one form"}};
+
 }  // namespace
 
-std::vector<NamedPlugin> in_order(const std::vector<NamedPlugin>& plugins) {
+std::vector<Provided> provided_by_run(bool reproducible, const std::vector<std::string>& axes) {
+  std::vector<Provided> provided;
+  if (!reproducible) return provided;
+  provided.push_back({"reproducible sums", "run.reproducible"});
+  for (const std::string& axis : axes)
+    provided.push_back({"reproducible sums over " + axis, "run.reproducible and mesh." + axis + " above 1"});
+  return provided;
+}
+
+std::vector<NamedPlugin> in_order(const std::vector<NamedPlugin>& plugins, const std::vector<Provided>& by_run) {
   std::vector<Capabilities> capabilities;
   for (const NamedPlugin& named : plugins) capabilities.push_back(named.plugin->capabilities());
   const size_t count = plugins.size();
@@ -37,6 +62,8 @@ std::vector<NamedPlugin> in_order(const std::vector<NamedPlugin>& plugins) {
       if (const std::string why = conflict(plugins[i], capabilities[i], plugins[j], capabilities[j]);
           i != j && !why.empty())
         throw Error(why);
+    for (const Provided& provided : by_run)
+      if (const std::string why = conflict(plugins[i], capabilities[i], provided); !why.empty()) throw Error(why);
   }
   const auto before = [&](size_t a, size_t b) {  // a must run before b
     const auto gives = [&](const std::string& needed) { return holds(capabilities[a].provides, needed); };
@@ -83,12 +110,17 @@ std::vector<std::string> refusals(const std::vector<NamedPlugin>& plugins) {
         if (std::string why = conflict(first, first.plugin->capabilities(), second, second.plugin->capabilities());
             !why.empty())
           all.push_back(std::move(why));
-  for (const std::string_view single : {"model", "optimizer"}) {
+  for (const NamedPlugin& named : plugins)
+    for (const Provided& provided : provided_by_run(true, {"data", "pipeline", "sequence", "tensor"}))
+      if (std::string why = conflict(named, named.plugin->capabilities(), provided); !why.empty())
+        all.push_back(std::move(why));
+  for (const Single& single : kSingles) {
     std::string names;
     int count = 0;
     for (const NamedPlugin& named : plugins)
-      if (holds(named.plugin->capabilities().provides, single)) names += (count++ ? ", \"" : "\"") + named.name + "\"";
-    if (count > 1) all.push_back("a run has one " + std::string(single) + "; enable only one of " + names + ".");
+      if (holds(named.plugin->capabilities().provides, single.capability))
+        names += (count++ ? ", \"" : "\"") + named.name + "\"";
+    if (count > 1) all.push_back(std::string(single.of) + "; enable only one of " + names + ".");
   }
   return all;
 }

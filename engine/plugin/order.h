@@ -14,12 +14,20 @@ struct NamedPlugin {
   Plugin* plugin = nullptr;
 };
 
+// What the configuration itself provides beside plugins, and what of it does, in words.
+struct Provided {
+  std::string capability, said;
+};
+// With [run] reproducible: "reproducible sums", and "reproducible sums over AXIS" of the axes of several ranks.
+std::vector<Provided> provided_by_run(bool reproducible, const std::vector<std::string>& axes);
+
 // Providers before those who require what they provide, otherwise in the order given. Throws Error with the names when
 // a capability is missing or in conflict, or when requirements go in a circle.
-std::vector<NamedPlugin> in_order(const std::vector<NamedPlugin>& plugins);
+std::vector<NamedPlugin> in_order(const std::vector<NamedPlugin>& plugins, const std::vector<Provided>& by_run = {});
 
-// Which of these cannot be enabled together, by what they declare: a sentence for each pair that conflicts, and one for
-// all that provide what a run has one of. What depends on options or meshes is refused by the plugins' stages.
+// Which of these cannot be enabled together, by what they declare: a sentence for each pair that conflicts and each
+// plugin that conflicts with what a configuration can provide, and one for all that provide what there is one of. What
+// depends on a model or a backend is refused by the plugins' stages.
 std::vector<std::string> refusals(const std::vector<NamedPlugin>& plugins);
 
 // Throws Error unless exactly one plugin provides `capability`; `remedy` says what to do when none does.

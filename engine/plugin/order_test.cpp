@@ -88,6 +88,26 @@ TEST_F(Order, RefusalsAreAListOfWhatWouldBeRefused) {
           "a run has one optimizer; enable only one of \"a\", \"c\"."}));
 }
 
+TEST_F(Order, WhatTheRunProvidesIsInConflict) {
+  add("a", {{}, {}, {{"reproducible sums over tensor", "products are divided"}}});
+  EXPECT_EQ(order(), "a");
+  const auto with = [&](bool reproducible, const std::vector<std::string>& axes) {
+    return message_of([&] { in_order(named_, provided_by_run(reproducible, axes)); });
+  };
+  EXPECT_EQ(with(false, {"tensor"}), "(no error)");
+  EXPECT_EQ(with(true, {"data"}), "(no error)");
+  EXPECT_EQ(with(true, {"data", "tensor"}),
+            "plugin \"a\" cannot work with run.reproducible and mesh.tensor above 1, because products are divided.");
+}
+
+TEST_F(Order, RefusalsNameWhatTheRunProvidesAndForms) {
+  add("a", {{"form of gradients"}, {}, {{"reproducible sums", "it rounds"}}});
+  add("b", {{"form of gradients"}, {}, {}});
+  EXPECT_EQ(refusals(named_), (std::vector<std::string>{
+                                  "plugin \"a\" cannot work with run.reproducible, because it rounds.",
+                                  "a gradient crosses between ranks in one form; enable only one of \"a\", \"b\"."}));
+}
+
 TEST_F(Order, OnesOwnConflictMeansTheOthers) {
   add("a", {{"x"}, {}, {{"x", "it is so"}}});
   EXPECT_EQ(order(), "a");

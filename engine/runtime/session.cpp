@@ -117,7 +117,13 @@ Session::Session(const std::string& config_path, const std::vector<std::string>&
   if (!is_asynchronous(device.backend) && note.empty())
     note = too_many_threads(threads(), world ? world->local_size() : 1, int(std::thread::hardware_concurrency()));
   for (const LoadedPlugin& plugin : loaded_) plugins.push_back({plugin.name(), &*plugin});
-  plugins = in_order(plugins);
+  std::vector<std::string> shared;  // axes of several ranks
+  for (const auto& [axis, size] : {std::pair<const char*, int64_t>{"data", mesh_section.data},
+                                   {"pipeline", mesh_section.pipeline},
+                                   {"sequence", mesh_section.sequence},
+                                   {"tensor", mesh_section.tensor}})
+    if (size > 1) shared.emplace_back(axis);
+  plugins = in_order(plugins, provided_by_run(run.reproducible, shared));
   require_exactly_one(plugins, "model", "set model.plugin");
   require_exactly_one(plugins, "optimizer",
                       "enable one by a table [plugins.NAME]" + installed_for("optimizer", run.plugin_path));

@@ -16,6 +16,10 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 // to four times as much; mistakes (a part left out, a factor too many) change a thousand times as much.
 constexpr double kRoom = 32;
 
+// Numbers that are codes (8-bit states) move by whole ones, and rarely: two disturbed runs may have moved none. So many
+// of them may move by one in a tensor, whatever those did.
+constexpr double kMovedCodes = 16;
+
 // What is wrong with the tensors before their values matter; empty: nothing. Of both or of the expected alone.
 std::string mismatch(const Whole* actual, const Whole& expected) {
   if (!actual) return expected.name + ", which is missing";
@@ -34,7 +38,21 @@ double relative(double actual, double expected) {
 
 std::string loss_of(size_t step) { return "loss of step " + std::to_string(step + 1); }
 
-double number_at(const Whole& whole, size_t i) {
+// Keeps what leaves less of its bound.
+void keep_worse(Difference& worst, Difference other) {
+  const auto share = [](const Difference& d) { return d.relative == 0 ? 0 : d.relative / d.bound; };
+  if (worst.where.empty() || share(other) > share(worst)) worst = std::move(other);
+}
+
+void compare_losses(Difference& worst, const Outcome& actual, const Outcome& expected, double bound) {
+  for (size_t i = 0; i < expected.losses.size() && worst.is_within(); ++i)
+    if (actual.losses[i] != expected.losses[i])
+      keep_worse(worst, {loss_of(i), relative(actual.losses[i], expected.losses[i]), bound});
+}
+
+}  // namespace
+
+double number_of(const Whole& whole, size_t i) {
   const std::byte* data = whole.bytes.data();
   switch (whole.dtype) {
     case DType::f64:
@@ -51,31 +69,28 @@ double number_at(const Whole& whole, size_t i) {
   }
 }
 
-// Keeps what leaves less of its bound.
-void keep_worse(Difference& worst, Difference other) {
-  const auto share = [](const Difference& d) { return d.relative == 0 ? 0 : d.relative / d.bound; };
-  if (worst.where.empty() || share(other) > share(worst)) worst = std::move(other);
-}
-
-void compare_losses(Difference& worst, const Outcome& actual, const Outcome& expected, double bound) {
-  for (size_t i = 0; i < expected.losses.size() && worst.is_within(); ++i)
-    if (actual.losses[i] != expected.losses[i])
-      keep_worse(worst, {loss_of(i), relative(actual.losses[i], expected.losses[i]), bound});
-}
-
-}  // namespace
-
 double distance(const Whole& a, const Whole& b) {
   if (a.digest == b.digest) return 0;
   double apart = 0, norm = 0;
   const size_t count = size_t(elements(b.shape));
   for (size_t i = 0; i < count; ++i) {
-    const double x = number_at(a, i), y = number_at(b, i);
+    const double x = number_of(a, i), y = number_of(b, i);
     apart += (x - y) * (x - y), norm += y * y;
   }
   const double result = std::sqrt(apart / norm);
   return apart == 0 ? 0 : std::isnan(result) ? kInfinity : result;  // -0 and 0 are as far apart as nothing
 }
+
+namespace {
+
+double least_bound(const Whole& tensor) {
+  if (tensor.dtype != DType::u8) return kRoom * kDisturbance;
+  double squares = 0;
+  for (size_t i = 0; i < size_t(elements(tensor.shape)); ++i) squares += number_of(tensor, i) * number_of(tensor, i);
+  return squares > 0 ? std::sqrt(kMovedCodes / squares) : kRoom * kDisturbance;
+}
+
+}  // namespace
 
 void widen(Sensitivity& sensitivity, const Outcome& disturbed, const Outcome& plain) {
   for (size_t i = 0; i < plain.losses.size(); ++i)
@@ -105,8 +120,8 @@ Difference within(const Outcome& actual, const Outcome& expected, const Sensitiv
   for (const Whole& tensor : expected.tensors) {
     const Whole* mine = actual.find(tensor.name);
     if (std::string wrong = mismatch(mine, tensor); !wrong.empty()) return {std::move(wrong), kInfinity};
-    const double bound = kRoom * std::max(kDisturbance, sensitivity.tensors.at(tensor.name));
     if (mine->digest == tensor.digest) continue;
+    const double bound = std::max(least_bound(tensor), kRoom * sensitivity.tensors.at(tensor.name));
     keep_worse(worst, {tensor.name, distance(*mine, tensor), bound});
     if (!worst.is_within()) return worst;
   }

@@ -24,12 +24,16 @@ struct Sensitivity {
 };
 void widen(Sensitivity& sensitivity, const Outcome& disturbed, const Outcome& plain);
 inline constexpr double kDisturbance = 1.1920929e-07;  // f32's epsilon
+// Where states are codes (8 bits), which move by whole ones and then move the parameters: enough for some to move.
+inline constexpr double kDisturbanceOfCodes = 64 * kDisturbance;
 
 Difference same_bits(const Outcome& actual, const Outcome& expected);
 Difference within(const Outcome& actual, const Outcome& expected, const Sensitivity& sensitivity);
 // Losses alone, relative.
 Difference losses_within(const Outcome& actual, const Outcome& expected, double band);
 
+// An element, as a number.
+double number_of(const Whole& whole, size_t i);
 // How far two tensors of one shape and type are apart: the norm of the difference, by the norm of the second.
 double distance(const Whole& a, const Whole& b);
 

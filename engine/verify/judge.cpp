@@ -5,9 +5,11 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <optional>
 
 #include "engine/plugin/loader.h"
+#include "engine/verify/balance.h"
 #include "engine/runtime/session.h"
 
 namespace strata::verifying {
@@ -19,9 +21,21 @@ bool holds(const Names& names, const std::string& name) {
   return std::find(names.begin(), names.end(), name) != names.end();
 }
 
+// Capabilities: before a pattern of names of states, and before "OPTION=VALUE" of the plugin in the plain program.
+constexpr std::string_view kFeedback = "feedback ", kPlainly = "plainly ";
+// A capability of forms without feedback, before the part of a gradient's norm that the sum over a few steps is off by.
+constexpr std::string_view kSumsWithin = "sums within ";
+// A capability: where a device computes, some updates are the host's kernels', which may round otherwise.
+constexpr std::string_view kHostUpdates = "updates on the host";
+
 // The effects of a trial's plugins, as its options make them.
 struct Effects {
   std::map<std::string, Effect> all{};
+  // By plugin: its states that hold what has not crossed, and how far sums may be off.
+  std::map<std::string, std::pair<std::string, double>> feedback{};
+  std::vector<std::string> plainly{};  // what the plain program sets otherwise, as "key=value"
+  std::string backend{};
+  bool host_updates = false;  // on a device
   int ranks = 1;
   bool has(Effect::Kind kind) const {
     return std::any_of(all.begin(), all.end(), [&](const auto& named) { return named.second.kind == kind; });
@@ -37,8 +51,21 @@ Effects effects_of(const Setup& setup, const std::vector<std::string>& more) {
   std::vector<std::string> sets = setup.sets;
   sets.insert(sets.end(), more.begin(), more.end());
   const Session session(setup.config, sets);
-  Effects effects{.all = {}, .ranks = session.mesh.size()};
-  for (const NamedPlugin& named : session.plugins) effects.all[named.name] = named.plugin->capabilities().effect;
+  Effects effects{.backend = session.device.backend, .ranks = session.mesh.size()};
+  for (const NamedPlugin& named : session.plugins) {
+    const Capabilities capabilities = named.plugin->capabilities();
+    effects.all[named.name] = capabilities.effect;
+    for (const std::string& capability : capabilities.provides)
+      if (capability.starts_with(kFeedback))
+        effects.feedback[named.name] = {capability.substr(kFeedback.size()), kBalanceBound};
+      else if (capability.starts_with(kSumsWithin))
+        effects.feedback[named.name] = {"", std::strtod(capability.c_str() + kSumsWithin.size(), nullptr)};
+      else if (capability.starts_with(kPlainly))
+        effects.plainly.push_back("plugins." + named.name + "." + capability.substr(kPlainly.size()));
+      else if (capability == kHostUpdates && effects.backend != "cpu" &&
+               capabilities.effect.kind == Effect::Kind::exact)
+        effects.all[named.name] = Effect::reorders(), effects.host_updates = true;
+  }
   return effects;
 }
 
@@ -143,8 +170,10 @@ Difference Judge::compare(const Measure& measure, const Outcome& actual, const T
   if (measure.kind == Measure::Kind::bits) return same_bits(actual, plain.outcome);
   if (measure.kind == Measure::Kind::losses) return losses_within(actual, plain.outcome, measure.band);
   if (!plain.is_sensitive) {
+    const std::vector<Whole>& tensors = plain.outcome.tensors;
+    const bool codes = std::any_of(tensors.begin(), tensors.end(), [](const Whole& t) { return t.dtype == DType::u8; });
     for (const uint64_t which : {1, 2}) {
-      const Outcome disturbed = run(setup_, sets_of(beside), steps, kDisturbance, which);
+      const Outcome disturbed = run(setup_, sets_of(beside), steps, codes ? kDisturbanceOfCodes : kDisturbance, which);
       if (disturbed.end != Outcome::End::done)
         throw Error("the plain program with disturbed parameters cannot run here: " + disturbed.reason,
                     ExitCode::failed);
@@ -167,6 +196,41 @@ void Judge::find_beginning(Verdict& verdict, const Measure& measure, const Trial
     return;
   }
   verdict.first_step = setup_.steps;
+}
+
+// The form alone, over the ranks that split the batch; with each plugin that wants sums of this trial.
+std::optional<Verdict> Judge::unbalanced(const Verdict& verdict, const std::string& form, const std::string& pattern,
+                                         double bound) {
+  const auto data = verdict.trial.mesh.find("data");
+  if (data == verdict.trial.mesh.end() || data->second < 2) return {};
+  register_sums();
+  for (const std::string& sums : verdict.trial.plugins) {
+    if (!provides(sums, "summed_gradients")) continue;
+    const Trial alone{.plugins = {form, sums, kSumsPlugin},
+                      .mesh = {{"data", data->second}},
+                      .sets = verdict.trial.sets,
+                      .modes = verdict.trial.modes};
+    const Trial beside{.plugins = {kSumsPlugin}, .sets = alone.sets, .modes = alone.modes};
+    const auto after = [&](int64_t steps) {
+      const Outcome actual = run(setup_, sets_of(alone), steps);
+      if (actual.end != Outcome::End::done) return Difference{};  // which its own cell tells
+      return balance(actual, plain(beside, steps).outcome, pattern, int(data->second), bound);
+    };
+    const auto [known, is_new] = balances_.try_emplace(key_of(alone, setup_.steps));
+    if (is_new) known->second = after(setup_.steps);
+    if (known->second.is_within()) continue;
+    Verdict wrong = verdict;
+    wrong.kind = Verdict::Kind::outside;
+    wrong.difference = known->second;
+    wrong.beside = "the gradients that were to cross";
+    for (wrong.first_step = 1; wrong.first_step < setup_.steps; ++wrong.first_step)
+      if (const Difference first = after(wrong.first_step); !first.is_within()) {
+        wrong.difference = first;
+        break;
+      }
+    return wrong;
+  }
+  return {};
 }
 
 Verdict Judge::judge(const Trial& trial) {
@@ -193,14 +257,21 @@ Verdict Judge::judge(const Trial& trial) {
   Trial beside{.plugins = {}, .mesh = {}, .reproducible = trial.reproducible, .sets = trial.sets, .modes = trial.modes};
   for (const std::string& name : trial.plugins)
     if (effects.all.at(name).kind == Effect::Kind::program) beside.plugins.push_back(name);
-  if (beside.plugins == trial.plugins && effects.ranks == 1) {
+  for (const std::string& set : effects.plainly) {
+    std::erase_if(beside.modes, [&](const Mode& mode) {
+      return text(mode).substr(0, text(mode).find('=')) == set.substr(0, set.find('='));
+    });
+    beside.sets.push_back(set);
+  }
+  if (beside.plugins == trial.plugins && effects.ranks == 1 && effects.plainly.empty()) {
     verdict.kind = Verdict::Kind::program;
     return verdict;
   }
   Measure measure;
   if (effects.has(Effect::Kind::lossy))
     measure = {Measure::Kind::losses, effects.band()};
-  else if ((effects.has(Effect::Kind::reorders) || effects.ranks > 1) && !trial.reproducible)
+  else if (!effects.plainly.empty() || effects.host_updates ||
+           ((effects.has(Effect::Kind::reorders) || effects.ranks > 1) && !trial.reproducible))
     measure = {Measure::Kind::sums};
   verdict.beside = "the plain program";
   verdict.difference = compare(measure, actual, beside, setup_.steps);
@@ -210,10 +281,11 @@ Verdict Judge::judge(const Trial& trial) {
              .reproducible = trial.reproducible,
              .sets = trial.sets,
              .modes = trial.modes};
-  if (trial.reproducible) less.plugins = without(effects, less.plugins, Effect::Kind::reorders);
+  if (trial.reproducible && !effects.host_updates)
+    less.plugins = without(effects, less.plugins, Effect::Kind::reorders);
   less.mesh = mesh_for(less.plugins, trial.mesh);
-  if (verdict.difference.is_within() && less.plugins != trial.plugins && less.plugins != beside.plugins &&
-      outcome(less).end == Outcome::End::done) {
+  if (verdict.difference.is_within() && less.plugins != trial.plugins &&
+      (less.plugins != beside.plugins || !effects.plainly.empty()) && outcome(less).end == Outcome::End::done) {
     if (const Difference apart = same_bits(actual, outcome(less)); !apart.is_within()) {
       verdict.difference = apart;
       verdict.beside = fmt::format("{} alone", fmt::join(less.plugins, " + "));
@@ -221,6 +293,9 @@ Verdict Judge::judge(const Trial& trial) {
       beside = less;
     }
   }
+  if (verdict.difference.is_within() && effects.backend == "cpu")  // where gradients can be added up
+    for (const auto& [form, held] : effects.feedback)
+      if (const std::optional<Verdict> wrong = unbalanced(verdict, form, held.first, held.second)) return *wrong;
   verdict.kind = verdict.difference.where.empty() ? Verdict::Kind::same
                  : verdict.difference.is_within() ? Verdict::Kind::within
                                                   : Verdict::Kind::outside;

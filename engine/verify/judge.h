@@ -1,9 +1,11 @@
 // Runs sets of plugins over meshes beside the plain program, and says of each whether it does to numbers what its
 // plugins say (Effect). The plain program: the model, the optimizer and those plugins of the set that say what is
 // trained, on one rank, without budgets. A set with plugins that are exact is run without them, too, over the same
-// mesh: taking them out may not change a bit.
+// mesh: taking them out may not change a bit. Forms of exchange that say so (capability "feedback PATTERN") are held to
+// the balance of error feedback, too (balance.h).
 #pragma once
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -78,6 +80,8 @@ class Judge {
   };
   Difference compare(const Measure& measure, const Outcome& actual, const Trial& beside, int64_t steps);
   void find_beginning(Verdict& verdict, const Measure& measure, const Trial& beside);
+  std::optional<Verdict> unbalanced(const Verdict& verdict, const std::string& form, const std::string& pattern,
+                                    double bound);
   Plain& plain(const Trial& trial, int64_t steps);
   const Outcome& outcome(const Trial& trial);
   std::string key_of(const Trial& trial, int64_t steps) const;
@@ -86,7 +90,8 @@ class Judge {
   std::vector<std::string> tables_;  // of [plugins]
   std::vector<std::string> plugin_path_;
   std::map<std::string, Plain> plain_;
-  std::map<std::string, Outcome> outcomes_;  // without bytes
+  std::map<std::string, Outcome> outcomes_;     // without bytes
+  std::map<std::string, Difference> balances_;  // of error feedback
 };
 
 }  // namespace strata::verifying

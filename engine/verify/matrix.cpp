@@ -11,6 +11,7 @@
 #include "base/clock.h"
 #include "engine/plugin/loader.h"
 #include "engine/runtime/session.h"
+#include "engine/verify/balance.h"
 
 namespace strata::verifying {
 namespace {
@@ -26,7 +27,7 @@ class Maker {
     for (const NamedPlugin& named : session.plugins)
       if (judge_.provides(named.name, "optimizer")) matrix_.optimizer = named.name;
     for (const std::string& name : plugin_names(session.run.plugin_path))
-      if (!judge_.provides(name, "model")) matrix_.plugins.push_back(name);
+      if (name != kSumsPlugin && !judge_.provides(name, "model")) matrix_.plugins.push_back(name);
     if (matrix_.plugins.size() < 2) throw Error("no plugins are found beside the optimizer; there is nothing to pair.");
   }
 
@@ -78,8 +79,8 @@ class Maker {
     return sets;
   }
 
-  // The cells of a set: over the smallest mesh that all of it takes part in, over one of more ranks for the data where
-  // that leaves few, and each with both kinds of sums.
+  // The cells of a set: over the smallest mesh that all of it takes part in, over those of more ranks for the data, up
+  // to eight ranks in all where it is not one plugin's mode, and each with both kinds of sums.
   void add(std::vector<Cell>& cells, const Names& set, const std::string& backend,
            const std::vector<Mode>& modes = {}) {
     Trial trial{.plugins = set, .sets = {"device.backend=" + backend}, .modes = modes};
@@ -93,9 +94,9 @@ class Maker {
       return count;
     };
     std::vector<Sizes> meshes{smallest};
-    if (smallest.contains("data") && ranks(smallest) == 2) {
-      Sizes more = smallest;
-      more["data"] = 4;
+    const int64_t most = modes.empty() ? kMostRanks : kMostRanks / 2;
+    for (Sizes more = smallest; more.contains("data") && 2 * ranks(more) <= most;) {
+      more["data"] *= 2;
       meshes.push_back(more);
     }
     for (const Sizes& mesh : meshes)

@@ -1,5 +1,5 @@
-// `strata verify --matrix`: all plugins that are found, alone, in pairs and in larger sets by chance, over small
-// meshes, with sums in any order and reproducible ones, on a small model.
+// `strata verify --matrix`: all plugins that are found, alone, in pairs and in larger sets by chance, over meshes of up
+// to eight ranks, with sums in any order and reproducible ones, on a small model.
 #pragma once
 #include <cstdint>
 #include <functional>

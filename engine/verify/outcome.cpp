@@ -1,13 +1,9 @@
 // Steps on ranks that are threads; see outcome.h.
 #include "engine/verify/outcome.h"
 
-#include <xxhash.h>
-
 #include <algorithm>
 #include <cstring>
 #include <fstream>
-#include <map>
-#include <mutex>
 #include <new>
 #include <optional>
 
@@ -19,48 +15,13 @@
 #include "engine/runtime/ranks.h"
 #include "engine/runtime/step_runner.h"
 #include "engine/runtime/usage.h"
+#include "engine/verify/parts.h"
+#include "engine/verify/temporary_folder.h"
 #include "strata/layout.h"
 #include "strata/random.h"
 
 namespace strata::verifying {
 namespace {
-
-// Whole tensors, filled by all ranks.
-class Collection {
- public:
-  void add(const Tensor& tensor, const std::vector<std::byte>& part) {
-    const std::lock_guard lock(mutex_);
-    const auto [found, is_new] = places_.try_emplace(tensor.name, tensors_.size());
-    if (is_new) {
-      const Shape shape = tensor.full_shape();
-      const size_t bytes = size_t(elements(shape) * size_of(tensor.dtype));
-      tensors_.push_back({tensor.name, tensor.dtype, shape, std::vector<std::byte>(bytes)});
-      written_.emplace_back(size_t(elements(shape)));
-    }
-    Whole& whole = tensors_[found->second];
-    std::vector<bool>& written = written_[found->second];
-    const int64_t unit = size_of(tensor.dtype);
-    GlobalIndex(tensor).runs(0, elements(tensor.shape), [&](int64_t local, int64_t global, int64_t count) {
-      for (int64_t i = 0; i < count; ++i) {
-        std::byte* to = whole.bytes.data() + (global + i) * unit;
-        const std::byte* from = part.data() + (local + i) * unit;
-        if (written[size_t(global + i)] && std::memcmp(to, from, size_t(unit)) != 0) whole.agrees = false;
-        std::memcpy(to, from, size_t(unit));
-        written[size_t(global + i)] = true;
-      }
-    });
-  }
-  std::vector<Whole> take() {
-    for (Whole& whole : tensors_) whole.digest = XXH3_64bits(whole.bytes.data(), whole.bytes.size());
-    return std::move(tensors_);
-  }
-
- private:
-  std::mutex mutex_;
-  std::vector<Whole> tensors_;
-  std::vector<std::vector<bool>> written_;  // by tensor and element
-  std::map<std::string, size_t> places_;
-};
 
 // Sequences of which each token makes the next one likely, so that a few steps of training show in the loss. A function
 // of the step and of where in the step's batch a microbatch is, whoever has it.
@@ -163,7 +124,7 @@ class Rank {
     return loss;
   }
 
-  void collect(Collection& into) {
+  void collect(Parts& into) {
     for (const Tensor& tensor : assembly_.storage.persistent_tensors())
       if (tensor.role == Role::parameter || tensor.role == Role::optimizer_state)
         into.add(tensor, assembly_.storage.copy(tensor));
@@ -210,48 +171,97 @@ void Outcome::drop_bytes() {
   for (Whole& whole : tensors) std::vector<std::byte>().swap(whole.bytes);
 }
 
+namespace {
+
+void fail(Outcome& outcome, Outcome::End end, std::string reason) {
+  outcome.end = end;
+  outcome.reason = std::move(reason);
+}
+
+// What `body` throws is how the outcome ends.
+void catching(Outcome& outcome, const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const Error& error) {
+    fail(outcome, error.code() == ExitCode::usage ? Outcome::End::refused : Outcome::End::failed, error.what());
+  } catch (const std::bad_alloc&) {
+    fail(outcome, Outcome::End::failed, "out of memory");
+  } catch (const std::exception& error) {
+    fail(outcome, Outcome::End::failed, error.what());
+  }
+}
+
+// All steps of one rank. Rank 0 fills the outcome.
+void run_steps(Rank& rank, int number, int64_t steps, double disturbance, uint64_t which, Outcome& outcome,
+               Parts& parts) {
+  if (disturbance > 0) rank.disturb(disturbance, which);
+  for (int64_t step = 1; step <= steps; ++step) {
+    const double loss = rank.step(step);
+    if (number == 0) outcome.losses.push_back(loss);
+  }
+  rank.collect(parts);
+  if (number == 0) rank.measure(outcome);
+}
+
+}  // namespace
+
 Outcome run(const Setup& setup, const std::vector<std::string>& more, int64_t steps, double disturbance,
             uint64_t which) {
   constexpr double kSilence = 60;  // seconds that a rank waits for another
   Outcome outcome;
   std::vector<std::string> sets = setup.sets;
   sets.insert(sets.end(), more.begin(), more.end());
-  try {
+  catching(outcome, [&] {
     std::string backend;
     {
       const Session session(setup.config, sets);
       outcome.ranks = session.mesh.size();
       backend = session.device.backend;
     }
-    Collection collection;
+    if (outcome.ranks > 1 && setup.processes) {
+      const TemporaryFolder results("strata-ranks");
+      setup.processes(outcome.ranks, {.config = setup.config,
+                                      .sets = sets,
+                                      .steps = steps,
+                                      .disturbance = disturbance,
+                                      .which = which,
+                                      .result = results.path()});
+      outcome = read_results(results.path(), outcome.ranks);
+      return;
+    }
+    Parts parts;
     const auto one = [&](World* world, int number) {
       const std::unique_ptr<Device> device = setup.device ? setup.device(backend, number) : nullptr;
       Rank rank(setup, sets, world, device.get());
-      if (disturbance > 0) rank.disturb(disturbance, which);
-      for (int64_t step = 1; step <= steps; ++step) {
-        const double loss = rank.step(step);
-        if (number == 0) outcome.losses.push_back(loss);
-      }
-      rank.collect(collection);
-      if (number == 0) rank.measure(outcome);
+      run_steps(rank, number, steps, disturbance, which, outcome, parts);
     };
     if (outcome.ranks == 1)
       one(nullptr, 0);
     else
       run_local(
           outcome.ranks, [&](World& world) { one(&world, world.rank()); }, kSilence);
-    outcome.tensors = collection.take();
-  } catch (const Error& error) {
-    outcome.end = error.code() == ExitCode::usage ? Outcome::End::refused : Outcome::End::failed;
-    outcome.reason = error.what();
-  } catch (const std::bad_alloc&) {
-    outcome.end = Outcome::End::failed;
-    outcome.reason = "out of memory";
-  } catch (const std::exception& error) {
-    outcome.end = Outcome::End::failed;
-    outcome.reason = error.what();
-  }
+    outcome.tensors = parts.take();
+  });
   return outcome;
+}
+
+int run_rank(const RankTask& task, int number,
+             const std::function<std::unique_ptr<World>(const NetworkSection& network)>& join) {
+  Outcome outcome;
+  Parts parts;
+  std::unique_ptr<World> world;
+  catching(outcome, [&] {
+    world = join(Session(task.config, task.sets).network);
+    Rank rank({.config = task.config, .sets = {}}, task.sets, world.get(), nullptr);
+    run_steps(rank, number, task.steps, task.disturbance, task.which, outcome, parts);
+  });
+  const auto code = outcome.end == Outcome::End::done      ? ExitCode::done
+                    : outcome.end == Outcome::End::refused ? ExitCode::usage
+                                                           : ExitCode::failed;
+  write_result(task.result + "/rank-" + std::to_string(number), outcome, parts);
+  if (world && outcome.end != Outcome::End::done)
+    world->abort("rank " + std::to_string(number) + " failed: " + outcome.reason, code);
+  return int(code);
 }
 
 }  // namespace strata::verifying

@@ -1,5 +1,6 @@
 // What a run of a few steps leaves: losses and every parameter and state, whole, put together from all ranks. Ranks are
-// threads of this process; no checkpoint, no log, nothing is written but the NVMe tier's file.
+// threads of this process, or processes of their own; no checkpoint, no log, nothing is written but the NVMe tier's
+// file and what processes hand over.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -8,10 +9,25 @@
 #include <string>
 #include <vector>
 
+#include "comm/world.h"
+#include "engine/config/sections.h"
 #include "strata/device.h"
 #include "strata/tensor.h"
 
 namespace strata::verifying {
+
+// One run of several ranks, as each of its processes is told of it.
+struct RankTask {
+  std::string config;
+  std::vector<std::string> sets;  // "key=value"
+  int64_t steps = 0;
+  double disturbance = 0;
+  uint64_t which = 0;
+  std::string result;  // the folder that each puts a file into
+};
+
+// A user asked to stop; no outcome of a run.
+struct Interrupted {};
 
 struct Setup {
   std::string config;             // file
@@ -19,6 +35,9 @@ struct Setup {
   int64_t steps = 8;
   // A device for a rank, where not each opens its own: for tests.
   std::function<std::unique_ptr<Device>(const std::string& backend, int rank)> device{};
+  // Ranks are processes: starts so many, of which each calls run_rank, and returns when all have ended. Throws
+  // Interrupted where a signal ended them. Empty: ranks are threads.
+  std::function<void(int ranks, const RankTask& task)> processes{};
 };
 
 // A parameter or a state, whole.
@@ -47,5 +66,10 @@ struct Outcome {
 // parameter is at first multiplied by 1 plus or minus so much; `which` draws the signs.
 Outcome run(const Setup& setup, const std::vector<std::string>& sets, int64_t steps, double disturbance = 0,
             uint64_t which = 0);
+
+// This process is one rank of a run; `join` makes it one of the world. What it ended with is in its file; the exit code
+// tells who waits for all whether it did.
+int run_rank(const RankTask& task, int rank,
+             const std::function<std::unique_ptr<World>(const NetworkSection& network)>& join);
 
 }  // namespace strata::verifying

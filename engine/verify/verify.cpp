@@ -77,7 +77,7 @@ Report verify(const Setup& setup, const std::function<void(const Verdict&)>& sai
     if (said) said(verdict);
     if (verdict.kind != Verdict::Kind::outside) return;
     const Verdict smallest = judge.shrink(verdict);
-    if (failed.insert(line_of(smallest)).second) report.failures.push_back(smallest);
+    if (failed.insert(failure_of(smallest)).second) report.failures.push_back(smallest);
   };
   add(whole, others);
   if (const Verdict& all = report.verdicts.front(); all.kind == Verdict::Kind::refused)

@@ -65,11 +65,13 @@ class Mistaken final : public Plugin {
     o.add("effect", effect_, "what it says").choices({"exact", "reorders", "lossy", "program", "nothing"});
     o.add("by", by_, "factor of the learning rate").positive();
     o.add("ranks", ranks_, "least number of ranks").positive();
+    o.add("plainly", plainly_, "the plain program takes steps of the right size");
   }
   Capabilities capabilities() const override {
     if (effect_ == "exact") return {.effect = Effect::exact()};
     if (effect_ == "reorders") return {.effect = Effect::reorders()};
     if (effect_ == "lossy") return {.effect = Effect::lossy(1e-3)};
+    if (plainly_) return {.provides = {"plainly by=1.0"}, .effect = Effect::program()};
     return {.effect = effect_ == "program" ? Effect::program() : Effect()};
   }
   void forward(ProgramStage& stage) override {
@@ -83,8 +85,64 @@ class Mistaken final : public Plugin {
   std::string effect_ = "exact";
   double by_ = 1.001;
   int64_t ranks_ = 1;
+  bool plainly_ = false;
 };
 STRATA_PLUGIN(Mistaken, "test_mistaken", "1", "does what it does not say")
+
+namespace halves {  // whose registration has a name of its own
+
+// gradient, kept -> half of both together, and what is left of them, or of one alone.
+void register_half() {
+  OpKind kind{.name = "test_half", .summary = "gradient, kept -> sent, kept"};
+  kind.shape = [](const OpView& v) -> std::vector<TensorSpec> {
+    return {{v.input(0).shape, DType::f32}, {v.input(1).shape, DType::f32}};
+  };
+  kind.in_place = {{1, 1}};
+  kind.kernels["cpu"] = {[](const Binding& b) -> Launch {
+    return [b, forgets = b.attributes().integer("forgets") != 0] {
+      for (int64_t i = 0; i < elements(b.output(0).shape); ++i) {
+        const float all = b.in<float>(0)[i] + b.in<float>(1)[i];
+        b.out<float>(0)[i] = all / 2;
+        b.out<float>(1)[i] = (forgets ? b.in<float>(0)[i] : all) / 2;
+      }
+    };
+  }};
+  register_kind(std::move(kind));
+}
+
+// Half of each gradient crosses now, half of the rest in the next step, and so on; from the second step on it may
+// forget what it kept.
+class Halves final : public Plugin {
+ public:
+  Halves() { register_half(); }
+  void options(Options& o) override { o.add("forgets", forgets_, "what was kept is lost"); }
+  Capabilities capabilities() const override {
+    return {.provides = {"form of gradients", "feedback *.halves*"}, .effect = Effect::lossy(0.5)};
+  }
+  void exchange(ExchangeStage& stage) override {
+    for (const Gradient& gradient : stage.gradients())
+      stage.form(gradient, {.name = "halves", .exchange = [this](GradientBucket& bucket) { return cross(bucket); }});
+  }
+
+ private:
+  std::vector<TensorId> cross(GradientBucket& bucket) const {
+    std::vector<TensorId> sent;
+    for (size_t i = 0; i < bucket.size(); ++i) {
+      Builder& build = bucket.build();
+      const Tensor gradient = build[bucket.gradient(i)];
+      const TensorId kept = bucket.state(i, "halves", gradient.shape);
+      build.role = Role::gradient;
+      sent.push_back(build.emit_all("test_half", {bucket.gradient(i), kept}, {{"forgets", int64_t(forgets_)}},
+                                    {TensorId{}, kept})[0]);
+      build.program()[sent.back()].layout = gradient.layout;
+    }
+    return bucket.sum(sent);
+  }
+  bool forgets_ = false;
+};
+STRATA_PLUGIN(Halves, "test_halves", "1", "sends halves of gradients")
+
+}  // namespace halves
 
 TEST_F(Verify, SaysOfEachPartAndPairWhatItIs) {
   const Report all = report(
@@ -142,6 +200,32 @@ TEST_F(Verify, LossesOfLossyOnesStayWithinTheirBand) {
   ASSERT_EQ(wrong.failures.size(), 1u);
   EXPECT_TRUE(wrong.failures[0].difference.where.starts_with("loss of step ")) << wrong.failures[0].difference.where;
   EXPECT_GE(wrong.failures[0].first_step, 3);
+}
+
+// Both are within the band of losses; what is forgotten shows in the second step, in which it would have crossed.
+TEST_F(Verify, ErrorFeedbackIsInBalance) {
+  for (const std::string sums : {"[plugins.data_parallel]\n", "[plugins.zero]\nstage = 1\n"}) {
+    const std::string form = "[mesh]\ndata = 4\n" + sums + "[plugins.test_halves]\n";
+    const Report right = report(form);
+    EXPECT_TRUE(right.passed()) << failure_of(right.failures.at(0));
+    const Report wrong = report(form + "forgets = true\n");
+    ASSERT_EQ(wrong.failures.size(), 1u);
+    const Verdict& failure = wrong.failures.front();
+    EXPECT_EQ(failure.first_step, 2);
+    EXPECT_EQ(failure.beside, "the gradients that were to cross");
+    EXPECT_TRUE(failure.difference.where.starts_with("what is kept of gradients of ")) << failure.difference.where;
+    EXPECT_GT(failure.difference.relative, 0.1);
+    EXPECT_LT(failure.difference.relative, 1);
+  }
+}
+
+// What says how the plain program is made is held to it, and what does not is a part of it.
+TEST_F(Verify, ThePlainProgramMaySetAnOptionOtherwise) {
+  const std::string mistaken = "[plugins.test_mistaken]\neffect = \"program\"\n";
+  EXPECT_EQ(report(mistaken).verdicts[0].kind, Kind::program);
+  EXPECT_EQ(report(mistaken + "plainly = true\n").verdicts[0].kind, Kind::outside);
+  EXPECT_EQ(report(mistaken + "plainly = true\nby = 1.0\n").verdicts[0].kind, Kind::same);
+  EXPECT_EQ(report("[plugins.reversible]\n").verdicts[0].kind, Kind::within);
 }
 
 TEST_F(Verify, RefusesWhatCannotBeHeldToAnything) {

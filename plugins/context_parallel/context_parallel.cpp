@@ -26,6 +26,9 @@ class ContextParallel final : public strata::Plugin {
 
   strata::Capabilities capabilities() const override {
     return {.provides = {"splits over sequence", "lowers activations"},
+            .conflicts = {{"reproducible sums over sequence",
+                           "sums over the tokens of a sequence are taken in another order where ranks divide them; "
+                           "leave one of the two out"}},
             .after = {"splits over pipeline"},
             .effect = strata::Effect::reorders()};
   }
@@ -36,10 +39,6 @@ class ContextParallel final : public strata::Plugin {
     if (ranks == 1)
       throw Error("context_parallel divides sequences among the ranks of axis \"" + kAxis +
                   "\", which has one; set mesh." + kAxis + " to their number, or leave the plugin out.");
-    if (stage.batch.reproducible)
-      throw Error(
-          "run.reproducible promises sums that do not depend on the number of ranks, but sums over the tokens "
-          "of a sequence are taken in another order where ranks divide them; leave one of the two out.");
     for (strata::Op& op : stage.program.ops) {
       if (op.kind->name != "attention") continue;
       op.kind = &strata::find_kind("context_attention");

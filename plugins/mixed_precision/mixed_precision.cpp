@@ -34,10 +34,15 @@ class MixedPrecision final : public strata::Plugin {
   }
 
   strata::Capabilities capabilities() const override {
-    return {.provides = {"unscaled_gradients", "lowers activations", "lowers parameters"},
-            .requires_ = {"optimizer"},
-            .after = {"summed_gradients"},
-            .effect = strata::Effect::lossy(0.02)};
+    strata::Capabilities result{.provides = {"unscaled_gradients", "lowers activations", "lowers parameters"},
+                                .requires_ = {"optimizer"},
+                                .after = {"summed_gradients"},
+                                .effect = strata::Effect::lossy(0.02)};
+    if (gradients_ == "bf16")
+      result.conflicts = {{"reproducible sums over data",
+                           "gradients = \"bf16\" are rounded each time a rank adds one, and once over all ranks, so "
+                           "what comes out depends on their number; sum gradients in f32, or unset it"}};
+    return result;
   }
 
   void forward(strata::ProgramStage& stage) override {
@@ -51,10 +56,6 @@ class MixedPrecision final : public strata::Plugin {
       throw Error(
           "loss_scale and loss_scale_window work only with dtype = \"fp16\"; bf16 has the range of f32 and needs "
           "no scaling.");
-    if (gradients_ == "bf16" && stage.batch.reproducible && stage.batch.ranks > 1)
-      throw Error(
-          "gradients = \"bf16\" are rounded after each sum, which depends on the number of ranks, but "
-          "run.reproducible is set; sum gradients in f32, or unset it.");
     Program& program = stage.program;
     for (TensorId id : program.with_role(Role::parameter)) {
       const std::string name = program[id].name;

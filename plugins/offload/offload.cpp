@@ -47,9 +47,12 @@ class Offload final : public strata::Plugin {
   }
 
   strata::Capabilities capabilities() const override {
-    return {.provides = {"lowers optimizer_state", "lowers gradients", "lowers parameters", "lowers activations"},
-            .after = {"splits over pipeline"},
-            .effect = order_ == "block" ? strata::Effect::reorders() : strata::Effect::exact()};
+    strata::Capabilities result{
+        .provides = {"lowers optimizer_state", "lowers gradients", "lowers parameters", "lowers activations"},
+        .after = {"splits over pipeline"},
+        .effect = order_ == "block" ? strata::Effect::reorders() : strata::Effect::exact()};
+    if (optimizer_ != "device") result.provides.push_back("updates on the host");
+    return result;
   }
 
   // Worth a look where something comes or leaves once a microbatch: parameters and gradients that rest elsewhere, or

@@ -120,18 +120,19 @@ class OneBit final : public strata::Plugin {
     o.add("minimum", minimum_, "gradients of fewer elements cross as they are").non_negative().unit("elements");
   }
 
-  strata::Capabilities capabilities() const override { return {.effect = strata::Effect::lossy(0.2)}; }
+  strata::Capabilities capabilities() const override {
+    return {.provides = {"form of gradients", "feedback *.onebit.*error*"},
+            .conflicts = {{"reproducible sums",
+                           "what one-bit gradients leave out depends on which rank has which of them, and is kept for "
+                           "later steps; leave one of the two out"}},
+            .effect = strata::Effect::lossy(0.2)};
+  }
 
   void phases(strata::PhaseStage& stage) override {
     if (start_ > 0) stage.declare(kPhase, {.first = std::min(start_, strata::Steps::kEnd - 1) + 1});
   }
 
   void exchange(strata::ExchangeStage& stage) override {
-    if (stage.batch().reproducible)
-      throw strata::Error(
-          "what one-bit gradients leave out depends on which rank has which of them, so runs are not [run] "
-          "reproducible "
-          "with them; leave out one of them.");
     if (start_ > 0 && !stage.phases().in(kPhase)) return;
     bool any = false;
     int64_t largest = 0;

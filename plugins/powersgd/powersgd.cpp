@@ -154,17 +154,19 @@ class PowerSgd final : public strata::Plugin {
     o.add("start", start_, "steps before compression begins").non_negative().unit("steps");
   }
 
-  strata::Capabilities capabilities() const override { return {.effect = strata::Effect::lossy(0.05)}; }
+  strata::Capabilities capabilities() const override {
+    return {.provides = {"form of gradients", "feedback *.powersgd.error*"},
+            .conflicts = {{"reproducible sums",
+                           "what factors of low rank leave out depends on which rank has which gradients, and is kept "
+                           "for later steps; leave one of the two out"}},
+            .effect = strata::Effect::lossy(0.1)};
+  }
 
   void phases(strata::PhaseStage& stage) override {
     if (start_ > 0) stage.declare(kPhase, {.first = std::min(start_, strata::Steps::kEnd - 1) + 1});
   }
 
   void exchange(strata::ExchangeStage& stage) override {
-    if (stage.batch().reproducible)
-      throw strata::Error(
-          "what PowerSGD makes of gradients depends on which rank has which of them, so runs are not "
-          "[run] reproducible with it; leave out one of them.");
     if (start_ > 0 && !stage.phases().in(kPhase)) return;
     int64_t largest = 0;  // rank that a matrix can have
     bool any = false;

@@ -125,13 +125,15 @@ class QuantizedExchange final : public strata::Plugin {
   }
 
   // Of int4, the coarsest.
-  strata::Capabilities capabilities() const override { return {.effect = strata::Effect::lossy(0.05)}; }
+  strata::Capabilities capabilities() const override {
+    return {
+        .provides = {"form of gradients", format_ == "int4" ? "sums within 0.3" : "sums within 0.1"},
+        .conflicts = {{"reproducible sums",
+                       "how gradients are rounded depends on which rank has which of them; leave one of the two out"}},
+        .effect = strata::Effect::lossy(0.05)};
+  }
 
   void exchange(strata::ExchangeStage& stage) override {
-    if (stage.batch().reproducible)
-      throw strata::Error(
-          "how gradients are rounded depends on which rank has which of them, so runs are not [run] reproducible with "
-          "quantized exchanges; leave out one of them.");
     bool any = false;
     int64_t largest = 0;
     for (const strata::Gradient& gradient : stage.gradients()) {

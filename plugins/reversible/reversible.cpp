@@ -64,11 +64,19 @@ class Reversible final : public strata::Plugin {
   }
 
   strata::Capabilities capabilities() const override {
-    return {.provides = {"lowers activations", "changes the model"}, .effect = strata::Effect::program()};
+    strata::Capabilities result{.provides = {"lowers activations", "changes the model"},
+                                .effect = strata::Effect::program()};
+    if (!invert_) return result;
+    result.provides.push_back("plainly invert=false");
+    result.conflicts = {{"reproducible sums over pipeline",
+                         "what a stage receives is kept, and elsewhere it is inverted, with rounding; set invert = "
+                         "false, or leave one of the two out"}};
+    return result;
   }
 
   void model(strata::ModelStage& stage) override {
     halves_.clear();
+    is_sent_ = stage.mesh().programs().size > 1;
     stage.wrap("embedding", [this](Builder& b, TensorId tokens, const strata::ModelStage::Module& inner) {
       return first_ = inner(b, tokens);
     });
@@ -83,10 +91,6 @@ class Reversible final : public strata::Plugin {
 
   void backward(strata::ProgramStage& stage) override {
     if (!invert_) return;
-    if (stage.batch.reproducible && stage.mesh.programs().size > 1)
-      throw strata::Error(
-          "run.reproducible promises the same bits on any number of stages, but what a stage of a pipeline receives is "
-          "kept, and elsewhere it is inverted, with rounding; set invert = false, or leave one of the two out.");
     Program& program = stage.program;
     std::vector<char> made(program.tensors.size(), false);  // other stages of a pipeline have the other blocks
     for (const Op& op : program.ops)
@@ -120,12 +124,14 @@ class Reversible final : public strata::Plugin {
 
   TensorId half(Builder& b, TensorId x, TensorId branch) {
     const TensorId y = b.emit("add", {x, branch}, {}, "stream");
+    if (is_sent_) b.program()[y].dimensions = b[x].dimensions;
     halves_.push_back({x, branch, y, b.block_index});
     return y;
   }
 
   bool invert_ = true;
   TensorId first_;
+  bool is_sent_ = false;  // from stage to stage of a pipeline, which know by its names how it is split
   std::vector<Half> halves_;
 };
 

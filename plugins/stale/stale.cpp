@@ -77,14 +77,15 @@ class Stale final : public strata::Plugin {
     o.add("steps", steps_, "how old the gradients are that an update is of").positive().unit("steps");
   }
 
-  strata::Capabilities capabilities() const override { return {.effect = strata::Effect::lossy(0.2)}; }
+  strata::Capabilities capabilities() const override {
+    return {.provides = {"form of gradients", "feedback *.stale.*"},
+            .conflicts = {{"reproducible sums",
+                           "one rank exchanges nothing, so nothing is late there, and on several ranks updates are by "
+                           "gradients of an earlier step; leave one of the two out"}},
+            .effect = strata::Effect::lossy(0.2)};
+  }
 
   void exchange(strata::ExchangeStage& stage) override {
-    if (stage.batch().reproducible)
-      throw strata::Error(
-          "with stale gradients what a step does depends on the number of steps before, not on its batch alone, and "
-          "one "
-          "rank exchanges nothing, so runs are not [run] reproducible; leave out one of them.");
     if (steps_ > kMost)
       throw strata::Error("steps = " + std::to_string(steps_) + "; each keeps a gradient of every parameter: at most " +
                           std::to_string(kMost) + ".");

@@ -41,15 +41,14 @@ class TensorParallel final : public strata::Plugin {
   strata::Capabilities capabilities() const override {
     return {.provides = {"splits over tensor", "lowers parameters", "lowers gradients", "lowers optimizer_state",
                          "lowers activations"},
+            .conflicts = {{"reproducible sums over tensor",
+                           "products that are divided among ranks are summed in another order; leave one of the two "
+                           "out"}},
             .effect = strata::Effect::reorders()};
   }
 
   void forward(strata::ProgramStage& stage) override {
     if (stage.mesh.size(kAxis) == 1) return;
-    if (stage.batch.reproducible)
-      throw Error(
-          "run.reproducible promises sums that do not depend on the number of ranks, but products that are divided "
-          "among ranks are summed in another order; leave one of the two out.");
     const std::vector<std::string> names = divided(stage.program);
     for (const std::string& name : names) stage.splits.push_back({.dimension = name, .axis = kAxis});
     for (const std::string& name : divide_otherwise(stage.program, names))

@@ -124,7 +124,15 @@ class TopK final : public strata::Plugin {
   }
 
   // Little of a gradient crosses in the first steps, which are what is compared.
-  strata::Capabilities capabilities() const override { return {.effect = strata::Effect::lossy(0.2)}; }
+  strata::Capabilities capabilities() const override {
+    strata::Capabilities result{
+        .provides = {"form of gradients"},
+        .conflicts = {{"reproducible sums",
+                       "which elements cross depends on which rank has which gradients; leave one of the two out"}},
+        .effect = strata::Effect::lossy(0.2)};
+    if (momentum_ == 0) result.provides.push_back("feedback *.top_k.accumulated*");
+    return result;
+  }
 
   void phases(strata::PhaseStage& stage) override {
     levels_.clear();
@@ -137,10 +145,6 @@ class TopK final : public strata::Plugin {
   }
 
   void exchange(strata::ExchangeStage& stage) override {
-    if (stage.batch().reproducible)
-      throw strata::Error(
-          "which elements cross depends on which rank has which gradients, so runs are not [run] reproducible with "
-          "top_k; leave out one of them.");
     double sparsity = sparsity_;
     for (const Level& level : levels_)
       if (stage.phases().in(level.phase)) sparsity = level.sparsity;

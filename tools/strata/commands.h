@@ -55,12 +55,21 @@ int check_command_main(const CheckArguments& arguments);
 struct VerifyArguments : ConfigArguments {
   int64_t steps = 8, layers = 0;
   std::string json, html;
-  bool matrix = false;  // `config` may be empty then; what follows is its alone
+  bool processes = false;  // ranks are processes of their own
+  bool matrix = false;     // `config` may be empty then; what follows is its alone
   std::vector<std::string> devices{"cpu"}, only;
   uint64_t seed = 1;
   int64_t larger = 40, cells = 0;
 };
 int verify_command_main(const VerifyArguments& arguments);
+
+// What `verify --processes` starts; nobody else does.
+struct VerifyRankArguments : ConfigArguments {
+  int64_t steps = 0;
+  std::string disturbance = "0", result;  // a hexadecimal floating-point number, and a folder
+  uint64_t which = 0;
+};
+int verify_rank_command_main(const VerifyRankArguments& arguments);
 
 struct ReportArguments {
   std::vector<std::string> runs;

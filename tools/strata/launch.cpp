@@ -236,8 +236,8 @@ class Signals {
 
 class Launcher {
  public:
-  Launcher(int count, std::vector<std::string> arguments, double grace, Signals& signals)
-      : arguments_(std::move(arguments)), grace_(grace), ranks_(size_t(count)), signals_(signals) {}
+  Launcher(int count, std::vector<std::string> arguments, double grace, bool saves, Signals& signals)
+      : arguments_(std::move(arguments)), grace_(grace), saves_(saves), ranks_(size_t(count)), signals_(signals) {}
 
   int run(bool resume) {
     start(resume);
@@ -345,7 +345,7 @@ class Launcher {
     if (at_once)
       std::fprintf(stderr, "strata: SIG%s again: ended at once; the newest checkpoint is as it was.\n",
                    sigabbrev_np(signal));
-    else if (!interrupted_)
+    else if (!interrupted_ && saves_)
       std::fprintf(
           stderr,
           "%sstrata: SIG%s: the ranks stop after the step they are in and save; a second Ctrl-C ends at once.\n",
@@ -361,7 +361,7 @@ class Launcher {
     int status = 0;
     if (rank.status || waitpid(rank.pid, &status, WNOHANG) != rank.pid) return false;
     rank.status = status;
-    if (WIFSIGNALED(status) && !rank.killed)
+    if (WIFSIGNALED(status) && !rank.killed && (saves_ || !interrupted_))
       std::fprintf(stderr, "strata: rank %d was ended by signal %d (%s)\n", r, WTERMSIG(status),
                    strsignal(WTERMSIG(status)));
     return true;
@@ -391,6 +391,7 @@ class Launcher {
 
   std::vector<std::string> arguments_;
   double grace_;
+  bool saves_;
   std::vector<RankProcess> ranks_;
   Signals& signals_;
   Printer printer_;
@@ -401,11 +402,12 @@ class Launcher {
 }  // namespace
 
 int run_ranks(int count, const std::vector<std::string>& arguments, double grace_seconds, int restarts,
-              const std::function<bool()>& resumable) {
+              const std::function<bool()>& resumable, bool* interrupted) {
   Signals signals;
   for (int attempt = 0;; ++attempt) {
-    Launcher launcher(count, arguments, grace_seconds, signals);
+    Launcher launcher(count, arguments, grace_seconds, !interrupted, signals);
     const int code = launcher.run(attempt > 0 && resumable());
+    if (interrupted) *interrupted = launcher.interrupted();
     if (code == 0 || code == int(ExitCode::usage) || launcher.interrupted() || attempt >= restarts) return code;
     std::fprintf(stderr, "strata: the run failed; starting again (%d of %d)\n", attempt + 1, restarts);
   }

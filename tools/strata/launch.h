@@ -16,7 +16,7 @@ namespace strata {
 struct LaunchedRank {
   std::string launcher;  // "strata", "torchrun", "Open MPI", "MPICH", "Slurm": for messages
   int rank = 0, size = 1;
-  int local_size = 0;   // ranks on this host; 0: not said
+  int local_size = 0;     // ranks on this host; 0: not said
   std::string address{};  // of rank 0
   int port = 0;
   std::string token{};
@@ -37,8 +37,8 @@ std::unique_ptr<World> join(const LaunchedRank& rank, const NetworkSection& netw
 // rank fails the others, whom the rendezvous tells, get `grace_seconds` to end by themselves; who has not is killed. A
 // failed run is started again up to `restarts` times, with --resume where `resumable` says that there is something to
 // resume. Returns the exit code: 0 when all ranks gave it, 1 when one was lost, 2 when rank 0 told of wrong usage, 128
-// + signal when killed.
+// + signal when killed. `interrupted`, for ranks that have nothing to save and end at once: set where a signal came.
 int run_ranks(int count, const std::vector<std::string>& arguments, double grace_seconds, int restarts,
-              const std::function<bool()>& resumable);
+              const std::function<bool()>& resumable, bool* interrupted = nullptr);
 
 }  // namespace strata

@@ -113,8 +113,8 @@ void add_verify(CLI::App& parent, VerifyArguments& arguments, Action& action) {
   CLI::App* command = parent.add_subcommand("verify",
                                             "Run a configuration, each of its plugins and each pair beside the plain "
                                             "program: bit for bit, or how far off and "
-                                            "how far it may be.\nRanks are threads of this process; nothing is "
-                                            "written. Exit code 1 where something is outside "
+                                            "how far it may be.\nRanks are threads of this process, or processes; "
+                                            "nothing is written. Exit code 1 where something is outside "
                                             "of its bound.");
   add_config(*command, arguments);
   command->get_option("config")->required(false);
@@ -124,10 +124,12 @@ void add_verify(CLI::App& parent, VerifyArguments& arguments, Action& action) {
   command->add_option("--layers", arguments.layers, "sets model.layers: of a model that is too large to run plainly")
       ->check(CLI::PositiveNumber);
   command->add_option("--json", arguments.json, "write the verdicts as JSON");
+  command->add_flag("--processes", arguments.processes,
+                    "ranks are processes that exchange as those of `train` do, instead of threads of this one");
   command->add_flag(
       "--matrix", arguments.matrix,
       "all plugins that are found, alone, in each of their modes, in pairs and in larger sets drawn by chance,\n"
-      "over meshes of 1, 2 and 4 ranks, on a small model of its own or that of a configuration");
+      "over meshes of 1, 2, 4 and 8 ranks, on a small model of its own or that of a configuration");
   command->add_option("--devices", arguments.devices, "of the matrix: backends, with commas between")
       ->delimiter(',')
       ->capture_default_str();
@@ -143,6 +145,18 @@ void add_verify(CLI::App& parent, VerifyArguments& arguments, Action& action) {
       ->take_all();
   command->add_option("--html", arguments.html, "of the matrix: write a page");
   command->callback([&arguments, &action] { action = [&arguments] { return verify_command_main(arguments); }; });
+}
+
+// One rank of a run of `verify --processes`.
+void add_verify_rank(CLI::App& parent, VerifyRankArguments& arguments, Action& action) {
+  CLI::App* command = parent.add_subcommand("verify-rank", "One rank of verify --processes, which starts it.");
+  command->group("");  // not listed
+  add_config(*command, arguments);
+  command->add_option("--steps", arguments.steps)->required();
+  command->add_option("--disturbance", arguments.disturbance)->required();
+  command->add_option("--which", arguments.which)->required();
+  command->add_option("--result", arguments.result)->required();
+  command->callback([&arguments, &action] { action = [&arguments] { return verify_rank_command_main(arguments); }; });
 }
 
 void add_report(CLI::App& parent, ReportArguments& arguments, Action& action) {
@@ -303,6 +317,7 @@ struct Arguments {
   BenchKernelsArguments bench_kernels;
   CheckArguments check;
   VerifyArguments verify;
+  VerifyRankArguments verify_rank;
   ReportArguments report;
   PluginsArguments plugins;
   NewPluginArguments new_plugin;
@@ -323,6 +338,7 @@ void add_commands(CLI::App& app, Arguments& arguments, Action& action) {
   add_bench_kernels(*bench, arguments.bench_kernels, action);
   add_check(app, arguments.check, action);
   add_verify(app, arguments.verify, action);
+  add_verify_rank(app, arguments.verify_rank, action);
   add_report(app, arguments.report, action);
   add_plugins(app, arguments.plugins, action);
   add_new_plugin(app, arguments.new_plugin, action);

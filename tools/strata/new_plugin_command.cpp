@@ -112,6 +112,13 @@ Use it from a configuration:
 
     [plugins.@NAME@]
     limit = 0.5
+
+Its `capabilities()` say what it does to the numbers of a run, and the test holds it to that with `strata verify`, alone
+and beside other plugins. A line of it says `bit for bit`, or which tensor is farthest from the plain program's and how
+far it may be, or why a set is refused. `OUTSIDE`, with exit code 1, names the smallest set of plugins that does what it
+does not say, the first step and the first tensor. The other plugins that are installed come with
+
+    STRATA_PLUGIN_PATH=build/lib/strata/plugins strata verify --matrix --only @NAME@+zero
 )";
 
 constexpr const char* kTest = R"(#!/usr/bin/env bash

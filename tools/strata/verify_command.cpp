@@ -4,13 +4,15 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <filesystem>
+#include <optional>
 
 #include "engine/runtime/stop.h"
 #include "engine/verify/matrix.h"
+#include "engine/verify/temporary_folder.h"
 #include "engine/verify/verify.h"
 #include "memory/atomic_file.h"
 #include "tools/strata/commands.h"
+#include "tools/strata/launch.h"
 
 namespace strata {
 namespace {
@@ -25,10 +27,11 @@ ffn = 64
 vocabulary = 61
 context = 16
 activation = "relu"
+dropout = 0.1
 [data]
 train = ["none"]
 sequence_length = 16
-global_batch = 8
+global_batch = 16
 micro_batch = 2
 [device]
 threads = 1
@@ -58,10 +61,9 @@ minimum = 0
 sparsity = 0.5
 minimum = 0
 [plugins.moe]
-experts = 2
-k = 1
+experts = 4
 [plugins.lora]
-rank = 2
+rank = 8
 )";
 
 void write(const std::string& file, const std::string& text) {
@@ -71,21 +73,19 @@ void write(const std::string& file, const std::string& text) {
   out.commit();
 }
 
-// Removed with what is in it.
-class Folder {
- public:
-  Folder() : path_((std::filesystem::temp_directory_path() / "strata-verify-XXXXXX").string()) {
-    if (!mkdtemp(path_.data())) throw Error(path_ + ": cannot make the folder.", ExitCode::failed);
-  }
-  ~Folder() {
-    std::error_code ignored;
-    std::filesystem::remove_all(path_, ignored);
-  }
-  const std::string& path() const { return path_; }
-
- private:
-  std::string path_;
-};
+// Each rank of a run as a process of this program.
+void start_ranks(int ranks, const verifying::RankTask& task) {
+  constexpr double kGraceSeconds = 65;  // as long as ranks wait for one that is silent
+  std::vector<std::string> words{"strata", "verify-rank", task.config};
+  for (const std::string& set : task.sets) words.insert(words.end(), {"--set", set});
+  words.insert(words.end(),
+               {"--steps", std::to_string(task.steps), "--disturbance", fmt::format("{:a}", task.disturbance),
+                "--which", std::to_string(task.which), "--result", task.result});
+  bool interrupted = false;
+  run_ranks(
+      ranks, words, kGraceSeconds, 0, [] { return false; }, &interrupted);
+  if (interrupted) throw verifying::Interrupted();
+}
 
 // A backend on which nothing could run, such as one that there is not, is wrong usage.
 void require_some_ran(const verifying::Matrix& matrix) {
@@ -104,9 +104,10 @@ int verify_matrix(const VerifyArguments& arguments) {
   if (!arguments.json.empty() && arguments.json == arguments.html)
     throw Error("--json and --html name the same file; name two.");
   block_stop_signals();  // asked for after each cell, so that the folder is removed
-  const Folder folder;
+  const verifying::TemporaryFolder folder("strata-verify");
   verifying::MatrixSetup setup;
   setup.setup = {.config = arguments.config, .sets = arguments.sets, .steps = arguments.steps};
+  if (arguments.processes) setup.setup.processes = start_ranks;
   if (arguments.config.empty()) {
     std::string text = kMatrix;
     const std::string mark = "@DIRECTORY@";
@@ -120,7 +121,7 @@ int verify_matrix(const VerifyArguments& arguments) {
   setup.cells = arguments.cells;
   setup.only = arguments.only;
   const verifying::Matrix matrix = verifying::run_matrix(setup, [&](const verifying::Cell& cell) {
-    if (stop_signal_waits()) throw Error("interrupted.", ExitCode::failed);
+    if (stop_signal_waits()) throw verifying::Interrupted();
     if (arguments.only.empty() && cell.verdict.kind != verifying::Verdict::Kind::outside) return;
     fmt::print("{}\n", verifying::line_of(cell.verdict));
     std::fflush(stdout);
@@ -138,13 +139,19 @@ int verify_matrix(const VerifyArguments& arguments) {
 
 }  // namespace
 
-int verify_command_main(const VerifyArguments& arguments) {
-  if (arguments.matrix) return verify_matrix(arguments);
+namespace {
+
+int verify_configuration(const VerifyArguments& arguments) {
   if (arguments.config.empty()) throw Error("verify needs a configuration, or --matrix.");
   verifying::Setup setup{.config = arguments.config, .sets = arguments.sets, .steps = arguments.steps};
+  if (arguments.processes) {
+    setup.processes = start_ranks;
+    block_stop_signals();  // they are for the ranks, too
+  }
   if (arguments.layers > 0) setup.sets.push_back(fmt::format("model.layers={}", arguments.layers));
   fmt::print("{:<48} {:<22} {:>10} {:>10}  {}\n", "plugins", "mesh", "planned", "measured", "beside the plain program");
-  const verifying::Report report = verifying::verify(setup, [](const verifying::Verdict& verdict) {
+  const verifying::Report report = verifying::verify(setup, [&](const verifying::Verdict& verdict) {
+    if (arguments.processes && stop_signal_waits()) throw verifying::Interrupted();
     fmt::print("{}\n", verifying::line_of(verdict));
     std::fflush(stdout);
   });
@@ -152,6 +159,28 @@ int verify_command_main(const VerifyArguments& arguments) {
   for (const verifying::Verdict& failure : report.failures) fmt::print("{}\n", verifying::failure_of(failure));
   write(arguments.json, verifying::json_of(report));
   return int(report.passed() ? ExitCode::done : ExitCode::failed);
+}
+
+}  // namespace
+
+int verify_command_main(const VerifyArguments& arguments) {
+  try {
+    return arguments.matrix ? verify_matrix(arguments) : verify_configuration(arguments);
+  } catch (const verifying::Interrupted&) {
+    throw Error("interrupted.", ExitCode::failed);
+  }
+}
+
+int verify_rank_command_main(const VerifyRankArguments& arguments) {
+  const std::optional<LaunchedRank> rank = launched_rank();
+  if (!rank) throw Error("verify-rank is what verify --processes starts; use that.");
+  return verifying::run_rank({.config = arguments.config,
+                              .sets = arguments.sets,
+                              .steps = arguments.steps,
+                              .disturbance = std::strtod(arguments.disturbance.c_str(), nullptr),
+                              .which = arguments.which,
+                              .result = arguments.result},
+                             rank->rank, [&](const NetworkSection& network) { return join(*rank, network); });
 }
 
 }  // namespace strata
