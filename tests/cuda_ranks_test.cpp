@@ -111,9 +111,9 @@ TEST(CudaRanks, ReproducibleRunsAreEqual) {
 // Experts divided among ranks, in further rounds, and with room for all rows at once.
 TEST(CudaRanks, ExpertsAgreeWithOne) {
   STRATA_NEEDS_GPU();
-  const std::string expert = "[plugins.moe]\nexperts = 4\nffn = 24\n", watched = "block.1.mlp.experts.up.weight";
+  const std::string expert = "[plugins.moe]\nexperts = 2\nk = 1\nffn = 24\n", watched = "block.1.mlp.experts.up.weight";
   const auto divided = [](std::string text) { return text.replace(text.find("[network]"), 0, "expert = 2\n"); };
-  const std::string rounds = expert + "receive_factor = 0.5\nshared = 20\n";
+  const std::string rounds = expert + "receive_factor = 1.0\nshared = 20\n";
   const Outcome whole = outcome(1, toml(1, rounds), watched);
   for (const std::string network : {"", "provider = \"tcp\"\n"}) {
     SCOPED_TRACE(network);
