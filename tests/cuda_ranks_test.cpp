@@ -108,6 +108,24 @@ TEST(CudaRanks, ReproducibleRunsAreEqual) {
   }
 }
 
+// Experts divided among ranks, in further rounds, and with room for all rows at once.
+TEST(CudaRanks, ExpertsAgreeWithOne) {
+  STRATA_NEEDS_GPU();
+  const std::string expert = "[plugins.moe]\nexperts = 2\nk = 1\nffn = 24\n", watched = "block.1.mlp.experts.up.weight";
+  const auto divided = [](std::string text) { return text.replace(text.find("[network]"), 0, "expert = 2\n"); };
+  const std::string rounds = expert + "receive_factor = 1.0\nshared = 20\n";
+  const Outcome whole = outcome(1, toml(1, rounds), watched);
+  for (const std::string network : {"", "provider = \"tcp\"\n"}) {
+    SCOPED_TRACE(network);
+    expect_agreement(outcome(2, divided(toml(2, kExchanges[0] + rounds, "", network)), watched), whole);
+  }
+  const std::string run = "reproducible = true\n";
+  const Outcome one = outcome(1, toml(1, expert, run), watched);
+  const Outcome some = outcome(2, divided(toml(2, kExchanges[0] + expert, run)), watched);
+  EXPECT_EQ(some.losses, one.losses);
+  EXPECT_EQ(some.master, one.master);
+}
+
 // Its statistics are exact sums over parts, of queries, keys and values each for itself: the CPU's, too.
 TEST(CudaRanks, AdafactorInReproducibleRunsIsEqual) {
   STRATA_NEEDS_GPU();
@@ -130,8 +148,9 @@ TEST(CudaRanks, ComposesWithOffloadAndRecomputation) {
   STRATA_NEEDS_GPU();
   test::TemporaryFolder folder;
   const Outcome one = outcome(1, toml(1, ""));
-  for (const auto& [tier, exchange] : {std::pair("host", kExchanges[0]), std::pair("nvme", kExchanges[3]), std::pair("host", kExchanges[1]),
-                                       std::pair("nvme", kExchanges[2]), std::pair("host", kExchanges[3])}) {
+  for (const auto& [tier, exchange] :
+       {std::pair("host", kExchanges[0]), std::pair("nvme", kExchanges[3]), std::pair("host", kExchanges[1]),
+        std::pair("nvme", kExchanges[2]), std::pair("host", kExchanges[3])}) {
     SCOPED_TRACE(exchange + tier);
     const std::string offload = "[plugins.recompute]\n[plugins.offload]\nminimum = 0\ndirectory = \"" + folder.path() +
                                 "\"\noptimizer = \"" + tier + "\"\nparameters = \"" + tier + "\"\nactivations = \"" +

@@ -93,6 +93,16 @@ TEST(Cuda, AgreesWithTheCpu) {
   expect_agreement(toml(kGpt2 + "activation = \"squared_relu\"\n", mixed + "dtype = \"fp16\"\n"), 2e-2);
 }
 
+TEST(Cuda, ExpertsAgreeWithTheCpu) {
+  STRATA_NEEDS_GPU();
+  const std::string moe = "[plugins.moe]\nffn = 24\nexperts = 5\n", mixed = "[plugins.mixed_precision]\n";
+  expect_agreement(toml(kLlama, moe + "k = 2\nz_loss = 0.01\nbias_rate = 0.01\nlog_experts = true\n"), 1e-4);
+  expect_agreement(toml(kGpt2, moe + "router = \"gshard\"\ncapacity_factor = 1.2\nactivation = \"gelu\"\n"), 1e-4);
+  expect_agreement(toml(kGpt2, moe + "router = \"shazeer\"\nk = 2\ndropout = 0.1\n"), 1e-4);
+  expect_agreement(toml(kLlama, moe + "router = \"switch\"\njitter = 0.1\nshared = 20\nshared_gate = true\n"), 1e-4);
+  expect_agreement(toml(kLlama, mixed + moe + "shared = 20\nshared_gate = true\n"), 2e-2);
+}
+
 TEST(Cuda, OtherOptimizersAgreeWithTheCpu) {
   STRATA_NEEDS_GPU();
   for (const std::string optimizer :

@@ -6,6 +6,10 @@
 // computed and adds nothing. Slots are filled without gaps, so that nothing is computed for rows that nobody has; or,
 // as attribute `padded` says, each expert has as many as its capacity, so that it is known where its rows are before it
 // is known who has them: other ranks' experts are sent to so.
+//
+// Padded slots may be filled in several rounds: what finds no room in the slots of the first takes those of the second,
+// and so on. The copies of a round (attribute `round`) are as many as those of any other.
+#include <algorithm>
 #include <cstring>
 
 #include "engine/ops/registration.h"
@@ -19,23 +23,34 @@ constexpr int64_t kMostChoices = int64_t{1} << 30;  // slots are i32
 bool is_integer(const OpView& v, int i) { return v.has_input(i) && v.input(i).dtype == DType::i32; }
 
 bool is_padded(const OpView& v) { return v.attributes().integer("padded", 0) != 0; }
+int64_t round_of(const OpView& v) { return v.attributes().integer("round", 0); }
+int64_t rounds_of(const OpView& v) { return v.attributes().integer("rounds", 1); }
+
+// The row of a choice among the `rows` of a round; -1: it has none there.
+int64_t row_in_round(int64_t slot, int64_t round, int64_t rows) {
+  const int64_t row = slot - round * rows;
+  return slot >= 0 && row >= 0 && row < rows ? row : -1;
+}
 
 // Choices of a token that went to each expert and how many found room, then where each expert's rows begin, then slots.
 void assign_slots(const Binding& b) {
   const int64_t k = b.columns(0), tokens = b.rows(0), experts = b.attributes().integer("experts"),
-                capacity = b.attributes().integer("capacity");
+                capacity = b.attributes().integer("capacity"), room = capacity * rounds_of(b);
   const auto* choices = b.in<int32_t>(0);
   auto *slots = b.out<int32_t>(0), *offsets = b.out<int32_t>(1);
   std::memset(offsets, 0, size_t(experts + 1) * 4);
   for (int64_t j = 0; j < k; ++j)
     for (int64_t t = 0; t < tokens; ++t) {
       const int32_t e = choices[t * k + j];
-      const bool room = e >= 0 && (capacity == 0 || offsets[e + 1] < capacity);
-      slots[t * k + j] = room ? offsets[e + 1]++ : -1;
+      const bool fits = e >= 0 && (capacity == 0 || offsets[e + 1] < room);
+      slots[t * k + j] = fits ? offsets[e + 1]++ : -1;
     }
   for (int64_t e = 0; e < experts; ++e) offsets[e + 1] += offsets[e];
-  for (int64_t i = 0; i < tokens * k; ++i)
-    if (slots[i] >= 0) slots[i] += is_padded(b) ? int32_t(choices[i] * capacity) : offsets[choices[i]];
+  for (int64_t i = 0; i < tokens * k; ++i) {
+    if (slots[i] < 0) continue;
+    const int64_t at = slots[i], e = choices[i];
+    slots[i] = int32_t(is_padded(b) ? (at / capacity * experts + e) * capacity + at % capacity : offsets[e] + at);
+  }
 }
 
 void register_slots() {
@@ -44,13 +59,14 @@ void register_slots() {
       {.name = "expert_slots",
        .summary = "choices i32 (…, k) of experts, -1: none -> slots i32 (…, k), -1: dropped, and offsets i32 (E + 1) "
                   "of experts in them; attributes experts = E, capacity (0: any number), padded (1: of each expert as "
-                  "many slots as its capacity; offsets count those that are taken)",
+                  "many slots as its capacity, in each of `rounds`; offsets count those that are taken)",
        .shape = [](const OpView& v) -> std::vector<TensorSpec> {
          require(v.inputs() == 1 && is_integer(v, 0) && elements(v.input(0).shape) <= kMostChoices &&
                      v.attributes().has("experts") && v.attributes().integer("experts") > 0 &&
                      v.attributes().has("capacity") && v.attributes().integer("capacity") >= (is_padded(v) ? 1 : 0) &&
-                     (!is_padded(v) ||
-                      v.attributes().integer("capacity") <= kMostChoices / v.attributes().integer("experts")),
+                     rounds_of(v) >= 1 &&
+                     (!is_padded(v) || v.attributes().integer("capacity") <=
+                                           kMostChoices / v.attributes().integer("experts") / rounds_of(v)),
                  v, "choices i32 (…, k), at most 2^30, and attributes experts and capacity, at most 2^30 slots");
          return {like(v.input(0)), {{v.attributes().integer("experts") + 1}, DType::i32}};
        },
@@ -71,6 +87,21 @@ void register_filled() {
                    require(v.inputs() == 1 && is_integer(v, 0) && v.input(0).shape.size() == 1 && v.columns(0) > 1, v,
                            "offsets i32 (E + 1)");
                    return {{{v.columns(0) - 1}, DType::i32}};
+                 },
+                 .kernels = {{"cpu", kernel}, {"reference", kernel}}});
+}
+
+// By which it is known, once it is known of all ranks, how many rounds there are.
+void register_most() {
+  const Kernel kernel{[](const Binding& b) -> Launch {
+    return [b] { *b.out<int32_t>(0) = *std::max_element(b.in<int32_t>(0), b.in<int32_t>(0) + b.columns(0)); };
+  }};
+  register_kind({.name = "expert_most",
+                 .summary = "rows of each expert, i32 (E) -> those of the busiest, i32 (1)",
+                 .shape = [](const OpView& v) -> std::vector<TensorSpec> {
+                   require(v.inputs() == 1 && is_integer(v, 0) && v.input(0).shape.size() == 1 && v.columns(0) > 0, v,
+                           "rows of each expert, i32 (E)");
+                   return {{{1}, DType::i32}};
                  },
                  .kernels = {{"cpu", kernel}, {"reference", kernel}}});
 }
@@ -107,23 +138,25 @@ template <class Body>
 void by_chunks(int64_t columns, Body&& body) {
   for (int64_t c = 0; c < columns; c += kChunk) body(c, std::min(kChunk, columns - c));
 }
-float number(const Binding& b, int input, int64_t i) {
+float in_f32(DType type, const void* from, int64_t i) {
   float value;
-  to_f32(b.input(input).dtype, at(b.in<void>(input), b.input(input).dtype, i), &value, 1);
+  to_f32(type, at(from, type, i), &value, 1);
   return value;
 }
+float number(const Binding& b, int input, int64_t i) { return in_f32(b.input(input).dtype, b.in<void>(input), i); }
 
 // y (S, C): each token's row to its slots, times their weights if there are any.
 void dispatch(const Binding& b) {
   const DType type = b.input(0).dtype;
   const int64_t columns = b.columns(0), k = b.columns(1), bytes = columns * size_of(type);
+  const int64_t round = round_of(b), rows = b.output(0).shape[0];
   const auto *slots = b.in<int32_t>(1), *offsets = b.in<int32_t>(2);
   const bool weighted = b.has_input(3);
   b.threads().split(b.rows(0), 16, [&](int64_t t, int64_t end) {
     alignas(64) float x[kChunk], y[kChunk];
     for (; t < end; ++t)
       for (int64_t j = 0; j < k; ++j) {
-        const int64_t slot = slots[t * k + j];
+        const int64_t slot = row_in_round(slots[t * k + j], round, rows);
         if (slot < 0) continue;
         if (!weighted) {
           std::memcpy(at(b.out<void>(0), type, slot * columns), at(b.in<void>(0), type, t * columns), size_t(bytes));
@@ -143,17 +176,22 @@ void dispatch(const Binding& b) {
   };
   if (!is_padded(b)) return clear(offsets[experts], b.output(0).shape[0]);
   const int64_t room = b.attributes().integer("capacity");
-  for (int64_t e = 0; e < experts; ++e) clear(e * room + offsets[e + 1] - offsets[e], (e + 1) * room);
+  for (int64_t e = 0; e < experts; ++e) {
+    const int64_t filled = std::clamp<int64_t>(offsets[e + 1] - offsets[e] - round * room, 0, room);
+    clear(e * room + filled, (e + 1) * room);
+  }
 }
 
 // y (…, C): the rows of each token's slots, times weights, in the order of its choices.
 void combine(const Binding& b) {
   const DType type = b.input(0).dtype;
-  const int64_t columns = b.columns(0), k = b.columns(1);
+  const int64_t columns = b.columns(0), k = b.columns(1), round = round_of(b), rows = b.input(0).shape[0];
   const auto* slots = b.in<int32_t>(1);
   b.threads().split(b.rows(1), 16, [&](int64_t t, int64_t end) {
     alignas(64) float x[kChunk], y[kChunk];
-    for (; t < end; ++t)
+    const auto has_row = [&](int32_t slot) { return row_in_round(slot, round, rows) >= 0; };
+    for (; t < end; ++t) {
+      if (b.accumulates(0) && std::none_of(slots + t * k, slots + (t + 1) * k, has_row)) continue;
       by_chunks(columns, [&](int64_t c, int64_t n) {
         void* const to = at(b.out<void>(0), type, t * columns + c);
         if (b.accumulates(0))
@@ -161,27 +199,29 @@ void combine(const Binding& b) {
         else
           std::memset(y, 0, sizeof y);
         for (int64_t j = 0; j < k; ++j) {
-          const int64_t slot = slots[t * k + j];
+          const int64_t slot = row_in_round(slots[t * k + j], round, rows);
           if (slot < 0) continue;
           to_f32(type, at(b.in<void>(0), type, slot * columns + c), x, n);
           add_scaled(y, x, b.has_input(3) ? number(b, 3, t * k + j) : 1.0f, n);
         }
         from_f32(type, y, to, n);
       });
+    }
   });
 }
 
 // dw (…, k): of each choice dy (…, C) times the row of its slot in y (S, C).
 void weight_gradient(const Binding& b) {
   const DType type = b.input(0).dtype;
-  const int64_t columns = b.columns(0), k = b.columns(2);
+  const int64_t columns = b.columns(0), k = b.columns(2), round = round_of(b), rows = b.input(1).shape[0];
   const auto* slots = b.in<int32_t>(2);
   b.threads().split(b.rows(0), 16, [&](int64_t t, int64_t end) {
     alignas(64) float dy[kChunk], y[kChunk];
     for (; t < end; ++t)
       for (int64_t j = 0; j < k; ++j) {
-        const int64_t slot = slots[t * k + j];
-        float sum = 0;
+        const int64_t slot = row_in_round(slots[t * k + j], round, rows);
+        if (slot < 0 && b.accumulates(0)) continue;
+        float sum = b.accumulates(0) ? in_f32(type, b.out<void>(0), t * k + j) : 0.0f;
         if (slot >= 0)
           by_chunks(columns, [&](int64_t c, int64_t n) {
             to_f32(type, at(b.in<void>(0), type, t * columns + c), dy, n);
@@ -195,10 +235,10 @@ void weight_gradient(const Binding& b) {
 
 template <class T>
 void plain_dispatch(const Binding& b) {
-  const int64_t columns = b.columns(0);
+  const int64_t columns = b.columns(0), rows = b.output(0).shape[0];
   std::fill_n(b.out<T>(0), elements(b.output(0).shape), T(0));
   for (int64_t i = 0; i < elements(b.input(1).shape); ++i)
-    if (const int64_t slot = b.in<int32_t>(1)[i]; slot >= 0)
+    if (const int64_t slot = row_in_round(b.in<int32_t>(1)[i], round_of(b), rows); slot >= 0)
       for (int64_t c = 0; c < columns; ++c)
         b.out<T>(0)[slot * columns + c] =
             b.in<T>(0)[i / b.columns(1) * columns + c] * (b.has_input(3) ? b.in<T>(3)[i] : T(1));
@@ -206,10 +246,10 @@ void plain_dispatch(const Binding& b) {
 
 template <class T>
 void plain_combine(const Binding& b) {
-  const int64_t columns = b.columns(0);
+  const int64_t columns = b.columns(0), rows = b.input(0).shape[0];
   if (!b.accumulates(0)) std::fill_n(b.out<T>(0), elements(b.output(0).shape), T(0));
   for (int64_t i = 0; i < elements(b.input(1).shape); ++i)
-    if (const int64_t slot = b.in<int32_t>(1)[i]; slot >= 0)
+    if (const int64_t slot = row_in_round(b.in<int32_t>(1)[i], round_of(b), rows); slot >= 0)
       for (int64_t c = 0; c < columns; ++c)
         b.out<T>(0)[i / b.columns(1) * columns + c] +=
             b.in<T>(0)[slot * columns + c] * (b.has_input(3) ? b.in<T>(3)[i] : T(1));
@@ -217,10 +257,10 @@ void plain_combine(const Binding& b) {
 
 template <class T>
 void plain_weight_gradient(const Binding& b) {
-  const int64_t columns = b.columns(0);
+  const int64_t columns = b.columns(0), rows = b.input(1).shape[0];
   for (int64_t i = 0; i < elements(b.input(2).shape); ++i) {
-    T sum = 0;
-    if (const int64_t slot = b.in<int32_t>(2)[i]; slot >= 0)
+    T sum = b.accumulates(0) ? b.out<T>(0)[i] : T(0);
+    if (const int64_t slot = row_in_round(b.in<int32_t>(2)[i], round_of(b), rows); slot >= 0)
       for (int64_t c = 0; c < columns; ++c)
         sum += b.in<T>(0)[i / b.columns(2) * columns + c] * b.in<T>(1)[slot * columns + c];
     b.out<T>(0)[i] = sum;
@@ -231,7 +271,7 @@ void register_dispatch() {
   register_kind(
       {.name = "expert_dispatch",
        .summary = "x (…, C), slots i32 (…, k), offsets i32 (E + 1), [weights (…, k)] -> y (S, C): row t to its slots; "
-                  "attribute capacity",
+                  "attributes capacity, padded, round",
        .shape = [](const OpView& v) -> std::vector<TensorSpec> {
          require(v.inputs() >= 3 && v.has_input(0) && is_float(v.input(0)) && has_slots(v, 1) && weights_fit(v) &&
                      v.rows(0) == v.rows(1) && v.attributes().has("capacity"),
@@ -252,7 +292,9 @@ void register_dispatch() {
 
 void combine_gradients(Differentiation& d) {
   const TensorId dy = d.output_gradient(0);
-  if (d.needs(3)) d.set(3, d.build().emit("expert_combine_weight_gradient", {dy, d.input(0), d.input(1)}));
+  if (d.needs(3))
+    d.set(3, d.build().emit("expert_combine_weight_gradient", {dy, d.input(0), d.input(1)},
+                            {{"round", round_of(d.forward())}}));
   if (!d.needs(0)) return;
   std::vector<TensorId> inputs{dy, d.input(1), d.input(2)};
   if (d.forward().has_input(3)) inputs.push_back(d.input(3));
@@ -263,7 +305,7 @@ void register_combine() {
   register_kind(
       {.name = "expert_combine",
        .summary = "y (S, C), slots i32 (…, k), offsets i32 (E + 1), [weights (…, k)] -> x (…, C): sum of a token's "
-                  "slots; attribute capacity",
+                  "slots; attributes capacity, padded, round",
        .shape = [](const OpView& v) -> std::vector<TensorSpec> {
          require(v.inputs() >= 3 && v.has_input(0) && is_float(v.input(0)) && v.input(0).shape.size() == 2 &&
                      has_slots(v, 1) && weights_fit(v) && v.attributes().has("capacity") &&
@@ -281,7 +323,9 @@ void register_combine() {
                                                   })}}});
   register_kind(
       {.name = "expert_combine_weight_gradient",
-       .summary = "dy (…, C), y (S, C), slots i32 (…, k) -> dw (…, k): of each choice dy times the row of its slot",
+       .summary =
+           "dy (…, C), y (S, C), slots i32 (…, k) -> dw (…, k): of each choice dy times the row of its slot; attribute "
+           "round",
        .shape = [](const OpView& v) -> std::vector<TensorSpec> {
          require(v.inputs() == 3 && v.has_input(0) && is_float(v.input(0)) && v.has_input(1) &&
                      v.input(1).dtype == v.input(0).dtype && v.input(1).shape.size() == 2 &&
@@ -289,6 +333,7 @@ void register_combine() {
                  v, "dy (…, C), y (S, C) and slots i32 (…, k)");
          return {{v.input(2).shape, v.input(0).dtype}};
        },
+       .accumulates = 1,
        .half = true,
        .kernels = {{"cpu", cpu_kernel(weight_gradient)},
                    {"reference",
@@ -298,6 +343,7 @@ void register_combine() {
 const AtLoad expert_dispatch_registered([] {
   register_slots();
   register_filled();
+  register_most();
   register_dispatch();
   register_combine();
 });

@@ -1,6 +1,10 @@
 // Rows on their way to the ranks that have their experts, and back. Each rank has rows for all experts, as many for
 // each, and gives every rank those of its experts; what a rank receives are the rows of its experts from each of them.
 // Both ways the bytes of a rank's part lie in one piece.
+//
+// Rows of a further round (attribute `round`) cross only where some expert has more than all rounds before take: with
+// attribute `capacity`, what it takes of a rank in one, and the most that any has of one rank, alike on all ranks, as
+// the second input. Otherwise nothing comes, and nobody reads what should have: there it is nobody's rows.
 #include <algorithm>
 
 #include "engine/ops/registration.h"
@@ -20,8 +24,12 @@ bool has_split(const Tensor& tensor, int dimension, const std::string& axis) {
 }
 
 std::vector<TensorSpec> shape(const OpView& v) {
-  require(v.inputs() == 1 && v.has_input(0) && v.attributes().has("to") && v.attributes().has("size"), v,
-          "one tensor, and attributes to and size");
+  require(v.has_input(0) && v.attributes().has("to") && v.attributes().has("size"), v,
+          "a tensor, and attributes to and size");
+  require(v.inputs() == 1 ||
+              (v.inputs() == 2 && v.has_input(1) && v.input(1).dtype == DType::i32 && v.input(1).shape == Shape{1} &&
+               v.attributes().has("round") && v.attributes().has("capacity")),
+          v, "at most an i32 (1) beside the tensor, and then attributes round and capacity");
   const Tensor& x = v.input(0);
   Shape shape = x.shape;
   if (to_experts(v)) {
@@ -57,14 +65,22 @@ Launch bind(const Binding& b) {
     send[size_t(r)].add({const_cast<std::byte*>(b.in<std::byte>(0)) + r * bytes, bytes});
     receive[size_t(r)].add({b.out<std::byte>(0) + r * bytes, bytes});
   }
-  return [send, receive, &group = b.group()] { group.all_to_all(send, receive); };
+  // Who puts exchanges into a queue does not know the number yet: there all rounds cross.
+  const auto* most = b.inputs() > 1 && !b.group().asynchronous() ? b.in<int32_t>(1) : nullptr;
+  const int64_t before = most ? b.attributes().integer("round") * b.attributes().integer("capacity") : 0;
+  return [send, receive, most, before, &group = b.group()] {
+    int32_t rows = 0;
+    if (most) group.copy_bytes(&rows, most, sizeof rows);
+    if (!most || rows > before) group.all_to_all(send, receive);
+  };
 }
 
 const AtLoad expert_exchange_registered([] {
   OpKind kind{.name = "expert_exchange",
               .summary =
                   "to = \"experts\": x (S, …), rows for the experts of each of `size` ranks of an axis -> (N, S / N, "
-                  "…), those for this one's, from each rank; to = \"tokens\": the way back"};
+                  "…), those for this one's, from each rank; to = \"tokens\": the way back; of further rounds: also "
+                  "most i32 (1), attributes round, capacity"};
   kind.shape = shape;
   kind.gradient = [](Differentiation& d) {
     const OpView& v = d.forward();
@@ -72,10 +88,12 @@ const AtLoad expert_exchange_registered([] {
     d.build().program()[gradient].layout = v.output(0).layout;
     Attributes back = v.attributes();
     back.set("to", std::string(to_experts(v) ? "tokens" : "experts"));
-    d.set(0, d.build().emit("expert_exchange", {gradient}, back));
+    std::vector<TensorId> inputs{gradient};
+    if (v.inputs() > 1) inputs.push_back(d.input(1));
+    d.set(0, d.build().emit("expert_exchange", inputs, back));
   };
   kind.cost = [](const OpView& v) {
-    const double bytes = double(v.input(0).bytes());
+    const double bytes = v.inputs() > 1 ? 0.0 : double(v.input(0).bytes());  // further rounds are the exception
     return Cost{.flops = 0, .bytes = 3 * 2 * bytes, .wire = bytes};
   };
   kind.layout = layout;

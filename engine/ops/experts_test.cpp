@@ -12,6 +12,7 @@
 #include "engine/runtime/executor.h"
 #include "strata/builder.h"
 #include "strata/convert.h"
+#include "tests/backends.h"
 
 namespace strata {
 namespace {
@@ -84,7 +85,7 @@ std::vector<double> values_of(const Executor& executor, const Program& program, 
 Numbers run_layer(const ExpertLayer& layer, const std::string& backend, const Numbers& inputs, int threads = 2) {
   Threads team(threads);
   const MemoryPlan plan = plan_memory(layer.program, backend, threads);
-  Storage storage(layer.program, plan);
+  Storage storage(layer.program, plan, {}, {}, test::device_of(backend));
   Executor executor(layer.program, plan, storage, backend, team);
   std::vector<TensorId> filled = layer.inputs;
   filled.push_back(layer.cotangent);
@@ -97,7 +98,7 @@ Numbers run_layer(const ExpertLayer& layer, const std::string& backend, const Nu
       else
         from_f32(type, &value, at(executor.pointer(filled[i]), type, int64_t(n)), 1);
     }
-  executor.run_poisoned();
+  test::device_of(backend) ? executor.run() : executor.run_poisoned();
   Numbers results;
   for (TensorId id : {layer.y, layer.loss}) results.push_back(values_of(executor, layer.program, id));
   for (TensorId id : layer.gradients) results.push_back(values_of(executor, layer.program, id));
@@ -276,11 +277,27 @@ TEST(ExpertKinds, CpuKernelsAgreeWithTheReference) {
   }
 }
 
+// The same on a device, whose sums have other orders.
+TEST(ExpertKinds, DeviceKernelsAgreeWithTheReference) {
+  for (const std::string& backend : test::kBackends)
+    for (const LayerSizes& s : kLayers) {
+      if (backend == "cpu") continue;
+      SCOPED_TRACE(sizes_text(s));
+      const Numbers inputs = draw_inputs(s, 7);
+      const Numbers want = run_layer(build_layer(s, DType::f64), "reference", inputs);
+      const Numbers got = run_layer(build_layer(s, DType::f32), backend, inputs);
+      ASSERT_NO_FATAL_FAILURE(expect_near(got, want, 2e-5));
+      if (s.tokens > 40) continue;
+      EXPECT_EQ(run_layer(build_layer(s, DType::f32), backend, inputs), got) << "the same again";
+    }
+}
+
 // What is rounded to 16 bits on the way: rows, both products, their nonlinearity, the sum; weights of the chosen.
-TEST(ExpertKinds, SixteenBits) {
+void expect_sixteen_bits(const std::string& backend) {
   for (const DType half : {DType::bf16, DType::f16})
     for (const LayerSizes& s : kLayers) {
-      SCOPED_TRACE(sizes_text(s) + ", " + std::string(name_of(half)));
+      if (backend != "cpu" && s.tokens > 33) continue;  // the emulator takes its time
+      SCOPED_TRACE(sizes_text(s) + ", " + std::string(name_of(half)) + " on " + backend);
       Numbers inputs = draw_inputs(s, 9);
       for (auto& list : inputs)
         for (double& value : list) {
@@ -291,27 +308,108 @@ TEST(ExpertKinds, SixteenBits) {
           value = double(wide);
         }
       const Numbers want = run_layer(build_layer(s, DType::f64), "reference", inputs);
-      const Numbers got = run_layer(build_layer(s, half), "cpu", inputs);
+      const Numbers got = run_layer(build_layer(s, half), backend, inputs);
       ASSERT_NO_FATAL_FAILURE(expect_near(got, want, half == DType::bf16 ? 0x1p-5 : 0x1p-8));
     }
+}
+TEST(ExpertKinds, SixteenBits) {
+  for (const std::string& backend : test::kBackends) ASSERT_NO_FATAL_FAILURE(expect_sixteen_bits(backend));
+}
+
+// Rows x, a gate each: the gated rows, then the gradients of Σ cotangent·y by both.
+Numbers gate_results(int64_t rows, int64_t columns, DType type, const std::string& backend, const Numbers& in) {
+  Program program;
+  Builder b(program);
+  const DType wide = is_half(type) ? DType::f32 : type;
+  const TensorId x = b.data("x", {1, rows, columns}, type), gate = b.data("gate", {1, rows, 1}, wide),
+                 cotangent = b.data("cotangent", {1, rows, columns}, type);
+  const TensorId y = b.emit("sigmoid_gate", {x, gate});
+  std::vector<TensorId> results{y};
+  for (TensorId id : differentiate(program, {{y, cotangent}}, {x, gate}).wanted) results.push_back(id);
+  for (TensorId id : results) program[id].step_output = true;
+  Threads threads(2);
+  const MemoryPlan plan = plan_memory(program, backend, 2);
+  Storage storage(program, plan, {}, {}, test::device_of(backend));
+  Executor executor(program, plan, storage, backend, threads);
+  const TensorId inputs[] = {x, gate, cotangent};
+  for (size_t i = 0; i < 3; ++i)
+    for (size_t n = 0; n < in[i].size(); ++n) {
+      const auto value = float(in[i][n]);
+      if (program[inputs[i]].dtype == DType::f64)
+        static_cast<double*>(executor.pointer(inputs[i]))[n] = in[i][n];
+      else
+        from_f32(program[inputs[i]].dtype, &value,
+                 at(executor.pointer(inputs[i]), program[inputs[i]].dtype, int64_t(n)), 1);
+    }
+  executor.run();
+  Numbers numbers;
+  for (TensorId id : results) numbers.push_back(values_of(executor, program, id));
+  return numbers;
+}
+
+TEST(ExpertKinds, RowsAreWeighedByTheirGates) {
+  for (const auto& [rows, columns] : {std::pair<int64_t, int64_t>{1, 1}, {7, 5}, {33, 700}}) {
+    std::mt19937 random(13);
+    std::normal_distribution<double> normal;
+    Numbers in(3);
+    for (size_t i = 0; i < 3; ++i)
+      for (int64_t n = 0; n < rows * (i == 1 ? 1 : columns); ++n) {
+        const float wide = float(normal(random));  // what bf16 has, too
+        uint16_t bits;
+        float value;
+        from_f32(DType::bf16, &wide, &bits, 1);
+        to_f32(DType::bf16, &bits, &value, 1);
+        in[i].push_back(double(value));
+      }
+    const Numbers want = gate_results(rows, columns, DType::f64, "reference", in);
+    for (int64_t r = 0; r < rows; ++r) {
+      const double factor = 1 / (1 + std::exp(-in[1][size_t(r)]));
+      double sum = 0;
+      for (int64_t c = 0; c < columns; ++c) {
+        const size_t i = size_t(r * columns + c);
+        EXPECT_NEAR(want[0][i], factor * in[0][i], 1e-14);
+        EXPECT_NEAR(want[1][i], factor * in[2][i], 1e-14);
+        sum += in[2][i] * in[0][i];
+      }
+      EXPECT_NEAR(want[2][size_t(r)], factor * (1 - factor) * sum, 1e-13);
+    }
+    for (const std::string& backend : test::kBackends) {
+      expect_near(gate_results(rows, columns, DType::f32, backend, in), want, 1e-5);
+      expect_near(gate_results(rows, columns, DType::bf16, backend, in), want, 0x1p-8);  // of a result's rounding
+    }
+  }
 }
 
 struct Slots {
   std::vector<double> slots, offsets;
 };
-Slots slots_of(const std::vector<int32_t>& choices, int64_t k, int64_t experts, int64_t capacity) {
+Slots slots_on(const std::string& backend, const std::vector<int32_t>& choices, int64_t k, Attributes attributes) {
   Program program;
   Builder b(program);
   const TensorId in = b.data("choices", {int64_t(choices.size()) / k, k}, DType::i32);
-  const auto out = b.emit_all("expert_slots", {in}, {{"experts", experts}, {"capacity", capacity}});
+  const auto out = b.emit_all("expert_slots", {in}, std::move(attributes));
   for (TensorId id : out) program[id].step_output = true;
   Threads threads(1);
-  const MemoryPlan plan = plan_memory(program, "cpu", 1);
-  Storage storage(program, plan);
-  Executor executor(program, plan, storage, "cpu", threads);
+  const MemoryPlan plan = plan_memory(program, backend, 1);
+  Storage storage(program, plan, {}, {}, test::device_of(backend));
+  Executor executor(program, plan, storage, backend, threads);
   std::copy(choices.begin(), choices.end(), static_cast<int32_t*>(executor.pointer(in)));
   executor.run();
   return {values_of(executor, program, out[0]), values_of(executor, program, out[1])};
+}
+
+// On every backend the same.
+Slots slots_of(const std::vector<int32_t>& choices, int64_t k, const Attributes& attributes) {
+  const Slots slots = slots_on("reference", choices, k, attributes);
+  for (const std::string& backend : test::kBackends) {
+    const Slots others = slots_on(backend, choices, k, attributes);
+    EXPECT_EQ(others.slots, slots.slots) << backend;
+    EXPECT_EQ(others.offsets, slots.offsets) << backend;
+  }
+  return slots;
+}
+Slots slots_of(const std::vector<int32_t>& choices, int64_t k, int64_t experts, int64_t capacity) {
+  return slots_of(choices, k, {{"experts", experts}, {"capacity", capacity}});
 }
 
 // First choices of all tokens come before second ones, in the order of tokens.
@@ -326,6 +424,19 @@ TEST(ExpertKinds, SlotsAreSortedByExpertAndFilledByPriority) {
   const Slots none = slots_of({-1, 1, -1, -1}, 2, 2, 0);  // -1: no second expert
   EXPECT_EQ(none.offsets, (std::vector<double>{0, 0, 1}));
   EXPECT_EQ(none.slots, (std::vector<double>{-1, 0, -1, -1}));
+  std::mt19937 random(3);
+  std::vector<int32_t> many;
+  for (int i = 0; i < 3 * 77; ++i) many.push_back(int32_t(random() % 6) - 1);
+  slots_of(many, 3, 5, 0), slots_of(many, 3, 5, 20);
+}
+
+// Two slots an expert in a round, three rounds: what is beyond the first two takes slots behind all of the first round.
+TEST(ExpertKinds, SlotsOfFurtherRoundsComeBehind) {
+  const Slots slots =
+      slots_of({1, 1, 1, 0, 1, 1, 1, 1}, 1,
+               {{"experts", int64_t{2}}, {"capacity", int64_t{2}}, {"padded", int64_t{1}}, {"rounds", int64_t{3}}});
+  EXPECT_EQ(slots.offsets, (std::vector<double>{0, 1, 7}));
+  EXPECT_EQ(slots.slots, (std::vector<double>{2, 3, 6, 0, 7, 10, 11, -1}));
 }
 
 // Equal logits go to the first experts; NaN to some, so that nothing is written outside.

@@ -4,7 +4,8 @@
 // belong to nobody and become zero.
 //
 // Rows of several ranks come padded instead: (N, R, C) from N ranks, of each R / E for each of E experts, of which the
-// first as many are somebody's as `filled` (N, E) says; the others become zero.
+// first as many are somebody's as `filled` (N, E) says; the others become zero. With attribute `round`, `filled` counts
+// the rows of all rounds, of which each takes as many as there is room for (expert_dispatch.cpp).
 //
 // How the work is cut depends on sizes alone, and what is summed over is never cut, so that results have the same bits
 // for any number of threads.
@@ -35,15 +36,17 @@ struct Group {
 struct Groups {
   const int32_t* data;
   int64_t experts, sources, room;  // rows of each where they are padded, otherwise 0
+  int64_t before;                  // rows of each in the rounds before
   explicit Groups(const Binding& b)
       : data(b.in<int32_t>(2)),
         experts(experts_of(b.input(2))),
         sources(sources_of(b.input(2))),
-        room(is_padded(b.input(2)) ? b.rows(0) / (experts * sources) : 0) {}
+        room(is_padded(b.input(2)) ? b.rows(0) / (experts * sources) : 0),
+        before(b.attributes().integer("round", 0) * room) {}
   int64_t count() const { return experts * sources; }
   Group operator[](int64_t g) const {
     if (room == 0) return {g, data[g], data[g + 1], data[g + 1]};
-    return {g % experts, g * room, g * room + data[g], (g + 1) * room};
+    return {g % experts, g * room, g * room + std::clamp<int64_t>(data[g] - before, 0, room), (g + 1) * room};
   }
 };
 
@@ -234,8 +237,10 @@ TensorSpec group_shape(const OpView& v, bool transpose, bool padded) {
   return {shape, v.input(0).dtype};
 }
 
+// Of the rows the attribute `share` is somebody's in an even load; further rounds are the exception.
 Cost group_cost(const OpView& v, double c, double f) {
-  Cost cost{2 * double(v.rows(0)) * c * f, double(v.output(0).bytes()) * (v.accumulates(0) ? 2 : 1)};
+  const double share = v.attributes().integer("round", 0) > 0 ? 0 : v.attributes().real("share", 1);
+  Cost cost{2 * double(v.rows(0)) * c * f * share, double(v.output(0).bytes()) * (v.accumulates(0) ? 2 : 1)};
   for (int i = 0; i < v.inputs(); ++i) cost.bytes += double(v.input(i).bytes());
   return cost;
 }
@@ -245,18 +250,21 @@ std::string name_of_kind(bool padded, const std::string& rest) {
 }
 
 // What becomes of a row is a product with w; of dy it is one with w the other way. With the attribute apart, what the
-// rows of each source make of the gradient of w is summed in a balanced tree, as ranks' gradients are.
+// rows of each source make of the gradient of w is summed over microbatches by itself, and over sources at the end, in
+// a balanced tree, as ranks' gradients are.
 void gradients(Differentiation& d, bool transpose, bool padded) {
   const TensorId dy = d.output_gradient(0), groups = d.input(2);
   const bool apart = d.forward().attributes().integer("apart", 0) != 0;
+  Attributes rest{{"round", d.forward().attributes().integer("round", 0)},
+                  {"share", d.forward().attributes().real("share", 1)}};
   if (d.needs(1)) {
     const TensorId c = transpose ? dy : d.input(0), f = transpose ? d.input(0) : dy;
     const TensorId made =
-        d.build().emit(name_of_kind(padded, apart ? "_weight_gradients" : "_weight_gradient"), {c, f, groups});
-    d.set(1, apart ? d.build().emit("sum_of_sources", {made}) : made);
+        d.build().emit(name_of_kind(padded, apart ? "_weight_gradients" : "_weight_gradient"), {c, f, groups}, rest);
+    d.set(1, apart ? d.build().emit("sum_of_sources", {made}, {{"after_sum", int64_t{1}}}) : made);
   }
   if (d.needs(0))
-    d.set(0, d.build().emit(name_of_kind(padded, transpose ? "" : "_transposed"), {dy, d.input(1), groups}));
+    d.set(0, d.build().emit(name_of_kind(padded, transpose ? "" : "_transposed"), {dy, d.input(1), groups}, rest));
 }
 
 void register_groups(bool transpose, bool padded) {

@@ -11,6 +11,7 @@
 #include "engine/program/autodiff.h"
 #include "engine/runtime/executor.h"
 #include "strata/builder.h"
+#include "tests/backends.h"
 
 namespace strata {
 namespace {
@@ -20,13 +21,13 @@ constexpr int64_t kGateTokens = 12, kGateWidth = 5, kGateExperts = 4;
 // A program whose data, seed and step are set by name, and whose numbers are read by id.
 class GateRunner {
  public:
-  GateRunner(Program& program, DType type) : program_(program), type_(type) {
+  GateRunner(Program& program, DType type, const std::string& backend) : program_(program), type_(type) {
     for (Tensor& tensor : program_.tensors)
       if (tensor.role == Role::activation) tensor.step_output = true;
     verify(program_, "test");
-    const std::string backend = type == DType::f64 ? "reference" : "cpu";
     plan_ = std::make_unique<MemoryPlan>(plan_memory(program_, backend, 2));
-    storage_ = std::make_unique<Storage>(program_, *plan_);
+    storage_ = std::make_unique<Storage>(program_, *plan_, std::vector<const MemoryPlan*>(), NvmeStore::Faults(),
+                                         test::device_of(backend));
     executor_ = std::make_unique<Executor>(program_, *plan_, *storage_, backend, threads_);
     storage_->set_scalar("seed", 9);
     storage_->set_scalar("step", 3);
@@ -124,11 +125,18 @@ void fill_recorded(GateRunner& runner, const GateProgram& g) {
   runner.set(g.w_noise, [](int64_t e, int64_t c) { return std::sin(3.0 + 2.0 * double(e) + double(c)); });
 }
 
+// In double, and in f32 on every backend.
+std::vector<std::pair<DType, std::string>> gate_backends() {
+  std::vector<std::pair<DType, std::string>> list{{DType::f64, "reference"}};
+  for (const std::string& backend : test::kBackends) list.emplace_back(DType::f32, backend);
+  return list;
+}
+
 void expect_recorded(const std::string& router, const double* gates, const double* losses) {
-  for (const DType type : {DType::f64, DType::f32}) {
-    SCOPED_TRACE(router + " in " + std::string(name_of(type)));
+  for (const auto& [type, backend] : gate_backends()) {
+    SCOPED_TRACE(router + " in " + std::string(name_of(type)) + " on " + backend);
     GateProgram g = gate_program(router, type);
-    GateRunner runner(g.program, type);
+    GateRunner runner(g.program, type, backend);
     fill_recorded(runner, g);
     runner.run();
     // Normal numbers are rounded to f32 in either precision.
@@ -150,8 +158,8 @@ TEST(Gating, IsThatOfThePapers) {
 TEST(Gating, GradientsAreThoseOfCentralDifferences) {
   for (const std::string router : {"switch", "gshard", "shazeer"}) {
     std::vector<std::vector<double>> exact;
-    for (const DType type : {DType::f64, DType::f32}) {
-      SCOPED_TRACE(router + " in " + std::string(name_of(type)));
+    for (const auto& [type, backend] : gate_backends()) {
+      SCOPED_TRACE(router + " in " + std::string(name_of(type)) + " on " + backend);
       GateProgram g = gate_program(router, type);
       const TensorId cotangent = Builder(g.program).data("cotangent", g.program[g.weights].shape, type);
       std::vector<Root> roots{{g.weights, cotangent}};
@@ -160,7 +168,7 @@ TEST(Gating, GradientsAreThoseOfCentralDifferences) {
       if (router == "shazeer") wanted.push_back(g.w_noise);
       const std::vector<TensorId> gradients = differentiate(g.program, roots, wanted).wanted;
       for (TensorId id : gradients) g.program[id].step_output = true;
-      GateRunner runner(g.program, type);
+      GateRunner runner(g.program, type, backend);
       fill_recorded(runner, g);
       runner.set(cotangent, [](int64_t t, int64_t j) { return std::cos(double(5 * t + 3 * j)); });
       runner.run();

@@ -225,45 +225,69 @@ void GradientExchanges::emit(Builder& build, std::vector<Gradient>& gradients, W
   for (const Class& one : classes) exchange_class(build, gradients, one, now, stage);
 }
 
-// What is summed over two axes in one form is one exchange over both. Shares come first: what they leave to be summed
-// over other axes is less.
+// An exchange of a bucket; in their order they are emitted.
+struct GradientExchanges::Turn {
+  int64_t order = 0;
+  std::string group{};
+  int form = kFull;
+  bool shares = false;
+  auto operator<=>(const Turn&) const = default;
+};
+
+// Sums over one axis after the other are the tree of one rank where they go from the innermost out, and each but the
+// last is over a power of two of ranks.
+void GradientExchanges::require_tree(const std::string& parameter, const std::vector<std::string>& axes) const {
+  for (size_t a = 1; a < axes.size(); ++a)
+    if (const int ranks = stage_.mesh_.size(axes[a]); (ranks & (ranks - 1)) != 0)
+      throw Error("run.reproducible promises the bits of one rank, but the gradient of " + parameter +
+                  " is summed over the " + std::to_string(ranks) + " ranks of axis \"" + axes[a] + "\" before axis \"" +
+                  axes[a - 1] +
+                  "\", which is the order of one rank only for a power of two; change the mesh, or unset it.");
+}
+
+// What is summed over several axes in one form is one exchange over all of them. Otherwise shares come first: what they
+// leave to be summed over other axes is less; in reproducible runs the innermost axis comes first, as on one rank.
 void GradientExchanges::exchange_class(Builder& build, std::vector<Gradient>& gradients, const Class& one, When now,
                                        GradientStage* stage) {
   const Mesh& mesh = stage_.mesh_;
-  std::vector<std::string> all;
+  const bool reproducible = stage_.batch_.reproducible;
+  std::vector<std::string> all;  // the outermost first
   for (std::string_view axis : mesh.parts_of(one.axis))
     if (mesh.size(axis) > 1) all.emplace_back(axis);
   std::vector<Gradient> members;
   for (size_t g : one.gradients) members.push_back(gradients[g]);
-  using Lists = std::map<std::pair<std::string, int>, std::vector<size_t>>;  // by group and form
   for (const std::vector<size_t>& bucket : buckets_of(build.program(), members, one.bucket)) {
-    Lists shares, copies, whole;
+    std::map<Turn, std::vector<size_t>> turns;
     for (size_t member : bucket) {
       const size_t g = one.gradients[member];
       const std::string parameter = parameter_name(build.program(), gradients[g]);
       const auto& wanted = stage_.wanted_.at(parameter);
-      bool shared = false;
-      std::map<int, std::vector<std::string>> left;  // axes by form
+      std::vector<std::string> summed, left;
+      std::set<int> forms;  // of those left
       for (const std::string& axis : all) {
         const Wanted& asked = wanted.at(axis);
         const auto& partial = gradients[g].partial;
         if (when(parameter, axis, asked) != now || std::find(partial.begin(), partial.end(), axis) == partial.end())
           continue;
-        const int form = form_of(parameter, axis);
-        if (asked.result.shared_over == axis)
-          shared = true, shares[{axis, form}].push_back(g);
-        else
-          left[form].push_back(axis);
+        summed.push_back(axis);
+        if (asked.result.shared_over != axis) left.push_back(axis), forms.insert(form_of(parameter, axis));
       }
-      for (const auto& [form, axes] : left)
-        if (axes.size() == all.size())
-          whole[{one.axis, form}].push_back(g);
-        else
-          for (const std::string& axis : axes) (shared ? copies : whole)[{axis, form}].push_back(g);
+      if (left.size() == all.size() && forms.size() == 1) {
+        turns[{.order = 2, .group = one.axis, .form = *forms.begin()}].push_back(g);
+        continue;
+      }
+      if (reproducible) require_tree(parameter, summed);
+      for (size_t a = 0; a < summed.size(); ++a) {
+        const bool shares = wanted.at(summed[a]).result.shared_over == summed[a];
+        const int64_t usual = shares ? 0 : left.size() < summed.size() ? 1 : 2;
+        turns[{.order = reproducible ? -int64_t(a) : usual,
+               .group = summed[a],
+               .form = form_of(parameter, summed[a]),
+               .shares = shares}]
+            .push_back(g);
+      }
     }
-    for (const auto& [key, list] : shares) exchange(build, gradients, list, key.first, true, key.second, stage);
-    for (const Lists* lists : {&copies, &whole})
-      for (const auto& [key, list] : *lists) exchange(build, gradients, list, key.first, false, key.second, stage);
+    for (const auto& [turn, list] : turns) exchange(build, gradients, list, turn.group, turn.shares, turn.form, stage);
   }
 }
 

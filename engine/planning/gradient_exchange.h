@@ -29,11 +29,13 @@ class GradientExchanges {
  private:
   using Wanted = ExchangeStage::Wanted;
   struct Class;
+  struct Turn;
   enum class When { each_microbatch, once, late };
   When when(const std::string& parameter, const std::string& axis, const Wanted& wanted) const;
   void emit(Builder& build, std::vector<Gradient>& gradients, When when, GradientStage* stage);
   void exchange_class(Builder& build, std::vector<Gradient>& gradients, const Class& one, When when,
                       GradientStage* stage);
+  void require_tree(const std::string& parameter, const std::vector<std::string>& axes) const;
   // Which form sums the gradient over that axis of the grid; kFull for the engine's own.
   static constexpr int kFull = -1;
   int form_of(const std::string& parameter, const std::string& axis) const;

@@ -32,19 +32,46 @@ Frozen frozen_in(const Program& program) {
   return frozen;
 }
 
-// Of those, what belongs to experts: whose matrices have a dimension of that name.
-struct OfExperts {
-  int64_t count = 0, bytes = 0;
+// Parameters by what the model calls their rows ("heads", "vocabulary", "experts"): how many numbers in all, and the
+// bytes of this rank's part of them and of their states.
+struct OfRows {
+  int64_t count = 0, bytes = 0, state_bytes = 0;
 };
-OfExperts of_experts(const Program& program) {
-  OfExperts experts;
+std::map<std::string, OfRows> by_rows(const Program& program) {
+  std::map<std::string, OfRows> all;
+  std::map<std::string, OfRows*, std::less<>> of_parameter;
   for (TensorId id : program.with_role(Role::parameter)) {
     const Tensor& tensor = program[id];
-    if (std::any_of(tensor.dimensions.begin(), tensor.dimensions.end(),
-                    [](const Dimension& dimension) { return dimension.name == "experts"; }))
-      experts.count += elements(tensor.full_shape()), experts.bytes += tensor.bytes();
+    OfRows& rows = all[tensor.dimensions.empty() ? "" : tensor.dimensions[0].name];
+    rows.count += elements(tensor.full_shape()), rows.bytes += tensor.bytes();
+    of_parameter[tensor.name.text()] = &rows;
   }
-  return experts;
+  for (TensorId id : program.with_role(Role::optimizer_state)) {
+    std::string name(program[id].name.text());  // that of the parameter, and more
+    while (!name.empty() && !of_parameter.contains(name))
+      name.resize(name.rfind('.') == name.npos ? 0 : name.rfind('.'));
+    if (!name.empty()) of_parameter[name]->state_bytes += program[id].bytes();
+  }
+  return all;
+}
+
+std::string rows_text(const Program& program) {
+  const auto all = by_rows(program);
+  if (all.size() < 2) return "";
+  std::string text =
+      fmt::format("\n{:<20}{:>16}{:>14}{:>14}\n", "parameters by rows", "numbers", "on this rank", "states");
+  for (const auto& [name, rows] : all)
+    text += fmt::format("  {:<18}{:>16}{:>14}{:>14}\n", name.empty() ? "without a name" : name, rows.count,
+                        bytes_text(rows.bytes), bytes_text(rows.state_bytes));
+  return text;
+}
+
+Json::Array rows_json(const Program& program) {
+  Json::Array list;
+  for (const auto& [name, rows] : by_rows(program))
+    list.push_back(Json::Object{
+        {"rows", name}, {"parameters", rows.count}, {"bytes", rows.bytes}, {"state_bytes", rows.state_bytes}});
+  return list;
 }
 
 // What ZeRO's paper calls model states, on the device: parameters and states as they rest, and the most that gradients
@@ -428,10 +455,9 @@ std::string plan_text(const RunPlans& plans) {
   if (const Frozen frozen = frozen_in(program); frozen.count > 0)
     text += fmt::format("frozen parameters {:>16}   ({}, without gradients and states)\n", frozen.count,
                         bytes_text(frozen.bytes));
-  if (const OfExperts experts = of_experts(program); experts.count > 0)
-    text += fmt::format("expert parameters {:>16}   ({} on this rank)\n", experts.count, bytes_text(experts.bytes));
   if (planned.ranks > 1) text += fmt::format("ranks             {:>16}   (memory is that of one)\n", planned.ranks);
   text += programs_text(plans);
+  text += rows_text(program);
   for (int t = 0; t < kTiers; ++t) {
     const TierPlan& tier = planned.memory.tiers[t];
     if (tier.total_bytes() == 0) continue;
@@ -487,8 +513,7 @@ std::string plan_json(const RunPlans& plans) {
                    {"parameters", parameter_count(program)},
                    {"frozen_parameters", frozen_in(program).count},
                    {"frozen_bytes", frozen_in(program).bytes},
-                   {"expert_parameters", of_experts(program).count},
-                   {"expert_bytes", of_experts(program).bytes},
+                   {"parameters_by_rows", rows_json(program)},
                    {"tokens_per_step", planned.built.tokens_per_step},
                    {"ops", int64_t(program.ops.size())},
                    {"model_flops", planned.built.model_flops},

@@ -27,6 +27,7 @@ class Unroller {
     producer_.assign(single.tensors.size(), -1);
     for (size_t i = 0; i < single.ops.size(); ++i)
       for (TensorId id : single.ops[i].outputs) producer_[id.value] = int32_t(i);
+    find_finishing();
     for (const Tensor& tensor : single.tensors) names_.emplace_back(tensor.name.text());
     for (size_t i = 0; i < single.tensors.size(); ++i)
       shared_.push_back(single.tensors[i].persistent ? result_.add(single.tensors[i]) : TensorId{});
@@ -64,12 +65,13 @@ class Unroller {
       for (; next != schedule.receives.end() && next->before <= p; ++next) receive(next->pass);
       const Pass& pass = schedule.order[p];
       for (int32_t i : passes_.ops(pass))
-        if (runs_here(size_t(i), pass.microbatch)) place(size_t(i), pass.microbatch);
+        if (runs_here(size_t(i), pass.microbatch) && !finishes_[size_t(i)]) place(size_t(i), pass.microbatch);
       if (pass.part == Pass::Part::forward) continue;
       for (size_t g : made_in(pass)) balanced_ ? grow(g, pass) : accumulate(g, pass);
     }
     if (balanced_ && !schedule.order.empty()) close_trees(schedule.order.back());
     if (goes_on_) hand_on_sums();
+    for (size_t g = 0; g < gradients_.size(); ++g) finish(g);
     for (const auto& [from, to] : kept_) keep(from, to);
     for (int m = -int(begun); m < microbatches_; ++m)
       for (TensorId loss : single_.losses) {
@@ -141,6 +143,35 @@ class Unroller {
     for (TensorId& id : op.outputs) id = mapped(id, m);
     op.microbatch = m < 0 ? m + microbatches_ : m;
     placed_[place_of(m)][i] = int32_t(result_.ops.size());
+    result_.ops.push_back(std::move(op));
+  }
+
+  // Of gradients that an op with attribute `after_sum` makes, what it reads is summed, and it runs once a step.
+  void find_finishing() {
+    finishes_.assign(single_.ops.size(), false);
+    finished_.resize(gradients_.size());
+    for (size_t g = 0; g < gradients_.size(); ++g) {
+      const int32_t producer = gradients_[g] ? producer_[size_t(gradients_[g].value)] : -1;
+      if (producer < 0) continue;
+      const Op& op = single_.ops[size_t(producer)];
+      if (op.attributes.integer("after_sum", 0) == 0 || uses_[size_t(gradients_[g].value)] > 0) continue;
+      STRATA_CHECK(op.inputs.size() == 1 && op.outputs.size() == 1);
+      finishes_[size_t(producer)] = true;
+      finished_[g] = gradients_[g];
+      gradients_[g] = op.inputs[0];
+      --uses_[size_t(op.inputs[0].value)];
+    }
+  }
+  void finish(size_t g) {
+    if (!finished_[g] || !sums_[g].total) return;
+    Op op = single_.ops[size_t(producer_[size_t(finished_[g].value)])];
+    const int last = microbatches_ - 1;
+    op.inputs = {sums_[g].total};
+    op.outputs = {mapped(finished_[g], last)};
+    op.microbatch = last;
+    sums_[g].total = op.outputs[0];
+    result_[sums_[g].total].role = Role::gradient;
+    additions_.push_back(result_.ops.size());
     result_.ops.push_back(std::move(op));
   }
 
@@ -405,8 +436,10 @@ class Unroller {
   std::map<std::pair<size_t, int>, TensorId> slots_;                   // for them, by gradient and first microbatch
   std::map<std::pair<Pass::Part, int>, std::vector<size_t>> made_in_;  // by part and chunk of a pass
   Program result_;
-  std::vector<size_t> additions_;  // ops that add up gradients
-  std::vector<Name> names_;        // of the tensors of the single program, each one text that its copies share
+  std::vector<size_t> additions_;   // ops that add up gradients
+  std::vector<Name> names_;         // of the tensors of the single program, each one text that its copies share
+  std::vector<char> finishes_;      // by op of the single program: runs once a step
+  std::vector<TensorId> finished_;  // by gradient: what such an op makes of its sum
   std::vector<int> uses_;
   std::vector<int32_t> producer_;
   std::vector<TensorId> shared_;

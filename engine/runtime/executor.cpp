@@ -109,7 +109,10 @@ void Executor::place_tensors() {
       if (tensor.part_of)  // never used on NVMe
         pointers_[t] = whole.home == Tier::nvme ? nullptr : static_cast<std::byte*>(pointers_[t]) + tensor.part_offset;
     } else if (device_ && (tensor.role == Role::data || tensor.step_output)) {
-      pointers_[t] = storage_.shared_memory(tensor.bytes());  // the host writes or reads it
+      if (tensor.part_of)  // which came before
+        pointers_[t] = static_cast<std::byte*>(pointers_[size_t(tensor.part_of.value)]) + tensor.part_offset;
+      else
+        pointers_[t] = storage_.shared_memory(tensor.bytes());  // the host writes or reads it
     } else if (plan_.buffer_of[t] >= 0) {
       const Buffer& buffer = plan_.buffers[size_t(plan_.buffer_of[t])];
       if (buffer.tier == Tier::nvme) {

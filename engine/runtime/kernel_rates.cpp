@@ -91,8 +91,10 @@ double expected(const OpView& view, const Rates& rates) {
   return ideal_seconds(cost_of(view), size_of(dtype_of(view)) == 2, view.op().stream == Stream::host, rates);
 }
 
+// What values decide about how long an op takes (attribute `share`: how much of it there is in the mean) is computed.
 bool measurable(const Op& op) {
-  return (op.stream == Stream::compute || op.stream == Stream::host) && op.kind->name != "move" && !op.outputs.empty();
+  return !op.attributes.has("share") && (op.stream == Stream::compute || op.stream == Stream::host) &&
+         op.kind->name != "move" && !op.outputs.empty();
 }
 
 // Values that no kernel stumbles over: small numbers, scalars of 1, indices of 0.

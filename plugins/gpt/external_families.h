@@ -96,6 +96,19 @@ inline constexpr ExternalField kQwen3Moe[] = {{"head_dim"},
                                               {"norm_topk_prob", others},
                                               {"decoder_sparse_step", others},
                                               {"mlp_only_layers", others}};
+inline constexpr ExternalField kQwen2Moe[] = {{"head_dim"},
+                                              {"hidden_act"},
+                                              {"qkv_bias"},
+                                              {"use_sliding_window"},
+                                              {"sliding_window"},
+                                              {"max_window_layers"},
+                                              {"layer_types"},
+                                              {"num_experts", others},
+                                              {"moe_intermediate_size", others},
+                                              {"shared_expert_intermediate_size", others},
+                                              {"norm_topk_prob", others},
+                                              {"decoder_sparse_step", others},
+                                              {"mlp_only_layers", others}};
 inline constexpr ExternalField kPhi3[] = {
     {"hidden_act"},
     {"sliding_window"},
@@ -127,6 +140,7 @@ inline constexpr ExternalFamily kFamilies[] = {
     {"gemma2", "Gemma2ForCausalLM", {kSinceLlama, kGemma, Fields()}},
     {"gemma3_text", "Gemma3ForCausalLM", {kSinceLlama, kGemma, kGemma3}},
     {"mixtral", "MixtralForCausalLM", {kSinceLlama, kMixtral, kExperts}, false},
+    {"qwen2_moe", "Qwen2MoeForCausalLM", {kSinceLlama, kQwen2Moe, kExperts}, false},
     {"qwen3_moe", "Qwen3MoeForCausalLM", {kSinceLlama, kQwen3Moe, kExperts}, false}};
 
 }  // namespace external_tables

@@ -28,8 +28,8 @@ void expect_read(const std::string& type, const std::string& more, const std::st
   EXPECT_NE(got.find(part), std::string::npos) << type << " " << more << " gave: " << got;
 }
 
-const std::vector<std::string> kTypes = {"gpt2", "llama",  "qwen2",       "qwen3",   "mistral",
-                                         "phi3", "gemma2", "gemma3_text", "mixtral", "qwen3_moe"};
+const std::vector<std::string> kTypes = {"gpt2",   "llama",       "qwen2",   "qwen3",     "mistral",  "phi3",
+                                         "gemma2", "gemma3_text", "mixtral", "qwen2_moe", "qwen3_moe"};
 
 TEST(GptFields, UnknownFieldsAreRefusedInEveryFamily) {
   for (const std::string& type : kTypes) {
@@ -70,6 +70,7 @@ TEST(GptFields, NoFieldThatIsReadIsIgnored) {
                                                     {"hidden_act", "\"gelu\""},
                                                     {"attention_bias", "true"},
                                                     {"mlp_bias", "true"},
+                                                    {"qkv_bias", "false"},
                                                     {"use_sliding_window", "true"},
                                                     {"sliding_window", "3"},
                                                     {"max_window_layers", "1"},

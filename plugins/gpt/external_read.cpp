@@ -211,8 +211,8 @@ int64_t window_of(const Settings& s, int64_t absent) {
   return s.find("sliding_window") || absent > 0 ? s.size("sliding_window", absent) : 0;
 }
 
-GptConfig from_qwen(const Settings& s, bool third) {
-  GptConfig c = from_llama(s, 32, 32768);
+GptConfig from_qwen(const Settings& s, bool third, int64_t kv_absent = 32) {
+  GptConfig c = from_llama(s, kv_absent, 32768);
   if (third && c.head_size == 0) c.head_size = 128;
   read_gate(s, c);
   read_rotary(s, c);
@@ -299,6 +299,12 @@ GptConfig from_mixtral(const Settings& s) {
   return c;
 }
 
+GptConfig from_qwen2_moe(const Settings& s) {
+  GptConfig c = from_qwen(s, false, 16);
+  c.qkv_bias = s.boolean("qkv_bias", true);
+  return c;
+}
+
 GptConfig from_qwen3_moe(const Settings& s) {
   GptConfig c = from_llama(s, 4, 32768);
   read_gate(s, c);
@@ -352,6 +358,7 @@ std::optional<GptConfig> gpt_from_external(const std::string& config_json) {
                 : type == "mistral"   ? from_mistral(s)
                 : type == "phi3"      ? from_phi3(s)
                 : type == "mixtral"   ? from_mixtral(s)
+                : type == "qwen2_moe" ? from_qwen2_moe(s)
                 : type == "qwen3_moe" ? from_qwen3_moe(s)
                 : type == "gemma2"    ? from_gemma(s, false)
                                       : from_gemma(s, true);

@@ -57,7 +57,7 @@ void add_layers(const GptConfig& c, Json::Object& o) {
 
 // `type`: of a family since Llama.
 Json::Object llama(const GptConfig& c, std::string_view type) {
-  const bool gemma = type.starts_with("gemma"), qwen = type == "qwen2" || type == "qwen3";
+  const bool gemma = type.starts_with("gemma"), qwen = type == "qwen2" || type == "qwen3" || type == "qwen2_moe";
   Json::Object o{{"num_hidden_layers", c.layers},
                  {"hidden_size", c.hidden},
                  {"num_attention_heads", c.heads},
@@ -73,6 +73,7 @@ Json::Object llama(const GptConfig& c, std::string_view type) {
   if (type == "llama" || type.starts_with("qwen3") || gemma)
     o.emplace_back("attention_bias", c.qkv_bias && c.output_bias);
   if (type == "llama") o.emplace_back("mlp_bias", c.mlp_bias);
+  if (type == "qwen2_moe") o.emplace_back("qkv_bias", c.qkv_bias);
   if (type == "phi3" && c.rotary_size != c.head_size)
     o.emplace_back("partial_rotary_factor", double(c.rotary_size) / double(c.head_size));
   // The class's padding token, which is not in a smaller vocabulary.

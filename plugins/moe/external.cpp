@@ -43,7 +43,7 @@ std::optional<ExternalExperts> from_external(std::string_view config_json) {
   const Fields f(json);
   ExternalExperts e;
   if (const Json* type = f.find("model_type")) e.family = type->string(Fields::name("model_type"));
-  if (e.family != "mixtral" && e.family != "qwen3_moe") return {};
+  if (e.family != "mixtral" && e.family != "qwen2_moe" && e.family != "qwen3_moe") return {};
   const bool mixtral = e.family == "mixtral";
   // There the loss of balance is of all layers' routers together; here each layer has its own.
   f.require("output_router_logits", !f.boolean("output_router_logits", false), "false");
@@ -66,8 +66,9 @@ std::optional<ExternalExperts> from_external(std::string_view config_json) {
     e.experts = f.size(usual);
     if (f.find("num_local_experts") && f.size("num_local_experts") != e.experts)
       throw Error("config.json sets both \"num_experts\" and \"num_local_experts\", to different numbers.");
-    e.k = f.size("num_experts_per_tok", 8);
+    e.k = f.size("num_experts_per_tok", e.family == "qwen2_moe" ? 4 : 8);
     e.ffn = f.size("moe_intermediate_size");
+    if (e.family == "qwen2_moe") e.shared = f.size("shared_expert_intermediate_size", 5632);
     e.normalize = f.boolean("norm_topk_prob", false);
   }
   if (e.k > e.experts)
@@ -79,7 +80,8 @@ std::optional<ExternalExperts> from_external(std::string_view config_json) {
 std::string to_toml(const ExternalExperts& e) {
   return "\n[plugins.moe]\nfamily = \"" + e.family + "\"\nexperts = " + std::to_string(e.experts) +
          "\nk = " + std::to_string(e.k) + "\nffn = " + std::to_string(e.ffn) + "\nrouter = \"topk\"\nactivation = \"" +
-         e.activation + "\"\nnormalize = " + (e.normalize ? "true" : "false") + "\nbalance = 0.0\n";
+         e.activation + "\"\nnormalize = " + (e.normalize ? "true" : "false") +
+         (e.shared > 0 ? "\nshared = " + std::to_string(e.shared) + "\nshared_gate = true" : "") + "\nbalance = 0.0\n";
 }
 
 Json to_external(const ExternalExperts& e) {
@@ -91,6 +93,7 @@ Json to_external(const ExternalExperts& e) {
     o.emplace_back("num_experts", e.experts);
     o.emplace_back("moe_intermediate_size", e.ffn);
     o.emplace_back("norm_topk_prob", e.normalize);
+    if (e.shared > 0) o.emplace_back("shared_expert_intermediate_size", e.shared);
   }
   return Json(std::move(o));
 }
@@ -115,7 +118,16 @@ std::vector<ExternalTensor> external_tensors(const ExternalExperts& e, const std
                            down ? Shape{hidden, e.ffn} : Shape{e.ffn, hidden},
                            !down,
                            {{0, here + "experts." + matrix.here + ".weight", i * hidden, hidden}}});
+      if (e.shared == 0) continue;
+      const Shape shape = down ? Shape{hidden, e.shared} : Shape{e.shared, hidden};
+      tensors.push_back({there + "shared_expert." + matrix.theirs + ".weight",
+                         shape,
+                         false,
+                         {{0, here + "shared." + matrix.here + ".weight", 0, shape[0]}}});
     }
+    if (e.shared > 0)
+      tensors.push_back(
+          {there + "shared_expert_gate.weight", {1, hidden}, false, {{0, here + "shared.token_gate.weight", 0, 1}}});
   }
   return tensors;
 }

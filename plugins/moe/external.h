@@ -1,5 +1,5 @@
-// What the plugin says of a Hugging Face folder of Mixtral or Qwen3-MoE: the fields of config.json that are of experts,
-// and which tensors are. The model plugin says all others.
+// What the plugin says of a Hugging Face folder of Mixtral, Qwen2-MoE or Qwen3-MoE: the fields of config.json that are
+// of experts, and which tensors are. The model plugin says all others.
 #pragma once
 #include <cstdint>
 #include <map>
@@ -17,6 +17,7 @@ namespace strata::moe {
 struct ExternalExperts {
   std::string family{};  // "model_type"
   int64_t experts = 0, k = 0, ffn = 0;
+  int64_t shared = 0;  // inner width of the shared expert, which has a gate
   bool normalize = true;
   std::string activation = "swiglu";
 };

@@ -4,11 +4,11 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
-#include <iterator>
 #include <map>
 
 #include "plugins/moe/bias.h"
 #include "plugins/moe/external.h"
+#include "plugins/moe/report.h"
 #include "strata/plugin.h"
 #include "strata/random.h"
 
@@ -20,46 +20,10 @@ using strata::Error;
 using strata::Initializer;
 using strata::TensorId;
 
-// Inputs: losses of routers, as many as attribute `losses` says, then the offsets (E + 1) of layers' experts, whose
-// tokens made `choices` choices each.
-void report(const strata::Binding& b) {
-  const int losses = int(b.attributes().integer("losses"));
-  double loss = 0, dropped = 0, load = 0;
-  for (int i = 0; i < losses; ++i) loss += double(*b.in<float>(i));
-  for (int i = losses; i < b.inputs(); ++i) {
-    const int64_t experts = b.input(i).shape[0] - 1;
-    const auto* offsets = b.in<int32_t>(i);
-    int32_t most = 0;
-    for (int64_t e = 0; e < experts; ++e) most = std::max(most, offsets[e + 1] - offsets[e]);
-    const double choices = double(b.attributes().integer("choices"));
-    dropped += 1 - double(offsets[experts]) / choices;
-    load += double(most) / choices * double(experts);
-  }
-  const double share = b.attributes().real("share");  // of the means over all ranks' layers
-  *b.out<double>(0) = loss;
-  *b.out<double>(1) = dropped * share;
-  *b.out<double>(2) = load * share;
-}
-
-void register_report() {
-  const auto bind = [](const strata::Binding& b) -> strata::Launch { return [b] { report(b); }; };
-  strata::register_kind(
-      {.name = "expert_report",
-       .summary = "losses f32 (1)…, offsets i32 (E + 1)… -> f64 (1): their sum; dropped share of choices; load of the "
-                  "busiest expert; attributes losses (number), choices, share",
-       .shape = [](const strata::OpView& v) -> std::vector<strata::TensorSpec> {
-         strata::require(v.attributes().has("losses") && v.inputs() > v.attributes().integer("losses") &&
-                             v.attributes().has("choices") && v.attributes().has("share"),
-                         v, "losses and offsets, and attributes losses, choices and share");
-         return std::vector<strata::TensorSpec>(3, {{1}, strata::DType::f64});
-       },
-       .kernels = {{"cpu", {bind}}, {"reference", {bind}}}});
-}
-
 class Experts final : public strata::Plugin {
  public:
   Experts() {
-    register_report();
+    strata::moe::register_report_kinds();
     strata::moe::register_bias_kinds();
   }
 
@@ -75,6 +39,8 @@ class Experts final : public strata::Plugin {
     o.add("ffn", ffn_, "inner width of an expert; 0: 4 x the width of the residual stream").range(0, most);
     o.add("activation", activation_, "nonlinearity of experts").choices({"swiglu", "gelu", "relu", "squared_relu"});
     o.add("shared", shared_, "inner width of an expert that every token goes to besides; 0: none").range(0, most);
+    o.add("shared_gate", shared_gate_,
+          "the result of the shared expert is multiplied by the logistic function of a product of each token's row");
     o.add(
         "normalize", normalize_,
         "with router topk, weights of the chosen experts: a softmax over the chosen; false: over all experts, so they "
@@ -82,6 +48,11 @@ class Experts final : public strata::Plugin {
     o.add("capacity_factor", capacity_factor_,
           "an expert takes at most this many times its even share of a microbatch's choices, and what comes on top is "
           "dropped; 0: no choice is ever dropped")
+        .range(0, 65536)
+        .may_change();
+    o.add("receive_factor", receive_factor_,
+          "with mesh.expert and no capacity, rows that are received at once for an expert from each rank, by its even "
+          "share; what comes on top is computed in further rounds of the same memory; 0: as many as can come")
         .range(0, 65536)
         .may_change();
     o.add("jitter", jitter_,
@@ -108,8 +79,9 @@ class Experts final : public strata::Plugin {
     o.add("load", load_, "with router shazeer, factor of the loss of load").non_negative().may_change();
     o.add("family", family_,
           "family of Hugging Face folders that the model is exported as, as model.family; empty: it cannot be exported")
-        .choices({"", "mixtral", "qwen3_moe"})
+        .choices({"", "mixtral", "qwen2_moe", "qwen3_moe"})
         .may_change();
+    o.add("log_experts", log_experts_, "the log has the load of each expert of each layer, too").may_change();
     o.add("deviation", deviation_, "standard deviation of first weights").positive().may_change();
   }
 
@@ -131,6 +103,13 @@ class Experts final : public strata::Plugin {
     if (k_ > experts_)
       throw Error("k = " + std::to_string(k_) + " chooses more experts for a token than the " +
                   std::to_string(experts_) + " there are; lower k, or raise experts.");
+    if (shared_gate_ && shared_ == 0)
+      throw Error(
+          "shared_gate is of the shared expert, but there is none; set shared to its inner width, or leave "
+          "shared_gate out.");
+    if (receive_factor_ > 0 && capacity_factor_ > 0)
+      throw Error("receive_factor bounds what is received where no choice is dropped, but capacity_factor = " +
+                  std::to_string(capacity_factor_) + " drops what is above; set one of them to 0.");
     replaced_.clear();
     batch_ = stage.batch();
     trains_ = stage.goal() == strata::Goal::train;
@@ -153,35 +132,32 @@ class Experts final : public strata::Plugin {
           "which is not built; set it to 1, or leave the plugin out.");
     if (stage.goal != strata::Goal::train) return;
     for (const strata::Op& op : stage.program.ops)
-      if (is_loss(op)) stage.roots.push_back({op.outputs[0], stage.loss_gradient});
+      if (strata::moe::Report::is_loss(op)) stage.roots.push_back({op.outputs[0], stage.loss_gradient});
   }
 
-  // What the log says of the step. Stages of a pipeline have layers of their own, and no log in common.
+  // Of further rounds nothing is kept for the backward pass: it makes them again, in the memory that they had.
+  void backward(strata::ProgramStage& stage) override {
+    strata::Program& program = stage.program;
+    std::vector<char> further(program.tensors.size(), false);
+    for (const strata::Op& op : program.ops) {
+      if (op.step_part != strata::StepPart::forward || op.kind->name == "expert_combine") continue;
+      if (op.attributes.integer("round", 0) == 0 && std::none_of(op.inputs.begin(), op.inputs.end(), [&](TensorId id) {
+            return id && further[size_t(id.value)];
+          }))
+        continue;
+      for (TensorId id : op.outputs) {
+        further[size_t(id.value)] = true;
+        program.forms[id.value].push_back(
+            {.name = "further round", .rest = {}, .restore = {op}, .when = strata::RestingForm::When::after_forward});
+      }
+    }
+  }
+
   void gradients(strata::GradientStage& stage) override {
-    Builder& build = stage.build();
-    std::vector<TensorId> losses, offsets;
-    int64_t choices = 0;
-    for (const strata::Op& op : build.program().ops) {
-      if (is_loss(op)) losses.push_back(op.outputs[0]);
-      if (op.kind->name != "expert_slots" || op.step_part != strata::StepPart::forward) continue;
-      offsets.push_back(op.outputs[1]);
-      choices = strata::elements(build[op.inputs[0]].shape);
-    }
-    reports_ = stage.mesh().programs().size == 1 && !offsets.empty();
-    if (!reports_) return;
-    const int ranks = stage.mesh().size(strata::kDataAxis);
-    const double share = 1 / (double(offsets.size()) * ranks);
-    const strata::Attributes attributes{{"losses", int64_t(losses.size())}, {"choices", choices}, {"share", share}};
-    losses.insert(losses.end(), offsets.begin(), offsets.end());
-    build.role = strata::Role::workspace;
-    std::vector<TensorId> values = build.emit_all("expert_report", losses, attributes, {}, "moe.report");
-    if (ranks > 1)
-      values = build.emit_all("all_reduce", values,
-                              {{"axis", std::string(strata::kDataAxis)}, {"reduction", std::string("sum")}});
-    for (size_t i = 0; i < values.size(); ++i) {
-      build.program().rename(values[i], std::string(kReports[i]));
-      build.program()[values[i]].step_output = true;
-    }
+    std::vector<int64_t> layers;
+    for (const auto& [block, width] : replaced_) layers.push_back(block);
+    report_ = strata::moe::Report(layers, experts_, batch_.microbatches, log_experts_);
+    report_.emit(stage);
   }
 
   std::optional<std::string> import_config(std::string_view config_json) override {
@@ -189,6 +165,7 @@ class Experts final : public strata::Plugin {
     if (!found) return {};
     family_ = found->family;
     experts_ = found->experts, k_ = found->k, ffn_ = found->ffn, normalize_ = found->normalize;
+    shared_ = found->shared, shared_gate_ = shared_ > 0;
     router_ = "topk", activation_ = found->activation, balance_ = 0;
     return strata::moe::to_toml(*found);
   }
@@ -201,20 +178,17 @@ class Experts final : public strata::Plugin {
 
   void update(strata::UpdateStage& stage) override { strata::moe::update_biases(stage, bias_rate_); }
 
-  void step_end(strata::StepContext& context) override {
-    for (size_t i = 0; reports_ && i < std::size(kReports); ++i) context.log(kReports[i], context.scalar(kReports[i]));
-  }
+  void step_end(strata::StepContext& context) override { report_.log(context); }
 
  private:
-  static constexpr std::string_view kReports[] = {"moe_loss", "moe_dropped", "moe_load"};
-
   // What a folder of the family says; refused where it cannot say all.
   strata::moe::ExternalExperts external() const {
-    const bool mixtral = family_ == "mixtral";
+    const bool mixtral = family_ == "mixtral", gated = family_ == "qwen2_moe";
     const char* missing = family_.empty()           ? "no family"
                           : router_ != "topk"       ? "another router than \"topk\""
                           : activation_ != "swiglu" ? "another activation than \"swiglu\""
-                          : shared_ > 0             ? "a shared expert"
+                          : shared_ > 0 && !gated   ? "a shared expert"
+                          : gated && !shared_gate_  ? "no shared expert with a gate"
                           : !blocks_.empty()        ? "experts in some blocks only"
                           : capacity_factor_ > 0    ? "a capacity"
                           : bias_rate_ > 0          ? "a bias of the choice"
@@ -223,10 +197,10 @@ class Experts final : public strata::Plugin {
                                                     : nullptr;
     if (missing)
       throw Error(
-          "a folder of experts is exported for plugins.moe.family and model.family, both \"mixtral\" or both "
-          "\"qwen3_moe\"; plugins.moe has " +
+          "a folder of experts is exported for plugins.moe.family and model.family, both \"mixtral\", "
+          "\"qwen2_moe\" or \"qwen3_moe\"; plugins.moe has " +
           std::string(missing) + ", which that cannot say.");
-    return {family_, experts_, k_ == 0 ? 2 : k_, ffn_, normalize_, activation_};
+    return {family_, experts_, k_ == 0 ? 2 : k_, ffn_, shared_, normalize_, activation_};
   }
 
   void require_replaced() const {
@@ -246,10 +220,17 @@ class Experts final : public strata::Plugin {
     if (dropout_ > 0)
       throw Error("dropout between an expert's products draws by row, and with " + axis +
                   " rows of several ranks come together, which is not built; set dropout to 0, or mesh.expert to 1.");
-    if (stage.batch().reproducible && (stage.mesh().size(strata::kDataAxis) != ranks_ || batch_.microbatches > 1))
-      throw Error("run.reproducible with " + axis + " needs mesh.data = mesh.expert and one microbatch a rank, but " +
-                  "mesh.data = " + std::to_string(stage.mesh().size(strata::kDataAxis)) + " and there are " +
-                  std::to_string(batch_.microbatches) + "; change data.micro_batch or the mesh, or unset it.");
+    if (!stage.batch().reproducible) return;
+    if (receive_factor_ > 0)
+      throw Error(
+          "run.reproducible promises the bits of one rank, but receive_factor = " + std::to_string(receive_factor_) +
+          " has rows computed in several rounds, whose sums are taken one after the other; set it to 0, or "
+          "unset run.reproducible.");
+    if (stage.mesh().size(strata::kDataAxis) != ranks_ && (ranks_ & (ranks_ - 1)) != 0)
+      throw Error(
+          "run.reproducible with mesh.data above mesh.expert needs a power of two of ranks that divide experts, "
+          "but " +
+          axis + "; change the mesh, or unset it.");
   }
 
   // Choices that an expert takes of a microbatch; 0: any number.
@@ -277,17 +258,36 @@ class Experts final : public strata::Plugin {
     return activation_ == "swiglu" ? b.emit("swiglu", {into("gate"), up}) : b.emit(activation_, {up});
   }
 
-  static bool is_loss(const strata::Op& op) {
-    const std::string& kind = op.kind->name;
-    return kind == "router_loss" || kind == "importance_loss" || kind == "load_loss";
+  // Rows that an expert takes of a microbatch of one rank at once, and in how many rounds it takes all.
+  struct Room {
+    int64_t rows = 0, rounds = 1;
+  };
+  Room room(int64_t tokens) const {
+    const int64_t most = capacity(tokens);
+    if (ranks_ == 1) return {most, 1};
+    if (most > 0) return {std::min(most, tokens), 1};
+    if (receive_factor_ == 0) return {tokens, 1};
+    const double even = double(tokens) * double(k_) / double(experts_);
+    const auto rows = int64_t(std::clamp(std::ceil(receive_factor_ * even), 1.0, double(tokens)));
+    return {rows, (tokens + rows - 1) / rows};
   }
 
+  // Where experts are split, each has as many rows as it may take at once of a microbatch of each rank, so that what
+  // ranks send each other is always the same bytes. While rows are on their way to experts and back, the shared expert
+  // computes.
   TensorId layer(Builder& b, TensorId x) const {
-    const int64_t hidden = b[x].shape.back();
-    const int64_t room = capacity(strata::elements(b[x].shape) / hidden);
+    const int64_t tokens = strata::elements(b[x].shape) / b[x].shape.back();
+    const Room room = this->room(tokens);
     const Routed routed = router_ == "shazeer" ? noisy_routes(b, x) : routes(b, x);
-    const TensorId result = experts(b, x, routed.weights, routed.choices, room);
-    return shared_ > 0 ? b.add_onto(shared_expert(b, x), result) : result;
+    const Slots slots = this->slots(b, routed.choices, room, tokens);
+    const TensorId rows = dispatched(b, x, slots, 0);
+    const TensorId beside = shared_ > 0 ? shared_between(b, x) : TensorId{};
+    const TensorId back = computed(b, rows, slots, 0);
+    TensorId sum = shared_ > 0 ? shared_result(b, x, beside) : TensorId{};
+    sum = combined(b, back, slots, routed.weights, 0, sum);
+    for (int64_t round = 1; round < room.rounds; ++round)
+      sum = combined(b, computed(b, dispatched(b, x, slots, round), slots, round), slots, routed.weights, round, sum);
+    return sum;
   }
 
   struct Routed {
@@ -360,13 +360,6 @@ class Experts final : public strata::Plugin {
     return {made[0], made[1]};
   }
 
-  // From or to the ranks that have the experts (engine/ops/expert_exchange.cpp).
-  TensorId exchanged(Builder& b, TensorId rows, std::string_view to, std::string_view name) const {
-    return b.emit("expert_exchange", {rows},
-                  {{"axis", std::string(strata::kExpertAxis)}, {"size", int64_t(ranks_)}, {"to", std::string(to)}},
-                  std::string(name));
-  }
-
   // Experts' matrices, of which a rank has those of its experts.
   TensorId matrices(Builder& b, std::string_view name, int64_t hidden, int64_t inner) const {
     const TensorId id = weight(b, name, strata::elements({experts_ / ranks_, hidden}), inner,
@@ -377,46 +370,112 @@ class Experts final : public strata::Plugin {
     return id;
   }
 
-  // Where experts are split, each has as many rows as it may take of a microbatch of each rank, so that what ranks send
-  // each other is always the same bytes; without a capacity that is all tokens, each of which goes to an expert once.
-  TensorId experts(Builder& b, TensorId x, TensorId weights, TensorId choices, int64_t room) const {
+  // Where choices go, and how many rows each of a rank's experts gets; `most`: of the busiest expert of all ranks,
+  // which tells how many rounds there are.
+  struct Slots {
+    TensorId of_choices, offsets, groups, most;
+    Room room;
+    int64_t tokens = 0;
+    strata::Attributes of_round(int64_t round) const {
+      return {{"capacity", room.rows}, {"padded", int64_t(bool(groups != offsets))}, {"round", round}};
+    }
+  };
+
+  Slots slots(Builder& b, TensorId choices, const Room& room, int64_t tokens) const {
     const auto scope = b.scope("experts");
-    const int64_t hidden = b[x].shape.back(), inner = ffn_ > 0 ? ffn_ : 4 * hidden;
-    const int64_t tokens = strata::elements(b[x].shape) / hidden;
-    const bool split = ranks_ > 1;
-    if (split) room = room == 0 ? tokens : std::min(room, tokens);
-    strata::Attributes capacity{{"capacity", room}}, slotted{{"experts", experts_}, {"capacity", room}}, product;
-    if (split) capacity.set("padded", int64_t{1}), slotted.set("padded", int64_t{1});
-    if (split && batch_.reproducible) product.set("apart", int64_t{1});
-    const std::string kind = split ? "padded_linear" : "grouped_linear";
-    const std::vector<TensorId> slots = b.emit_all("expert_slots", {choices}, slotted, {}, "slots");
-    TensorId rows = b.emit("expert_dispatch", {x, slots[0], slots[1]}, capacity, "rows"), groups = slots[1];
-    if (split) {
-      groups = exchanged(b, b.emit("expert_filled", {slots[1]}, {}, "filled"), "experts", "received.filled");
-      rows = exchanged(b, rows, "experts", "received");
+    strata::Attributes attributes{{"experts", experts_}, {"capacity", room.rows}};
+    if (ranks_ > 1) attributes.set("padded", int64_t{1}), attributes.set("rounds", room.rounds);
+    const std::vector<TensorId> made = b.emit_all("expert_slots", {choices}, attributes, {}, "slots");
+    Slots slots{made[0], made[1], made[1], {}, room, tokens};
+    if (ranks_ == 1) return slots;
+    const TensorId filled = b.emit("expert_filled", {made[1]}, {}, "filled");
+    slots.groups = b.emit("expert_exchange", {filled}, exchange_to("experts"), "received.filled");
+    if (room.rounds > 1)
+      slots.most = b.emit("all_reduce", {b.emit("expert_most", {filled}, {}, "most")},
+                          {{"axis", std::string(strata::kExpertAxis)}, {"reduction", std::string("max")}}, "most");
+    return slots;
+  }
+
+  strata::Attributes exchange_to(std::string_view whom) const {
+    return {{"axis", std::string(strata::kExpertAxis)}, {"size", int64_t(ranks_)}, {"to", std::string(whom)}};
+  }
+
+  // From or to the ranks that have the experts (engine/ops/expert_exchange.cpp).
+  TensorId exchanged(Builder& b, TensorId rows, const Slots& slots, int64_t round, std::string_view to,
+                     std::string_view name) const {
+    if (ranks_ == 1) return rows;
+    strata::Attributes attributes = exchange_to(to);
+    std::vector<TensorId> inputs{rows};
+    if (round > 0) {
+      attributes.set("round", round), attributes.set("capacity", slots.room.rows);
+      inputs.push_back(slots.most);
+    }
+    return b.emit("expert_exchange", inputs, attributes, std::string(name));
+  }
+
+  // Names of what a round makes; the first has none.
+  static std::string of_round(std::string_view name, int64_t round) {
+    return round == 0 ? std::string(name) : "round." + std::to_string(round) + "." + std::string(name);
+  }
+
+  TensorId dispatched(Builder& b, TensorId x, const Slots& slots, int64_t round) const {
+    const auto scope = b.scope("experts");
+    const TensorId rows =
+        b.emit("expert_dispatch", {x, slots.of_choices, slots.offsets}, slots.of_round(round), of_round("rows", round));
+    return exchanged(b, rows, slots, round, "experts", of_round("received", round));
+  }
+
+  TensorId computed(Builder& b, TensorId rows, const Slots& slots, int64_t round) const {
+    const auto scope = b.scope("experts");
+    const int64_t hidden = b[rows].shape.back(), inner = ffn_ > 0 ? ffn_ : 4 * hidden;
+    const std::string kind = ranks_ > 1 ? "padded_linear" : "grouped_linear";
+    strata::Attributes product{{"share", 1.0}};
+    if (ranks_ > 1) {
+      const double even = double(slots.tokens) * double(k_) / double(experts_);
+      product = {{"round", round}, {"share", std::min(1.0, even / double(slots.room.rows))}};
+      if (batch_.reproducible) product.set("apart", int64_t{1});
     }
     TensorId between = activate(b, [&](std::string_view name) {
-      return b.emit(kind, {rows, matrices(b, name, hidden, inner), groups}, product, std::string(name) + ".out");
+      return b.emit(kind, {rows, matrices(b, name, hidden, inner), slots.groups}, product,
+                    of_round(std::string(name) + ".out", round));
     });
     if (trains_ && dropout_ > 0) {
       strata::Attributes attributes{{"probability", dropout_}};
       const std::vector<TensorId> inputs = drawn(b, {between}, "dropout", attributes);
       between = b.emit("dropout", inputs, attributes, "dropout");
     }
-    TensorId back =
-        b.emit(kind + "_transposed", {between, matrices(b, "down", hidden, inner), groups}, product, "down.out");
-    if (split) back = exchanged(b, back, "tokens", "returned");
-    return b.emit("expert_combine", {back, slots[0], slots[1], weights}, capacity, "out");
+    const TensorId back = b.emit(kind + "_transposed", {between, matrices(b, "down", hidden, inner), slots.groups},
+                                 product, of_round("down.out", round));
+    return exchanged(b, back, slots, round, "tokens", of_round("returned", round));
   }
 
-  TensorId shared_expert(Builder& b, TensorId x) const {
+  // Onto `sum`, if there is one.
+  TensorId combined(Builder& b, TensorId rows, const Slots& slots, TensorId weights, int64_t round,
+                    TensorId sum) const {
+    const auto scope = b.scope("experts");
+    const TensorId out = b.emit("expert_combine", {rows, slots.of_choices, slots.offsets, weights},
+                                slots.of_round(round), of_round("out", round));
+    return sum ? b.add_onto(sum, out) : out;
+  }
+
+  TensorId shared_between(Builder& b, TensorId x) const {
     const auto scope = b.scope("shared");
     const int64_t hidden = b[x].shape.back();
-    const TensorId between = activate(b, [&](std::string_view name) {
+    return activate(b, [&](std::string_view name) {
       return b.emit("linear", {x, weight(b, name, shared_, hidden, {"ffn", "hidden"}), {}}, {},
                     std::string(name) + ".out");
     });
-    return b.emit("linear", {between, weight(b, "down", hidden, shared_, {"hidden", "ffn"}), {}}, {}, "down.out");
+  }
+
+  TensorId shared_result(Builder& b, TensorId x, TensorId between) const {
+    const auto scope = b.scope("shared");
+    const int64_t hidden = b[x].shape.back();
+    const TensorId out =
+        b.emit("linear", {between, weight(b, "down", hidden, shared_, {"hidden", "ffn"}), {}}, {}, "down.out");
+    if (!shared_gate_) return out;
+    const TensorId w =
+        b.parameter("token_gate.weight", {1, hidden}, {Initializer::Kind::normal, deviation_}, {"routes", "hidden"});
+    return b.emit("sigmoid_gate", {out, b.emit("router_logits", {x, w}, {}, "token_gate.logits")}, {}, "gated");
   }
 
   int64_t experts_ = 8, k_ = 0, ffn_ = 0, shared_ = 0;
@@ -424,12 +483,13 @@ class Experts final : public strata::Plugin {
   std::vector<int64_t> blocks_{};
   std::string activation_ = "swiglu";
   bool normalize_ = true;
-  double capacity_factor_ = 0, balance_ = 0.01, z_loss_ = 0, deviation_ = 0.02;
+  bool shared_gate_ = false, log_experts_ = false;
+  double capacity_factor_ = 0, receive_factor_ = 0, balance_ = 0.01, z_loss_ = 0, deviation_ = 0.02;
   double jitter_ = 0, dropout_ = 0, bias_rate_ = 0, importance_ = 0.1, load_ = 0.1;
   strata::BatchShape batch_{};  // of the program that is being planned
   bool trains_ = false;
   int ranks_ = 1;  // that experts are divided among
-  bool reports_ = false;
+  strata::moe::Report report_{};
   std::string family_{};
   std::map<int64_t, int64_t> replaced_{};  // blocks, and how wide their input is
 };

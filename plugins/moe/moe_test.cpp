@@ -2,7 +2,9 @@
 //
 // STRATA_SEED and STRATA_CASES choose what is drawn, to repeat a case or to look for longer.
 #include <algorithm>
+#include <array>
 #include <cmath>
+#include <map>
 #include <filesystem>
 #include <fstream>
 #include <random>
@@ -182,6 +184,104 @@ TEST(Experts, DividedInRandomCompositionsAreExact) {
   }
 }
 
+// Several microbatches a rank, and several groups that each have all experts: the tree of one rank.
+TEST(Experts, DividedWithSeveralMicrobatchesAreExact) {
+  struct Division {
+    std::string mesh, strategies;
+    int ranks, micro_batch;
+  };
+  const Division divisions[] = {
+      {"data = 2\nexpert = 2\n", "[plugins.data_parallel]\n", 2, 1},
+      {"data = 4\nexpert = 2\n", "[plugins.data_parallel]\n", 4, 1},
+      {"data = 4\nexpert = 2\n", "[plugins.zero]\nstage = 3\n[plugins.recompute]\n", 4, 2},
+      {"data = 4\nexpert = 2\nreplicate = 2\n", "[plugins.zero]\nstage = 1\n", 4, 1},
+      {"data = 8\nexpert = 2\nreplicate = 2\n", "[plugins.zero]\nstage = 2\n", 8, 1},
+      {"data = 8\nexpert = 2\nreplicate = 2\n", "[plugins.data_parallel]\n", 8, 1},
+      {"data = 2\nexpert = 2\npipeline = 2\n", "[plugins.data_parallel]\n[plugins.pipeline]\n", 4, 1}};
+  int number = 0;
+  for (const Division& division : divisions) {
+    const bool capacity = number++ % 3 == 1;
+    if (test::left_out(size_t(number - 1))) continue;
+    ExpertsCase c = divided_case(2, capacity ? "capacity_factor = 1.0\nbias_rate = 0.01\n" : "shared = 14\n");
+    c.mesh = division.mesh, c.strategies = division.strategies;
+    c.ranks = division.ranks, c.micro_batch = division.micro_batch;
+    SCOPED_TRACE(text_of(c, false));
+    expect_equal(outcome(c, false), outcome(c, true));
+    if (HasFailure()) return;
+  }
+}
+
+// Rows for which there is no room at once are computed in further rounds, whoever they go to: up to all tokens to the
+// same experts. They are summed in another order.
+TEST(Experts, FurtherRoundsDropNothing) {
+  const test::TemporaryFolder folder;
+  const std::string offload = "[plugins.offload]\nminimum = 0\ndirectory = \"" + folder.path() +
+                              "\"\nparameters = \"nvme\"\nactivations = \"nvme\"\n";
+  const std::pair<std::string, std::string> meshes[] = {
+      {"data = 2\nexpert = 2\n", "[plugins.data_parallel]\n" + offload},
+      {"data = 4\nexpert = 4\n", "[plugins.data_parallel]\n[plugins.recompute]\n"},
+      {"data = 4\nexpert = 2\n", "[plugins.zero]\nstage = 3\n[plugins.gist]\nminimum = 0\ncapacity = 1.0\n"},
+      {"data = 2\nexpert = 2\ntensor = 2\n", "[plugins.data_parallel]\n[plugins.tensor_parallel]\n"},
+      {"data = 2\nexpert = 2\npipeline = 2\n", "[plugins.data_parallel]\n[plugins.pipeline]\n"}};
+  int number = 0;
+  for (const auto& [mesh, strategies] : meshes)
+    for (const int words : {1, kWords}) {
+      if (words == kWords && number > 2) continue;
+      ExpertsCase c =
+          divided_case(2, "shared = 14\nreceive_factor = " + std::string(number % 2 ? "1.0" : "0.4") + "\n");
+      c.experts.replace(c.experts.find("ffn = 17\n"), 9, "ffn = 18\n");
+      c.ranks = mesh.find("4") != std::string::npos || mesh.find("r = 2") != std::string::npos ||
+                        mesh.find("pipe") != std::string::npos
+                    ? 4
+                    : 2;
+      c.run = "", c.mesh = mesh, c.strategies = strategies, c.micro_batch = 2;
+      c.optimizer = "[plugins.adamw]\nlearning_rate = 1e-3\nepsilon = 1e-5\n[plugins.clip]\nmax_norm = 0.1\n";
+      SCOPED_TRACE(text_of(c, false) + "words " + std::to_string(words));
+      ++number;
+      test::expect_close(outcome_of_words(c, false, words), outcome_of_words(c, true, words));
+      if (HasFailure()) return;
+    }
+}
+
+// A step whose rounds are not all needed reads nothing that nobody wrote: released memory is poisoned.
+TEST(Experts, RoundsThatNobodyNeedsAreNotRead) {
+  std::array<double, 2> losses{};
+  for (const bool poisoned : {false, true})
+    run_local(2, [&](World& world) {
+      ExpertsCase c = divided_case(2, "receive_factor = 0.7\n");
+      c.run = "", c.micro_batch = 2;
+      test::Runner runner(text_of(c, false), {}, Goal::train, {}, &world);
+      runner.poisoned = poisoned;
+      std::vector<int32_t> tokens(kTokens), targets(kTokens, 3);
+      for (size_t i = 0; i < tokens.size(); ++i) tokens[i] = int32_t(i * i % kWords);
+      double loss = 0;
+      for (int step = 0; step < 2; ++step) loss = runner.run_step(tokens.data(), targets.data());
+      if (world.rank() == 0) losses[poisoned] = loss;
+    });
+  EXPECT_EQ(losses[1], losses[0]);
+}
+
+// Rows are on their way to experts while the shared expert computes, and its last product while they come back.
+TEST(Experts, TheSharedExpertHidesExchanges) {
+  run_local(2, [](World& world) {
+    ExpertsCase c = divided_case(2, "shared = 14\n");
+    const test::Runner runner(text_of(c, false), {}, Goal::train, {}, &world);
+    if (world.rank() != 0) return;
+    const Program& program = runner.built.program;
+    const auto at = [&](const std::string& output) {
+      const auto found = std::find_if(program.ops.begin(), program.ops.end(),
+                                      [&](const Op& op) { return program[op.outputs[0]].name == output; });
+      EXPECT_NE(found, program.ops.end()) << output;
+      return found - program.ops.begin();
+    };
+    const std::string mlp = "block.0.mlp.";
+    EXPECT_LT(at(mlp + "experts.received@0"), at(mlp + "shared.up.out@0"));
+    EXPECT_LT(at(mlp + "shared.up.out@0"), at(mlp + "experts.up.out@0"));
+    EXPECT_LT(at(mlp + "experts.returned@0"), at(mlp + "shared.down.out@0"));
+    EXPECT_LT(at(mlp + "shared.down.out@0"), at(mlp + "experts.out@0"));
+  });
+}
+
 // Groups that each have all experts, ranks that divide each expert's work, and stages sum in another order.
 TEST(Experts, DividedBesideOtherAxesAgree) {
   const std::pair<std::string, std::string> meshes[] = {
@@ -261,18 +361,30 @@ TEST(Experts, BytesExchangedFollowTheFormula) {
 // and choices and slots k a token; offsets.
 TEST(Experts, ActivationBytesFollowTheFormula) {
   constexpr int64_t kHidden = 32, kInner = 48, kOf = 4, kChosen = 2, kAll = 4 * 16;
-  const auto activations = [](int layers) {
-    return test::Runner("[model]\nplugin = \"gpt\"\nlayers = " + std::to_string(layers) +
-                        "\nhidden = 32\nheads = 4\nvocabulary = 64\ncontext = 16\n[data]\ntrain = "
-                        "[\"none\"]\nsequence_length = 16\nglobal_batch = 4\n"
-                        "micro_batch = 4\n[plugins.moe]\nexperts = 4\nffn = 48\n[plugins.adamw]\n")
-        .plan.device()
-        .at_peak[int(Role::activation)];
+  const auto activations = [](int layers, int ranks = 1, const std::string& more = "") {
+    const std::string text = "[model]\nplugin = \"gpt\"\nlayers = " + std::to_string(layers) +
+                             "\nhidden = 32\nheads = 4\nvocabulary = 64\ncontext = 16\n[data]\ntrain = "
+                             "[\"none\"]\nsequence_length = 16\nglobal_batch = " +
+                             std::to_string(4 * ranks) + "\nmicro_batch = 4\n[plugins.moe]\nexperts = 4\nffn = 48\n" +
+                             more +
+                             "[plugins.adamw]\n[plugins.data_parallel]\n[mesh]\ndata = " + std::to_string(ranks) +
+                             "\nexpert = " + std::to_string(ranks) + "\n";
+    int64_t bytes = 0;
+    run_local(ranks, [&](World& world) {
+      const test::Runner runner(text, {}, Goal::train, {}, ranks > 1 ? &world : nullptr);
+      if (world.rank() == 0) bytes = runner.plan.device().at_peak[int(Role::activation)];
+    });
+    return bytes;
   };
   const int64_t rows = kAll * kChosen;
   const int64_t dense = 8 * kAll * kHidden + kAll * (2 + 2 + 4);  // plugins/recompute/recompute_test.cpp
   const int64_t small = kAll * kOf + 3 * kAll * kChosen + 16;     // offsets fill a line of 64 bytes
   EXPECT_EQ(activations(9) - activations(8), 4 * (dense + rows * (2 * kHidden + 3 * kInner) + small));
+  // Of two ranks each has room for all tokens of both, for each of its experts, or for the even share of them: further
+  // rounds keep nothing. And how many rows there are, in lines of 64 bytes: of each expert, and of the busiest.
+  const auto of_two = [&](const std::string& more) { return activations(9, 2, more) - activations(8, 2, more); };
+  EXPECT_EQ(of_two(""), 4 * (dense + kOf * kAll * (2 * kHidden + 3 * kInner) + small + 16));
+  EXPECT_EQ(of_two("receive_factor = 1.0\n"), 4 * (dense + rows * (2 * kHidden + 3 * kInner) + small + 32));
 }
 
 // The loss of the router evens out the load, and what the log says of it and of dropped choices is so.
@@ -304,6 +416,33 @@ TEST(Experts, LearnAndShareTheLoad) {
   EXPECT_EQ(full[2], 0.5);
 }
 
+// Of all ranks and layers, however they are divided: the load of each expert, whose mean is 1.
+TEST(Experts, LogsAreAlikeOnAnyRanks) {
+  std::vector<std::map<std::string, double>> logs;
+  for (const auto& [mesh, ranks] : {std::pair<std::string, int>{"", 1},
+                                    {"data = 4\nexpert = 2\n[plugins.data_parallel]\n", 4},
+                                    {"pipeline = 2\n[plugins.pipeline]\n", 2}}) {
+    auto& log = logs.emplace_back();
+    ExpertsCase c = divided_case(2, "log_experts = true\ncapacity_factor = 1.2\nblocks = [1]\n");
+    c.ranks = ranks, c.micro_batch = 2, c.strategies = "", c.mesh = mesh;
+    const auto run = [&](World& world) {
+      test::Runner runner(text_of(c, ranks == 1), {}, Goal::train, {}, ranks == 1 ? nullptr : &world);
+      std::vector<int32_t> tokens(kTokens), targets(kTokens, 3);
+      for (size_t i = 0; i < tokens.size(); ++i) tokens[i] = int32_t(i * i % kWords);
+      runner.run_step(tokens.data(), targets.data());
+      if (world.rank() != 0) return;
+      for (const char* name : {"moe_loss", "moe_dropped", "moe_load"}) log[name] = runner.scalar(name);
+      for (int e = 0; e < 8; ++e)
+        log["expert"] += log[std::to_string(e)] = runner.scalar("moe_load.1." + std::to_string(e));
+    };
+    run_local(ranks, run);
+    EXPECT_NEAR(log["expert"], 8 * (1 - log["moe_dropped"]), 1e-9) << mesh;
+    EXPECT_GT(log["moe_dropped"], 0) << mesh;
+    for (const auto& [name, value] : log)  // the loss is summed in another order
+      EXPECT_NEAR(value, logs.front()[name], 1e-6 * value) << name << " " << mesh;
+  }
+}
+
 TEST(Experts, PlansTellWhatTheyTake) {
   const test::TemporaryFolder folder;
   Session session(test::write_file(folder / "config.toml", text_of(divided_case(4, ""), false)), {});
@@ -311,9 +450,16 @@ TEST(Experts, PlansTellWhatTheyTake) {
   const std::string text = plan_text(session.plan_run());
   // 2 layers of 3 matrices for 8 experts, a quarter of them in bytes here; the kind's calls are 5 a layer.
   const int64_t count = 2 * 3 * 8 * 24 * 17;
-  EXPECT_NE(text.find(std::to_string(count) + "   ("), std::string::npos) << text;
-  EXPECT_NE(text.find("expert parameters"), std::string::npos) << text;
-  EXPECT_NE(text.find("on this rank)"), std::string::npos) << text;
+  const std::string bytes = bytes_text(count * 4 / 4), states = bytes_text(2 * count * 4 / 4);  // two of AdamW
+  const size_t line = text.find("  experts  ");
+  ASSERT_NE(line, std::string::npos) << text;
+  std::istringstream words(text.substr(line, text.find('\n', line) - line));
+  std::string name, numbers, rest;
+  words >> name >> numbers >> std::ws;
+  std::getline(words, rest);
+  EXPECT_EQ(numbers, std::to_string(count));
+  EXPECT_EQ(rest.substr(0, bytes.size()), bytes);
+  EXPECT_TRUE(rest.ends_with(" " + states)) << rest;
   EXPECT_NE(text.find("  expert          expert_exchange             10"), std::string::npos) << text;
 }
 
@@ -398,11 +544,13 @@ void expect_refused(const std::string& experts, const std::string& why, const st
   }
 }
 
-void expect_divided_refused(const ExpertsCase& c, const std::string& why) {
+void expect_divided_refused(const ExpertsCase& c, const std::string& why, int batch = 8) {
+  std::string text = text_of(c, false);
+  text.replace(text.find("global_batch = 8"), 16, "global_batch = " + std::to_string(batch));
   run_local(c.ranks, [&](World& world) {
     try {
-      const test::Runner runner(text_of(c, false), {}, Goal::train, {}, &world);
-      ADD_FAILURE() << "accepted: " << text_of(c, false);
+      const test::Runner runner(text, {}, Goal::train, {}, &world);
+      ADD_FAILURE() << "accepted: " << text;
     } catch (const Error& error) {
       EXPECT_NE(std::string(error.what()).find(why), std::string::npos) << error.what();
       EXPECT_EQ(error.code(), ExitCode::usage);
@@ -421,10 +569,12 @@ TEST(Experts, WrongDivisionsAreErrors) {
   expect_divided_refused(odd, "experts = 5 cannot be divided evenly among the ranks of mesh.expert = 2");
   expect_divided_refused(with("data = 2\nexpert = 2\n", "dropout = 0.1\n"), "dropout between an expert's products");
   expect_divided_refused(with("data = 2\nexpert = 3\n", ""), "mesh.data = 2 is not a multiple of");
-  expect_divided_refused(with("data = 4\nexpert = 2\n", "", 4), "needs mesh.data = mesh.expert");
-  ExpertsCase several = with("data = 2\nexpert = 2\n", "");
-  several.micro_batch = 2;
-  expect_divided_refused(several, "one microbatch a rank");
+  expect_divided_refused(with("data = 2\nexpert = 2\n", "receive_factor = 1.5\n"), "computed in several rounds");
+  ExpertsCase third = with("data = 6\nexpert = 3\n", "", 6);
+  third.experts = "experts = 9\n", third.micro_batch = 2;
+  expect_divided_refused(third, "needs a power of two of ranks that divide experts, but mesh.expert = 3", 12);
+  third.mesh = "data = 6\nreplicate = 2\n", third.strategies = "[plugins.zero]\nstage = 1\n";
+  expect_divided_refused(third, "is summed over the 3 ranks of axis \"shard\" before axis \"replicate\"", 12);
 }
 
 // Each field of config.json that says something of experts changes the options, or is refused by its name.
@@ -440,6 +590,10 @@ TEST(Experts, FieldsOfFoldersAreNeverIgnored) {
   const std::string qwen = R"({"model_type":"qwen3_moe","num_experts":8,"moe_intermediate_size":8)";
   EXPECT_NE(read(mixtral + "}").find("experts = 8\nk = 2\nffn = 8\n"), std::string::npos);
   EXPECT_NE(read(qwen + "}").find("normalize = false\n"), std::string::npos);
+  const std::string gated = R"({"model_type":"qwen2_moe","num_experts":8,"moe_intermediate_size":8)";
+  EXPECT_NE(read(gated + "}").find("k = 4\n"), std::string::npos);
+  EXPECT_NE(read(gated + "}").find("shared = 5632\nshared_gate = true\n"), std::string::npos);
+  EXPECT_EQ(read(qwen + "}").find("shared"), std::string::npos);
   EXPECT_EQ(read(R"({"model_type":"llama"})"), "none");
   for (const char* field : {R"("num_local_experts":4)", R"("num_experts_per_tok":3)", R"("output_router_logits":true)",
                             R"("router_jitter_noise":0.1)", R"("hidden_act":"gelu")", R"("num_experts_per_tok":9)"})
@@ -447,7 +601,9 @@ TEST(Experts, FieldsOfFoldersAreNeverIgnored) {
   for (const char* field :
        {R"("num_local_experts":4)", R"("num_experts_per_tok":3)", R"("output_router_logits":true)",
         R"("norm_topk_prob":true)", R"("hidden_act":"gelu")", R"("mlp_only_layers":[0])", R"("decoder_sparse_step":2)"})
-    EXPECT_NE(read(qwen + "," + field + "}"), read(qwen + "}")) << field;
+    for (const std::string& family : {qwen, gated})
+      EXPECT_NE(read(family + "," + field + "}"), read(family + "}")) << field;
+  EXPECT_NE(read(gated + R"(,"shared_expert_intermediate_size":4})"), read(gated + "}"));
   EXPECT_NE(read(qwen + R"(,"mlp_only_layers":[1]})").find("\"mlp_only_layers\" to [1]"), std::string::npos);
   EXPECT_NE(read(R"({"model_type":"mixtral","intermediate_size":-1})").find("is -1; expected 1 or more"),
             std::string::npos);
@@ -459,6 +615,8 @@ TEST(Experts, WrongOptionsAreErrors) {
   expect_refused("router = \"gshard\"\nexperts = 1\n", "k = 2 chooses more experts");
   expect_refused("router = \"gshard\"\nbias_rate = 0.1\n", "bias_rate is of routers");
   expect_refused("experts = 0\n", "plugins.moe.experts must be 1 to 65536");
+  expect_refused("capacity_factor = 1.0\nreceive_factor = 2.0\n", "set one of them to 0");
+  expect_refused("shared_gate = true\n", "shared_gate is of the shared expert");
   expect_refused("capacity_factor = 0.01\n", "room for none of the 22 tokens");
   expect_refused("blocks = [1, 2]\n", "block 2");
   expect_refused("blocks = [-1]\n", "block -1");

@@ -61,6 +61,9 @@ def families():
                                                                                         sliding_window=5))
     yield "mixtral", lambda: transformers.MixtralForCausalLM(transformers.MixtralConfig(
         **odd, head_dim=16, num_local_experts=5, num_experts_per_tok=3, experts_implementation="eager"))
+    yield "qwen2_moe", lambda: transformers.Qwen2MoeForCausalLM(transformers.Qwen2MoeConfig(
+        **odd, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=28, shared_expert_intermediate_size=36,
+        norm_topk_prob=True, experts_implementation="eager"))
     yield "qwen3_moe", lambda: transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(
         **odd, head_dim=16, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=28, norm_topk_prob=False,
         experts_implementation="eager"))
