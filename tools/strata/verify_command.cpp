@@ -43,7 +43,7 @@ max_norm = 0.5
 warmup = 3
 [plugins.gist]
 minimum = 0
-capacity = 1.0
+capacity = 0.9
 [plugins.offload]
 minimum = 0
 directory = "@DIRECTORY@"
