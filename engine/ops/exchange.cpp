@@ -336,12 +336,12 @@ void register_all_to_all() {
 void register_shift() {
   OpKind kind{.name = "shift",
               .summary =
-                  "x (…) -> what the rank `offset` before on an axis of `size` ranks has, around its end; split "
-                  "as x is said to be, though it is the part of another rank"};
+                  "x (…), any number -> what the rank `offset` before on an axis of `size` ranks has, around its end; "
+                  "split as x is said to be, though it is the part of another rank"};
   kind.shape = [](const OpView& v) {
-    require(v.inputs() == 1 && v.attributes().has("offset") && v.attributes().has("size") &&
+    require(v.inputs() >= 1 && v.attributes().has("offset") && v.attributes().has("size") &&
                 v.attributes().integer("offset") % v.attributes().integer("size") != 0,
-            v, "one tensor, and attributes size and offset, which is not around to the same rank");
+            v, "tensors, and attributes size and offset, which is not around to the same rank");
     return same(v);
   };
   kind.gradient = [](Differentiation& d) {
@@ -351,19 +351,23 @@ void register_shift() {
   };
   kind.cost = [](const OpView& v) {
     // Handed on whole: what is counted here is multiplied by (n - 1) / n.
-    const double size = double(v.attributes().integer("size")), bytes = double(v.input(0).bytes());
+    const double size = double(v.attributes().integer("size"));
+    double bytes = 0;
+    for (int i = 0; i < v.inputs(); ++i) bytes += double(v.input(i).bytes());
     return Cost{.flops = 0, .bytes = 3 * 2 * bytes, .wire = bytes * size / (size - 1)};
   };
   kind.layout = same_layout;
-  add_kind(
-      std::move(kind), {[](const Binding& b) -> Launch {
-        const int64_t size = b.group().size(), offset = b.attributes().integer("offset") % size + size;
-        std::vector<Pieces> send(static_cast<size_t>(size)), receive(static_cast<size_t>(size));
-        send[size_t((b.group().rank() + offset) % size)].add(
-            {const_cast<std::byte*>(b.in<std::byte>(0)), b.input(0).bytes()});
-        receive[size_t((b.group().rank() + 2 * size - offset) % size)].add({b.out<std::byte>(0), b.output(0).bytes()});
-        return [send, receive, &group = b.group()] { group.all_to_all(send, receive); };
-      }});
+  add_kind(std::move(kind), {[](const Binding& b) -> Launch {
+             const int64_t size = b.group().size(), offset = b.attributes().integer("offset") % size + size;
+             std::vector<Pieces> send(static_cast<size_t>(size)), receive(static_cast<size_t>(size));
+             for (int i = 0; i < b.inputs(); ++i) {
+               send[size_t((b.group().rank() + offset) % size)].add(
+                   {const_cast<std::byte*>(b.in<std::byte>(i)), b.input(i).bytes()});
+               receive[size_t((b.group().rank() + 2 * size - offset) % size)].add(
+                   {b.out<std::byte>(i), b.output(i).bytes()});
+             }
+             return [send, receive, &group = b.group()] { group.all_to_all(send, receive); };
+           }});
 }
 
 const AtLoad exchange_registered([] {

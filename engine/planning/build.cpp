@@ -221,6 +221,7 @@ class Build {
       begin_exchanges_early(step());
     }
     call_placement();
+    if (!built_.apart.empty()) mark_own();
     return std::move(built_);
   }
 
@@ -306,7 +307,11 @@ class Build {
     for (const NamedPlugin& named : plugins_) {
       exchanges_->turn_of(named.name);
       guarded(named, "exchange", [&](Plugin& plugin) { plugin.exchange(exchanges_->stage()); });
+      for (size_t n = built_.notes.size(); n < exchanges_->notes().size(); ++n)
+        built_.notes.push_back("plugin \"" + named.name + "\": " + exchanges_->notes()[n]);
     }
+    for (auto* some : {&list_, &apart_}) exchanges_->take_left(*some);
+    built_.apart = exchanges_->apart();
   }
 
   void call_backward() {
@@ -366,6 +371,8 @@ class Build {
     list_.insert(list_.end(), apart_.begin(), apart_.end());
     exchanges_->once(stage);
     join_gradients(stage, first_apart, by_name(single_, forward_.shared));
+    if (!built_.apart.empty())  // of the mean over this rank's sequences, not its part of the mean over all
+      for (Gradient& gradient : list_) stage.scale(gradient, reduce.scalar(kApartScalar));
     verify_each("exchanging gradients");
     if (exchanges_->has_late()) {
       rewrite_by(order_.unscaling());
@@ -381,7 +388,10 @@ class Build {
   void call_update() {
     Builder update(step());
     update.step_part = StepPart::update;
-    UpdateStage stage(update, list_, mesh_, batch_.reproducible, phases_);
+    UpdateStage stage(update, list_, mesh_, batch_.reproducible, phases_,
+                      [this](Builder& build, std::string_view axis, const std::vector<Gradient>& gradients,
+                             const std::vector<TensorId>& tensors,
+                             int64_t bucket) { return exchanges_->sum_over(build, axis, gradients, tensors, bucket); });
     rewrite(plugins_, "update", step(), mesh_, checks_, [&](Plugin& plugin) {
       update.role = Role::workspace;
       plugin.update(stage);
@@ -393,6 +403,22 @@ class Build {
     ProgramStage placement = stage_of(step());
     rewrite(plugins_, "placement", step(), mesh_, checks_, [&](Plugin& plugin) { plugin.placement(placement); });
     verify(step(), "placement", &mesh_);
+  }
+
+  // What ranks that train apart have each for itself: what updates change, but for what is exchanged before. What an
+  // axis splits is each rank's own already.
+  void mark_own() {
+    const auto parts = mesh_.parts_of(built_.apart);
+    for (Tensor& tensor : step().tensors) {
+      const bool changes =
+          tensor.role == Role::optimizer_state || (tensor.role == Role::parameter && !tensor.lasting->frozen);
+      if (!tensor.persistent || tensor.part_of || !changes || tensor.lasting->alike) continue;
+      if (std::any_of(tensor.layout.begin(), tensor.layout.end(), [&](const Split& split) {
+            return std::find(parts.begin(), parts.end(), split.axis) != parts.end();
+          }))
+        continue;
+      tensor.lasting.change([&](Lasting& lasting) { lasting.own_over = built_.apart; });
+    }
   }
 
   std::span<const NamedPlugin> plugins_;

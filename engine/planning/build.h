@@ -17,8 +17,10 @@ struct BuiltProgram {
   double model_flops =
       0;  // of one step: floating-point operations of forward and backward pass by the kinds' cost rules
   int64_t tokens_per_step = 0;
-  int64_t vocabulary = 0;           // token ids must be below; 0 when the model did not say
-  std::vector<std::string> left{};  // the passes that its steps leave to the next step, in words
+  int64_t vocabulary = 0;            // token ids must be below; 0 when the model did not say
+  std::vector<std::string> left{};   // the passes that its steps leave to the next step, in words
+  std::string apart{};               // the axis whose ranks train apart (ExchangeStage::leave); empty: none
+  std::vector<std::string> notes{};  // of plugins, for users
 };
 
 // Throws Error, with the plugin's name in front when a plugin's pass threw. `plugin_path`: where, beside the usual

@@ -49,6 +49,22 @@ void ExchangeStage::form(const Gradient& gradient, const ExchangeForm& form, std
   }
 }
 
+void ExchangeStage::leave(const Gradient& gradient, std::string_view axis) {
+  if (mesh_.size(axis) == 1) return;
+  const std::string name = parameter_name(program_, gradient);
+  const auto parts = mesh_.parts_of(axis);
+  for (const Split& split : program_[gradient.parameter].layout)
+    if (std::find(parts.begin(), parts.end(), split.axis) != parts.end())
+      throw Error("each rank of axis \"" + split.axis + "\" has another part of " + name + ", so ranks of axis \"" +
+                  std::string(axis) + "\" cannot train apart; let it be another axis.");
+  const auto [at, is_first] = left_.emplace(name, Left{.axis = std::string(axis), .by = plugin_});
+  if (!is_first) refuse_second("way in which ranks train apart", name, std::string(axis), at->second.by, plugin_);
+}
+
+void ExchangeStage::note(std::string text) {
+  if (std::find(notes_.begin(), notes_.end(), text) == notes_.end()) notes_.push_back(std::move(text));
+}
+
 std::vector<TensorId> GradientBucket::sum(const std::vector<TensorId>& tensors) {
   build_.role = Role::gradient;
   Attributes attributes{{"axis", axis_}};
@@ -141,6 +157,35 @@ GradientExchanges::When GradientExchanges::when(const std::string& parameter, co
   const int form = form_of(parameter, axis);
   if (form != kFull && scaled_ && stage_.forms_[size_t(form)].needs_finite) return When::late;
   return wanted.result.each_microbatch ? When::each_microbatch : When::once;
+}
+
+void GradientExchanges::take_left(std::vector<Gradient>& gradients) const {
+  const auto& left = stage_.left_;
+  if (left.empty()) return;
+  const ExchangeStage::Left& first = left.begin()->second;
+  if (scaled_)
+    throw Error(
+        "plugin \"" + first.by + "\" lets the ranks of axis \"" + first.axis +
+        "\" train apart, but they would have to agree on the loss scale in each step; train without loss scaling "
+        "(bf16, f32).");
+  for (Gradient& gradient : gradients) {
+    const std::string parameter = parameter_name(stage_.program_, gradient);
+    const auto found = left.find(parameter);
+    if (found == left.end() || found->second.axis != first.axis)
+      throw Error("plugin \"" + first.by + "\" lets ranks train apart over axis \"" + first.axis +
+                      "\", but not for the gradient of " + parameter + ".",
+                  ExitCode::failed);
+    const auto wanted = stage_.wanted_.find(parameter);
+    for (std::string_view part : stage_.mesh_.parts_of(first.axis)) {
+      if (stage_.mesh_.size(part) > 1 && wanted != stage_.wanted_.end())
+        if (const auto at = wanted->second.find(std::string(part));
+            at != wanted->second.end() && at->second.result.shared_over == part)
+          throw Error("plugin \"" + at->second.by + "\" divides what is summed over axis \"" + std::string(part) +
+                      "\", but plugin \"" + first.by +
+                      "\" lets its ranks train apart; give the second another axis, or leave one of them out.");
+      std::erase(gradient.partial, part);
+    }
+  }
 }
 
 bool GradientExchanges::has_late() const {
@@ -307,10 +352,47 @@ void GradientExchanges::exchange(Builder& build, std::vector<Gradient>& gradient
     bucket.partial_.push_back(gradient.partial);
     for (std::string_view axis : stage_.mesh_.parts_of(group)) std::erase(gradient.partial, axis);
   }
-  build.role = Role::gradient;
-  const std::vector<TensorId> results =
-      form == kFull ? bucket.sum(bucket.gradients_) : made_by(stage_.forms_[size_t(form)], bucket);
+  const std::vector<TensorId> results = made(form, bucket);
   for (size_t i = 0; i < list.size(); ++i) gradients[list[i]].tensor = results[i];
+}
+
+std::vector<TensorId> GradientExchanges::made(int form, GradientBucket& bucket) const {
+  bucket.build().role = Role::gradient;
+  return form == kFull ? bucket.sum(bucket.gradients_) : made_by(stage_.forms_[size_t(form)], bucket);
+}
+
+std::vector<TensorId> GradientExchanges::sum_over(Builder& build, std::string_view axis,
+                                                  const std::vector<Gradient>& gradients,
+                                                  const std::vector<TensorId>& tensors, int64_t bytes) const {
+  STRATA_CHECK(gradients.size() == tensors.size());
+  std::vector<std::string> axes;
+  for (std::string_view part : stage_.mesh_.parts_of(axis))
+    if (stage_.mesh_.size(part) > 1) axes.emplace_back(part);
+  std::vector<Gradient> changes = gradients;
+  for (size_t i = 0; i < changes.size(); ++i) changes[i].tensor = tensors[i], changes[i].partial = axes;
+  std::vector<TensorId> sums(tensors.size());
+  const size_t known = build.program().tensors.size();
+  for (const std::vector<size_t>& some : buckets_of(build.program(), changes, bytes)) {
+    std::map<int, std::vector<size_t>> by_form;
+    for (size_t i : some)
+      by_form[axes.empty() ? kFull : form_of(parameter_name(build.program(), changes[i]), axes[0])].push_back(i);
+    for (const auto& [form, list] : by_form) {
+      GradientBucket bucket(build, stage_.mesh_, std::string(axis), false);
+      for (size_t i : list) {
+        bucket.gradients_.push_back(changes[i].tensor);
+        bucket.overflow_.push_back({});
+        bucket.parameters_.push_back(parameter_name(build.program(), changes[i]));
+        bucket.partial_.push_back(axes);
+      }
+      const std::vector<TensorId> results = made(form, bucket);
+      for (size_t i = 0; i < list.size(); ++i) sums[list[i]] = results[i];
+    }
+  }
+  // What forms remember of changes is each rank's own by its layout, or the same on all.
+  for (size_t t = known; t < build.program().tensors.size(); ++t)
+    if (Tensor& tensor = build.program().tensors[t]; tensor.persistent)
+      tensor.lasting.change([](Lasting& lasting) { lasting.alike = true; });
+  return sums;
 }
 
 // What a form makes of a bucket, if it is what is wanted.

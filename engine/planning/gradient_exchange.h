@@ -16,6 +16,13 @@ class GradientExchanges {
   GradientExchanges(ExchangeStage stage, bool scaled) : stage_(std::move(stage)), scaled_(scaled) {}
   ExchangeStage& stage() { return stage_; }
   void turn_of(const std::string& plugin) { stage_.plugin_ = plugin; }
+  const std::vector<std::string>& notes() const { return stage_.notes_; }
+
+  // Once all plugins have said what they want: gradients that are left to each rank (ExchangeStage::leave) are not
+  // partial over that axis any more. Throws Error where somebody wants what then cannot be.
+  void take_left(std::vector<Gradient>& gradients) const;
+  // The axis whose ranks train apart; empty: none.
+  std::string apart() const { return stage_.left_.empty() ? "" : stage_.left_.begin()->second.axis; }
 
   // In the program of one microbatch: what is wanted of each. Throws Error where a form cannot be used so.
   void each_microbatch(Program& single, std::vector<Gradient>& gradients);
@@ -25,6 +32,9 @@ class GradientExchanges {
   // What was left, when gradients have been unscaled.
   bool has_late() const;
   void late(GradientStage& stage);
+  // UpdateStage::sum_over.
+  std::vector<TensorId> sum_over(Builder& build, std::string_view axis, const std::vector<Gradient>& gradients,
+                                 const std::vector<TensorId>& tensors, int64_t bytes) const;
 
  private:
   using Wanted = ExchangeStage::Wanted;
@@ -41,6 +51,7 @@ class GradientExchanges {
   int form_of(const std::string& parameter, const std::string& axis) const;
   void exchange(Builder& build, std::vector<Gradient>& gradients, const std::vector<size_t>& list,
                 const std::string& group, bool shares, int form, GradientStage* stage);
+  std::vector<TensorId> made(int form, GradientBucket& bucket) const;
   static std::vector<TensorId> made_by(const ExchangeForm& form, GradientBucket& bucket);
 
   ExchangeStage stage_;

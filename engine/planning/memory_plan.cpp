@@ -45,10 +45,11 @@ void keep_what_goes_round(const Program& program, std::vector<int32_t>& last) {
   std::vector<int32_t> reader(program.tensors.size(), -1);  // the first that comes after the op looked at
   for (int32_t i = int32_t(program.ops.size()); i-- > 0;) {
     const Op& op = program.ops[size_t(i)];
-    if (op.kind->name == "shift") {
-      int32_t& stays = last[size_t(program.whole(op.inputs[0]).value)];
-      stays = std::max(stays, reader[size_t(program.whole(op.outputs[0]).value)]);
-    }
+    if (op.kind->name == "shift")
+      for (size_t t = 0; t < op.inputs.size(); ++t) {
+        int32_t& stays = last[size_t(program.whole(op.inputs[t]).value)];
+        stays = std::max(stays, reader[size_t(program.whole(op.outputs[t]).value)]);
+      }
     for (TensorId id : op.inputs)
       if (id) reader[size_t(program.whole(id).value)] = i;
   }

@@ -174,7 +174,10 @@ void share_persistent(std::span<const SharingProgram> programs) {
         throw Error("the programs of a run share their persistent tensors, but \"" + tensor.name + "\" is " +
                     described(first) + " in " + at->second.second + " and " + described(tensor) + " in " + name +
                     "; plugins must declare it alike in all phases.");
+      // The program of validation knows nothing of who trains apart.
+      const std::string own_over = std::max(first.lasting->own_over, tensor.lasting->own_over);
       if (first.lasting->rounded_from.empty()) first.lasting = tensor.lasting;
+      if (!own_over.empty()) first.lasting.change([&](Lasting& lasting) { lasting.own_over = own_over; });
     }
   for (const auto& [name, program] : programs)
     for (const Tensor& tensor : all)

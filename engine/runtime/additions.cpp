@@ -25,7 +25,9 @@ std::map<std::string, Shape> shapes_of(const std::vector<ExternalTensor>& tensor
 
 void fill(Storage& storage, const std::string& parameter, const float* values) {
   for (const Tensor& tensor : storage.persistent_tensors()) {
-    if (tensor.name != parameter && tensor.lasting->rounded_from != parameter) continue;
+    if (tensor.name != parameter && tensor.lasting->rounded_from != parameter &&
+        tensor.lasting->stands_for != parameter)
+      continue;
     const GlobalIndex index(tensor);
     storage.fill(tensor, [&](void* out, int64_t first, int64_t count) {
       index.runs(first, first + count, [&](int64_t local, int64_t global, int64_t run) {

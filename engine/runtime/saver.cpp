@@ -16,7 +16,13 @@ namespace {
 // What working copies of mixed precision are in a checkpoint: nothing, or where nothing has more bits, the parameter.
 bool has_master(const Tensor& tensor) { return !tensor.lasting->rounded_from.empty() && !tensor.lasting->frozen; }
 const Name& name_of(const Tensor& tensor) {
+  if (!tensor.lasting->stands_for.empty()) return tensor.lasting->stands_for;
   return tensor.lasting->rounded_from.empty() ? tensor.name : tensor.lasting->rounded_from;
+}
+
+// What a checkpoint calls the value that one of the ranks that train apart has.
+std::string name_of_own(const std::string& name, int coordinate) {
+  return name + ".apart." + std::to_string(coordinate);
 }
 
 int64_t room(const Tensor& tensor) { return (tensor.bytes() + kAlignment - 1) / kAlignment * kAlignment; }
@@ -24,7 +30,11 @@ int64_t room(const Tensor& tensor) { return (tensor.bytes() + kAlignment - 1) / 
 }  // namespace
 
 void read_into(const Checkpoint& checkpoint, const Tensor& tensor, void* out, int64_t first, int64_t count) {
-  const std::string& name = name_of(tensor);
+  read_into(checkpoint, tensor, name_of(tensor), out, first, count);
+}
+
+void read_into(const Checkpoint& checkpoint, const Tensor& tensor, const std::string& name, void* out, int64_t first,
+               int64_t count) {
   // A constant that a strategy begins with (a loss scale) is not in the checkpoints of runs without that strategy.
   if (tensor.lasting->initializer.kind == Initializer::Kind::constant && !checkpoint.tensors().contains(name)) {
     std::fill_n(static_cast<double*>(out), count, tensor.lasting->initializer.value);
@@ -45,9 +55,14 @@ bool writes(const Tensor& tensor, const Mesh& mesh) {
       return std::find(parts.begin(), parts.end(), axis) != parts.end();
     });
   };
-  // Along an axis that does not split it all ranks hold the same, unless they have programs of their own.
-  return std::all_of(mesh.axes().begin(), mesh.axes().end(),
-                     [&](const Axis& axis) { return axis.coordinate == 0 || axis.own_programs || splits(axis.name); });
+  const std::string& own_over = tensor.lasting->own_over;
+  const auto apart = own_over.empty() ? std::vector<std::string_view>() : mesh.parts_of(own_over);
+  const auto own = [&](std::string_view axis) { return std::find(apart.begin(), apart.end(), axis) != apart.end(); };
+  // Along an axis that does not split it all ranks hold the same, unless they train apart or have programs of their
+  // own.
+  return std::all_of(mesh.axes().begin(), mesh.axes().end(), [&](const Axis& axis) {
+    return axis.coordinate == 0 || axis.own_programs || splits(axis.name) || own(axis.name);
+  });
 }
 
 namespace {
@@ -89,6 +104,7 @@ Saver::Saver(Storage& storage, const Mesh& mesh, World& world, Threads& threads,
       store_(std::move(directory), keep),
       behind_(behind),
       written_before_(written_before(storage.persistent_tensors(), mesh, world)) {
+  for (const Tensor& tensor : storage.persistent_tensors()) stood_for_.insert(tensor.lasting->stands_for);
   if (behind) snapshot_ = Arena(snapshot_bytes(storage.persistent_tensors(), mesh));
 }
 
@@ -109,33 +125,57 @@ bool Saver::keeps_other(const Checkpoint& checkpoint) const {
   });
 }
 
+// Under a tensor's own name is what stands for it, or the value of the first of the ranks that train apart.
+std::string Saver::stored_name(const Tensor& tensor) const {
+  const std::string& name = name_of(tensor);
+  const std::string& over = tensor.lasting->own_over;
+  if (over.empty()) return name;
+  const int coordinate = mesh_[over].coordinate;
+  return coordinate == 0 && !stood_for_.contains(name) ? name : name_of_own(name, coordinate);
+}
+
+// Of each of the ranks that train apart a value, and of no more.
+bool Saver::holds_own(const Checkpoint& checkpoint, const Tensor& tensor) const {
+  const int ranks = mesh_.size(tensor.lasting->own_over);
+  const auto holds = [&](int coordinate) {
+    return checkpoint.tensors().contains(name_of_own(name_of(tensor), coordinate));
+  };
+  return holds(ranks - 1) && !holds(ranks);
+}
+
 Saver::Loaded Saver::load(const std::string& path, bool everything, uint64_t seed,
                           const std::function<void(const CheckpointInfo&)>& check) {
   const Checkpoint checkpoint(path);
   if (check) check(checkpoint.info());
-  Loaded loaded{.info = checkpoint.info(), .begun_anew = {}, .dropped = everything && keeps_other(checkpoint)};
-  const auto lacks = [&](const Tensor& tensor) {
-    const auto found = checkpoint.tensors().find(tensor.name);
+  Loaded loaded{.info = checkpoint.info(), .begun_anew = {}, .begun_together = {},
+                .dropped = everything && keeps_other(checkpoint)};
+  const auto lacks = [&](const Tensor& tensor, const std::string& name) {
+    const auto found = checkpoint.tensors().find(name);
     return found == checkpoint.tensors().end() || found->second.shape != tensor.full_shape();
   };
   std::set<std::string> masters;
   for (const Tensor& tensor : storage_.persistent_tensors()) masters.insert(tensor.lasting->rounded_from);
   for (const Tensor& tensor : storage_.persistent_tensors())
-    if ((tensor.role == Role::parameter || masters.contains(tensor.name) ||
+    if ((tensor.role == Role::parameter || masters.contains(tensor.name) || !tensor.lasting->stands_for.empty() ||
          (everything && tensor.role != Role::scalar)) &&
         is_in(checkpoint, tensor)) {
-      if (is_kept(tensor.name.text()) && lacks(tensor))
+      if (is_kept(tensor.name.text()) && lacks(tensor, tensor.name))
         throw Error(path + ": its run did not leave the same of its last step to the next one (\"" +
                     std::string(tensor.name) +
                     "\"). Resume with the schedule, stages, ranks and microbatches that it was saved with, or begin a "
                     "run with its parameters (run.initialize).");
-      if (tensor.lasting->begins_anew && lacks(tensor)) {
+      const bool is_own = everything && !tensor.lasting->own_over.empty();
+      const bool goes_on = is_own && holds_own(checkpoint, tensor);
+      const std::string name = goes_on ? stored_name(tensor) : name_of(tensor).text();
+      if (tensor.lasting->begins_anew && (lacks(tensor, name) || is_own != goes_on)) {
         storage_.initialize(tensor, seed, threads_);
         loaded.begun_anew.push_back(tensor.name);
         continue;
       }
-      storage_.fill(tensor,
-                    [&](void* out, int64_t first, int64_t count) { read_into(checkpoint, tensor, out, first, count); });
+      if (is_own != goes_on) loaded.begun_together.push_back(tensor.name);
+      storage_.fill(tensor, [&](void* out, int64_t first, int64_t count) {
+        read_into(checkpoint, tensor, name, out, first, count);
+      });
     }
   storage_.release_piece();
   return loaded;
@@ -145,7 +185,8 @@ std::vector<TensorRecord> Saver::records(bool on_nvme) {
   std::vector<TensorRecord> list;
   for (const Tensor& tensor : storage_.persistent_tensors())
     if (writes(tensor, mesh_) && !written_before_.contains(tensor.name) && (tensor.home == Tier::nvme) == on_nvme)
-      list.push_back({name_of(tensor), tensor.role, tensor.dtype, tensor.shape,
+      list.push_back({stored_name(tensor), tensor.lasting->stands_for.empty() ? tensor.role : Role::parameter,
+                      tensor.dtype, tensor.shape,
                       std::function<void(const TensorBytes::Take&)>(
                           [this, &tensor](const TensorBytes::Take& take) { storage_.each(tensor, take); }),
                       box_of(tensor).offset, tensor.full_shape()});

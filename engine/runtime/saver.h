@@ -27,10 +27,13 @@ class Saver {
   // strategies. Throws Error when it holds another model.
   // `check` sees what the checkpoint says of itself before anything is read from it, and throws when it does not fit.
   // What may begin anew (Lasting) and is not in the checkpoint gets its first values, of `seed`.
+  // Ranks that train apart (Lasting::own_over) go on each with its own values, where the checkpoint is of as many;
+  // otherwise with what it holds under the tensors' own names: what they had together, or the first one's.
   struct Loaded {
     CheckpointInfo info;
-    std::vector<std::string> begun_anew;  // names of tensors
-    bool dropped = false;                 // what it has of microbatches under way, as this run's steps leave nothing
+    std::vector<std::string> begun_anew{};      // names of tensors
+    std::vector<std::string> begun_together{};  // of tensors that had other values on other ranks
+    bool dropped = false;  // what it has of microbatches under way, as this run's steps leave nothing
   };
   Loaded load(const std::string& path, bool everything, uint64_t seed,
               const std::function<void(const CheckpointInfo&)>& check = {});
@@ -44,6 +47,8 @@ class Saver {
  private:
   std::vector<TensorRecord> records(bool on_nvme);
   bool keeps_other(const Checkpoint& checkpoint) const;
+  std::string stored_name(const Tensor& tensor) const;
+  bool holds_own(const Checkpoint& checkpoint, const Tensor& tensor) const;
 
   Storage& storage_;
   const Mesh& mesh_;
@@ -52,6 +57,7 @@ class Saver {
   CheckpointStore store_;
   bool behind_;
   std::set<std::string> written_before_;  // names of tensors that ranks of an earlier program write
+  std::set<std::string> stood_for_;       // names of tensors for which others stand (Lasting::stands_for)
   Arena snapshot_;
   std::future<std::string> writing_;
 };
@@ -59,6 +65,9 @@ class Saver {
 // Elements [first, first + count) of what `tensor.layout` gives this rank of a tensor, from whatever a checkpoint holds
 // for it.
 void read_into(const Checkpoint& checkpoint, const Tensor& tensor, void* out, int64_t first, int64_t count);
+// The same of what it holds under that name.
+void read_into(const Checkpoint& checkpoint, const Tensor& tensor, const std::string& name, void* out, int64_t first,
+               int64_t count);
 // False for what a plugin adds to a model where the checkpoint is of the model alone: then first values stay.
 bool is_in(const Checkpoint& checkpoint, const Tensor& tensor);
 

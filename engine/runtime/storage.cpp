@@ -14,6 +14,13 @@
 namespace strata {
 namespace {
 
+// Of the tensor whose first values it has.
+const Name& first_name(const Tensor& tensor) {
+  const Lasting& lasting = *tensor.lasting;
+  if (!lasting.stands_for.empty()) return lasting.stands_for;
+  return lasting.rounded_from.empty() ? tensor.name : lasting.rounded_from;
+}
+
 int64_t padded(int64_t bytes) { return (bytes + kStorageAlignment - 1) / kStorageAlignment * kStorageAlignment; }
 
 }  // namespace
@@ -206,8 +213,7 @@ void Storage::initialize(const Tensor& tensor, uint64_t seed, Threads& threads) 
         threads.split(count, 4096, [&](int64_t begin, int64_t end) {
           constexpr int64_t kChunk = 1024;
           float values[kChunk];
-          const uint64_t stream =
-              stream_of((tensor.lasting->rounded_from.empty() ? tensor.name : tensor.lasting->rounded_from).text());
+          const uint64_t stream = stream_of(first_name(tensor).text());
           const GlobalIndex global(tensor);
           for (int64_t i = begin; i < end; i += kChunk) {
             const int64_t some = std::min(kChunk, end - i);

@@ -103,6 +103,7 @@ class Loop {
   bool due(int64_t every) const { return every > 0 && step_ % every == 0; }
 
   void say_where() {
+    for (const std::string& note : assembly_->plans.main().built.notes) tell("note: " + note);
     if (assembly_->device) tell(assembly_->device->describe());
     if (const std::string note = assembly_->storage.note(); !note.empty()) tell("note: " + note);
     if (assembly_->device && world_.size() > 1)
@@ -149,7 +150,7 @@ class Loop {
   }
 
   void load(const std::string& path, bool everything) {
-    const auto [info, begun_anew, dropped] =
+    const auto [info, begun_anew, begun_together, dropped] =
         saver_->load(path, everything, uint64_t(session_.run.seed), [&](const CheckpointInfo& of) {
           require_same_model(session_.config, of.config, path, session_.run.plugin_path);
         });
@@ -158,6 +159,11 @@ class Loop {
                        path, begun_anew[0], begun_anew.size() - 1));
     if (dropped && first_rank())
       warn(path + " was saved with microbatches under way that this run does not end: they are dropped.");
+    if (!begun_together.empty() && first_rank())
+      warn(fmt::format(
+          "{} is not of {} ranks that train apart: each begins with what they had together, or the first one "
+          "had, of {} and {} other tensors.",
+          path, session_.mesh.size(assembly_->plans.main().built.apart), begun_together[0], begun_together.size() - 1));
     if (!everything) return;
     step_ = info.step;
     samples_ = info.samples;

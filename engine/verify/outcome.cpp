@@ -126,7 +126,9 @@ class Rank {
 
   void collect(Parts& into) {
     for (const Tensor& tensor : assembly_.storage.persistent_tensors())
-      if (tensor.role == Role::parameter || tensor.role == Role::optimizer_state)
+      // Of ranks that train apart the first has what is compared.
+      if ((tensor.role == Role::parameter || tensor.role == Role::optimizer_state) &&
+          (tensor.lasting->own_over.empty() || session_.mesh[tensor.lasting->own_over].coordinate == 0))
         into.add(tensor, assembly_.storage.copy(tensor));
   }
 

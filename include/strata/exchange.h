@@ -143,6 +143,13 @@ class ExchangeStage {
   // Without one, gradients cross as they are (full precision). What a plugin says of one name is one form: gradients
   // of it are exchanged together.
   void form(const Gradient& gradient, const ExchangeForm& form, std::string_view axis = kDataAxis);
+  // The gradient is not summed over the axis, whatever is wanted of it there: its ranks train apart, each by the
+  // gradient of its own sequences' mean loss, and parameters and states differ by rank (Lasting::own_over) but for
+  // those that say `alike`. Who leaves gradients brings parameters together, in stage update; all in each program of a
+  // run, and over one axis. Where the axis has one rank, nothing happens.
+  void leave(const Gradient& gradient, std::string_view axis);
+  // Something that users should know of the plan: that the plugin does nothing here, and why. Told once.
+  void note(std::string text);
 
  private:
   friend class GradientExchanges;
@@ -154,6 +161,9 @@ class ExchangeStage {
     size_t form;  // in forms_
     std::string by;
   };
+  struct Left {
+    std::string axis, by;
+  };
   const Program& program_;
   BatchShape batch_;
   const Mesh& mesh_;
@@ -164,6 +174,8 @@ class ExchangeStage {
   std::map<std::pair<std::string, std::string>, size_t> form_named_;  // by plugin and name
   std::map<std::string, std::map<std::string, Wanted>> wanted_;       // by parameter and axis of the grid
   std::map<std::string, std::map<std::string, Formed>> formed_;
+  std::map<std::string, Left> left_;  // by parameter
+  std::vector<std::string> notes_;
 };
 
 }  // namespace strata

@@ -178,9 +178,17 @@ class GradientStage {
 // stage `update`: the ops that update one parameter from its gradient and states.
 class UpdateStage {
  public:
+  // How the engine sums tensors of gradients over an axis; see sum_over.
+  using Sum = std::function<std::vector<TensorId>(Builder&, std::string_view axis, const std::vector<Gradient>&,
+                                                  const std::vector<TensorId>&, int64_t bucket)>;
   UpdateStage(Builder& builder, const std::vector<Gradient>& gradients, const Mesh& mesh, bool reproducible = false,
-              Phases phases = {})
-      : build_(builder), gradients_(gradients), mesh_(mesh), reproducible_(reproducible), phases_(std::move(phases)) {}
+              Phases phases = {}, Sum sum = {})
+      : build_(builder),
+        gradients_(gradients),
+        mesh_(mesh),
+        reproducible_(reproducible),
+        phases_(std::move(phases)),
+        sum_(std::move(sum)) {}
   const Mesh& mesh() const { return mesh_; }
   const Phases& phases() const { return phases_; }     // that the program is for
   bool reproducible() const { return reproducible_; }  // sums must not depend on the layout
@@ -223,6 +231,13 @@ class UpdateStage {
   std::vector<TensorId> max_over_parts(const std::vector<Gradient>& gradients, std::vector<TensorId> partials) {
     return over_parts(gradients, std::move(partials), "max", kAll);
   }
+  // The sums over the ranks of an axis of a tensor of each gradient, of the shape and layout of its parameter here: of
+  // changes of parameters that were left apart (ExchangeStage::leave). They cross in the forms that plugins gave the
+  // gradients over that axis, `bucket` bytes together. Once in a program for a gradient.
+  std::vector<TensorId> sum_over(std::string_view axis, const std::vector<Gradient>& gradients,
+                                 const std::vector<TensorId>& tensors, int64_t bucket) {
+    return sum_(build_, axis, gradients, tensors, bucket);
+  }
 
  private:
   std::vector<TensorId> over_parts(const std::vector<Gradient>& gradients, std::vector<TensorId> partials,
@@ -234,11 +249,14 @@ class UpdateStage {
   const Mesh& mesh_;
   bool reproducible_;
   Phases phases_;
+  Sum sum_;
 };
 
 // Scalars every program has, written by the step loop before each step.
 inline constexpr std::string_view kStepScalar = "step";                          // 1, 2, 3, …
 inline constexpr std::string_view kLearningRateFactor = "learning_rate_factor";  // 1 unless a schedule sets it
 inline constexpr std::string_view kSeedScalar = "seed";                          // [run] seed
+// Only where ranks train apart (ExchangeStage::leave): how many there are.
+inline constexpr std::string_view kApartScalar = "ranks_apart";
 
 }  // namespace strata

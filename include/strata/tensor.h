@@ -168,6 +168,14 @@ struct Lasting {
   bool frozen = false;
   // Of a parameter that a plugin adds to the model: a checkpoint of the model alone leaves its first values.
   bool added = false;
+  // Ranks along that axis of the mesh (`data`: all its parts) train apart (ExchangeStage::leave), and each has a value
+  // of its own. The engine says so. A checkpoint holds those of all, each under a name of its own.
+  std::string own_over{};
+  // The same on ranks that train apart, since what changes it has been exchanged.
+  bool alike = false;
+  // What ranks that train apart have together, for a tensor of which each has its own: begins with that one's values,
+  // and a checkpoint has it under that one's name.
+  Name stands_for{};
   // By what the optimizer's learning rate and weight decay are multiplied for this parameter (UpdateStage::adjusted).
   double learning_rate_factor = 1, weight_decay_factor = 1;
 };

@@ -66,4 +66,32 @@ void reference_update(T* parameter, const T* gradient, T* m, T* v, int64_t count
   }
 }
 
+// The compressed stage of 1-bit Adam (Tang et al., arXiv 2102.02888, algorithm 1): ranks exchange momentum, and the
+// second moment stays as it was at the end of step `frozen`. What a rank adds to the next first moment: its part of the
+// old one, of which all have the same, and its gradient.
+template <class T>
+T contribution(T m, T gradient, T beta1, T share) {
+  return beta1 * share * m + (1 - beta1) * gradient;
+}
+// With Adam's corrections, which the paper leaves out: they are 1 where a warm-up is as long as it should be.
+template <class T>
+struct FrozenFactors {
+  T decay, step_size, inverse_root, epsilon;
+};
+template <class T>
+FrozenFactors<T> frozen_factors(const Settings& s, double step, double frozen) {
+  return {T(1 - s.learning_rate * s.weight_decay),
+          T(s.learning_rate * s.gradient_scale / (1 - std::pow(s.beta1, step))),
+          T(1 / std::sqrt(1 - std::pow(s.beta2, frozen))), T(s.epsilon)};
+}
+// `exchanged`: the sum of all contributions, which becomes m.
+template <class T>
+void frozen_update(T* parameter, const T* exchanged, T* m, const T* v, int64_t begin, int64_t end,
+                   const FrozenFactors<T>& f) {
+  for (int64_t i = begin; i < end; ++i) {
+    m[i] = exchanged[i];
+    parameter[i] = parameter[i] * f.decay - f.step_size * m[i] / (std::sqrt(v[i]) * f.inverse_root + f.epsilon);
+  }
+}
+
 }  // namespace strata::adamw

@@ -133,6 +133,7 @@ class OneBit final : public strata::Plugin {
   }
 
   void exchange(strata::ExchangeStage& stage) override {
+    if (stage.mesh().size(strata::kDataAxis) == 1) stage.note("it does nothing on one rank.");
     if (start_ > 0 && !stage.phases().in(kPhase)) return;
     bool any = false;
     int64_t largest = 0;

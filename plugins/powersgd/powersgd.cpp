@@ -1,11 +1,13 @@
 // PowerSGD as a plugin: a form of exchange in which a matrix of gradients crosses as two thin factors, and what they
 // leave out is remembered and added to the next one. The arithmetic is in powersgd_kernel.h.
 #include <algorithm>
+#include <charconv>
 #include <cmath>
 
 #include "plugins/powersgd/powersgd_kernel.h"
 #include "strata/convert.h"
 #include "strata/layout.h"
+#include "strata/pattern.h"
 #include "strata/plugin.h"
 
 namespace {
@@ -148,6 +150,9 @@ class PowerSgd final : public strata::Plugin {
 
   void options(strata::Options& o) override {
     o.add("rank", rank_, "rows of the factors that a matrix crosses as").positive();
+    o.add("matrix_ranks", ranks_,
+          "ranks of some matrices, the first pattern of a parameter's name counts: \"block.*.attention.*: 8\"; 0: as "
+          "it is");
     o.add("minimum_ratio", minimum_ratio_,
           "a matrix crosses as it is unless it has at least so many times the elements of its factors")
         .non_negative();
@@ -167,6 +172,8 @@ class PowerSgd final : public strata::Plugin {
   }
 
   void exchange(strata::ExchangeStage& stage) override {
+    if (stage.mesh().size(strata::kDataAxis) == 1) stage.note("it does nothing on one rank.");
+    read_ranks(stage);
     if (start_ > 0 && !stage.phases().in(kPhase)) return;
     int64_t largest = 0;  // rank that a matrix can have
     bool any = false;
@@ -174,9 +181,12 @@ class PowerSgd final : public strata::Plugin {
       const Shape& shape = stage.program()[gradient.tensor].shape;
       if (shape.size() != 2) continue;
       largest = std::max(largest, std::min(shape[0], shape[1]));
-      if (double(shape[0]) * double(shape[1]) < minimum_ratio_ * double(rank_) * double(shape[0] + shape[1])) continue;
-      if (rank_ > std::min(shape[0], shape[1]))
-        throw strata::Error("rank " + std::to_string(rank_) + " is above the size of the gradient of " +
+      const int64_t rank = rank_of(parameter_name(stage.program(), gradient));
+      if (rank == 0 ||
+          double(shape[0]) * double(shape[1]) < minimum_ratio_ * double(rank) * double(shape[0] + shape[1]))
+        continue;
+      if (rank > std::min(shape[0], shape[1]))
+        throw strata::Error("rank " + std::to_string(rank) + " is above the size of the gradient of " +
                             parameter_name(stage.program(), gradient) + ", " + strata::text(shape) +
                             "; lower it, or give a minimum_ratio of 1 or more.");
       any = true;
@@ -193,6 +203,43 @@ class PowerSgd final : public strata::Plugin {
  private:
   static constexpr const char* kPhase = "powersgd: compressed";
 
+  int64_t rank_of(const std::string& parameter) const {
+    for (const auto& [pattern, rank] : rank_by_pattern_)
+      if (strata::matches(pattern, parameter)) return rank;
+    return rank_;
+  }
+
+  // "PATTERN: RANK", of which each must be the first for a matrix (of all programs, where there are several).
+  void read_ranks(const strata::ExchangeStage& stage) {
+    rank_by_pattern_.clear();
+    for (const std::string& entry : ranks_) {
+      const size_t colon = entry.rfind(':');
+      const std::string pattern = trimmed(entry.substr(0, colon)),
+                        digits = colon == std::string::npos ? "" : trimmed(entry.substr(colon + 1));
+      int64_t rank = 0;
+      const auto [end, problem] = std::from_chars(digits.data(), digits.data() + digits.size(), rank);
+      if (pattern.empty() || digits.empty() || problem != std::errc() || end != digits.data() + digits.size() ||
+          rank < 0)
+        throw strata::Error("matrix_ranks: \"" + entry +
+                            "\"; expected \"PATTERN: RANK\", such as \"block.*.attention.*: 8\".");
+      const bool is_used =
+          std::any_of(stage.gradients().begin(), stage.gradients().end(), [&](const strata::Gradient& gradient) {
+            const std::string name = parameter_name(stage.program(), gradient);
+            return stage.program()[gradient.tensor].shape.size() == 2 && strata::matches(pattern, name) &&
+                   std::none_of(rank_by_pattern_.begin(), rank_by_pattern_.end(),
+                                [&](const auto& before) { return strata::matches(before.first, name); });
+          });
+      if (!is_used && stage.mesh().programs().size == 1)
+        throw strata::Error("matrix_ranks: \"" + entry + "\" is the first pattern of no matrix of gradients" +
+                            strata::names_like(stage.program()));
+      rank_by_pattern_.emplace_back(pattern, rank);
+    }
+  }
+  static std::string trimmed(const std::string& text) {
+    const size_t first = text.find_first_not_of(" \t");
+    return first == std::string::npos ? "" : text.substr(first, text.find_last_not_of(" \t") + 1 - first);
+  }
+
   static std::vector<TensorId> sum(strata::GradientBucket& bucket, const std::vector<TensorId>& tensors) {
     return bucket.build().emit_all("all_reduce", tensors, {{"axis", bucket.axis()}, {"reduction", std::string("sum")}});
   }
@@ -202,7 +249,7 @@ class PowerSgd final : public strata::Plugin {
     Matrix m{.gradient = bucket.gradient(i), .matrix = {}, .query = {}};
     const Shape shape = build[m.gradient].shape;
     m.matrix = bucket.state(i, "powersgd.error", shape);
-    m.query = bucket.state(i, "powersgd.query", {rank_, shape[1]},
+    m.query = bucket.state(i, "powersgd.query", {rank_of(bucket.parameter(i)), shape[1]},
                            {.follows = {strata::FormState::kNone, 1},
                             .alike = true,
                             .initializer = {strata::Initializer::Kind::normal, 1.0}});
@@ -250,6 +297,8 @@ class PowerSgd final : public strata::Plugin {
   }
 
   int64_t rank_ = 4, start_ = 0;
+  std::vector<std::string> ranks_;
+  std::vector<std::pair<std::string, int64_t>> rank_by_pattern_;
   double minimum_ratio_ = 2;
 };
 

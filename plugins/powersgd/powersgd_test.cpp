@@ -295,6 +295,40 @@ TEST(PowerSgd, BytesOnTheWireFollowTheFormula) {
   EXPECT_EQ(sent / ranks, 2.0 * (ranks - 1) / ranks * planned);
 }
 
+// Each matrix crosses in the rank of the first pattern that fits it.
+TEST(PowerSgd, RanksByPattern) {
+  const std::string ranks = "matrix_ranks = [\"embedding.*: 0\", \"block.0.*: 1\", \"block.*: 3\"]\n";
+  run_losses(2, config(2, kParallel + kRankTwo + ranks), 1, [&](test::Runner& runner, World& world, int step) {
+    if (step < 0 || world.rank() != 0) return;
+    const Program& program = runner.built.program;
+    double planned = 0, expected = 0;
+    int compressed = 0;
+    for (TensorId id : program.with_role(Role::parameter)) {
+      const std::string name = program[id].name;
+      const Shape shape = program[id].shape;
+      const int64_t rank = name.starts_with("embedding.") ? 0
+                           : name.starts_with("block.0.") ? 1
+                           : name.starts_with("block.")   ? 3
+                                                          : 2;
+      const bool thin = rank > 0 && shape.size() == 2 && shape[0] * shape[1] >= rank * (shape[0] + shape[1]);
+      expected += 4 * (thin ? double(rank * (shape[0] + shape[1])) : double(elements(shape)));
+      compressed += thin;
+    }
+    for (const Op& op : program.ops)
+      if (op.kind->name == "all_reduce")
+        for (TensorId id : op.inputs) planned += double(program[id].bytes());
+    EXPECT_EQ(planned, expected);
+    EXPECT_GT(compressed, 6);
+  });
+  const auto refused = [](const std::string& entry) {
+    return test::usage_error_of(config(2, kParallel + kRankTwo + "matrix_ranks = [" + entry + "]\n"));
+  };
+  for (const std::string entry : {"\"block.*\"", "\"block.*: x\"", "\": 3\"", "\"block.*: -1\""})
+    EXPECT_NE(refused(entry).find("expected \"PATTERN: RANK\""), std::string::npos) << refused(entry);
+  EXPECT_NE(refused("\"blok.*: 3\"").find("is the first pattern of no matrix"), std::string::npos);
+  EXPECT_NE(refused("\"*: 3\", \"block.*: 1\"").find("is the first pattern of no matrix"), std::string::npos);
+}
+
 using PowerSgdRuns = test::ResumedRuns;
 TEST_F(PowerSgdRuns, ResumeOnceAStep) { expect_resumes(config(2, kParallel + kRankTwo + "start = 1\n", 2), 2, 3, 2); }
 TEST_F(PowerSgdRuns, ResumeOfEachMicrobatch) { expect_resumes(config(2, zero_stage(2) + kRankTwo, 2), 2, 3, 2); }

@@ -121,6 +121,8 @@ class QuantizedExchange final : public strata::Plugin {
 
   void options(strata::Options& o) override {
     o.add("format", format_, "what a number crosses as").choices({"int8", "int4", "fp8_e4m3", "bf16"});
+    o.add("axis", axis_, "over which sums cross so: all that see different sequences, or only between groups of them")
+        .choices({"data", "replicate"});
     o.add("minimum", minimum_, "gradients of fewer elements cross as they are").non_negative().unit("elements");
   }
 
@@ -134,6 +136,8 @@ class QuantizedExchange final : public strata::Plugin {
   }
 
   void exchange(strata::ExchangeStage& stage) override {
+    if (stage.mesh().size(axis_) == 1)
+      stage.note("it does nothing here: axis \"" + axis_ + "\" of the mesh has one rank.");
     bool any = false;
     int64_t largest = 0;
     for (const strata::Gradient& gradient : stage.gradients()) {
@@ -141,7 +145,7 @@ class QuantizedExchange final : public strata::Plugin {
       largest = std::max(largest, count);
       if (count < minimum_) continue;
       any = true;
-      stage.form(gradient, {.name = format_, .exchange = [this](auto& bucket) { return cross(bucket); }});
+      stage.form(gradient, {.name = format_, .exchange = [this](auto& bucket) { return cross(bucket); }}, axis_);
     }
     if (!any && stage.mesh().programs().size == 1)
       throw strata::Error("no gradient has minimum = " + std::to_string(minimum_) + " elements; the largest has " +
@@ -210,7 +214,7 @@ class QuantizedExchange final : public strata::Plugin {
     return results;
   }
 
-  std::string format_ = "int8";
+  std::string format_ = "int8", axis_{strata::kDataAxis};
   int64_t minimum_ = 1024;
 };
 

@@ -86,6 +86,7 @@ class Stale final : public strata::Plugin {
   }
 
   void exchange(strata::ExchangeStage& stage) override {
+    if (stage.mesh().size(strata::kDataAxis) == 1) stage.note("it does nothing on one rank.");
     if (steps_ > kMost)
       throw strata::Error("steps = " + std::to_string(steps_) + "; each keeps a gradient of every parameter: at most " +
                           std::to_string(kMost) + ".");

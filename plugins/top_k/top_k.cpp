@@ -145,6 +145,7 @@ class TopK final : public strata::Plugin {
   }
 
   void exchange(strata::ExchangeStage& stage) override {
+    if (stage.mesh().size(strata::kDataAxis) == 1) stage.note("it does nothing on one rank.");
     double sparsity = sparsity_;
     for (const Level& level : levels_)
       if (stage.phases().in(level.phase)) sparsity = level.sparsity;

@@ -60,6 +60,8 @@ minimum = 0
 [plugins.top_k]
 sparsity = 0.5
 minimum = 0
+[plugins.local_sgd]
+every = 3
 [plugins.moe]
 experts = 4
 [plugins.lora]
