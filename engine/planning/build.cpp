@@ -391,7 +391,8 @@ class Build {
     UpdateStage stage(update, list_, mesh_, batch_.reproducible, phases_,
                       [this](Builder& build, std::string_view axis, const std::vector<Gradient>& gradients,
                              const std::vector<TensorId>& tensors,
-                             int64_t bucket) { return exchanges_->sum_over(build, axis, gradients, tensors, bucket); });
+                             int64_t bucket) { return exchanges_->sum_over(build, axis, gradients, tensors, bucket); },
+                      forward_.state_dtype);
     rewrite(plugins_, "update", step(), mesh_, checks_, [&](Plugin& plugin) {
       update.role = Role::workspace;
       plugin.update(stage);

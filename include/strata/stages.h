@@ -89,6 +89,7 @@ struct ProgramStage {
   std::vector<Gradient>* gradients = nullptr;  // backward: of one microbatch
   TensorId loss_gradient{};                    // forward: the f64 {1} gradient of each loss; invalid means 1
   DType gradient_dtype = DType::f32;           // forward: of parameters' gradients; in a 16-bit type they are summed so
+  DType state_dtype = DType::f32;              // forward: UpdateStage::rounded_state
   std::vector<NamedSplit> splits{};            // forward: the engine splits the program so when all plugins are done
   std::vector<SharedParameter> shared{};       // forward: of this program's
   std::vector<Root> roots{};                   // forward: where differentiation starts beside Program::losses
@@ -182,8 +183,9 @@ class UpdateStage {
   using Sum = std::function<std::vector<TensorId>(Builder&, std::string_view axis, const std::vector<Gradient>&,
                                                   const std::vector<TensorId>&, int64_t bucket)>;
   UpdateStage(Builder& builder, const std::vector<Gradient>& gradients, const Mesh& mesh, bool reproducible = false,
-              Phases phases = {}, Sum sum = {})
-      : build_(builder),
+              Phases phases = {}, Sum sum = {}, DType rounded_state = DType::f32)
+      : rounded_state_(rounded_state),
+        build_(builder),
         gradients_(gradients),
         mesh_(mesh),
         reproducible_(reproducible),
@@ -211,9 +213,9 @@ class UpdateStage {
   Attributes adjusted(const Gradient& gradient, Attributes attributes) const;
   // The gradient as f32, for kernels that take nothing else: converted just before its update.
   Gradient in_f32(const Gradient& gradient);
-  // The type for states of a number an element that can be rounded stochastically: f32 unless a plugin asks for bf16.
+  // The type for states of a number an element that can be rounded stochastically: f32 unless a plugin wants bf16
+  // (ProgramStage::state_dtype).
   DType rounded_state() { return rounded_asked_ = true, rounded_state_; }
-  void ask_for_rounded_states() { rounded_state_ = DType::bf16; }
   bool keeps_rounded_states() const { return rounded_asked_; }
   // Combines over the ranks that hold other parts of the gradient's parameter, states in place; nothing where it is not
   // split. `along`: only over those that hold other parts along this dimension of the parameter.
@@ -242,7 +244,7 @@ class UpdateStage {
  private:
   std::vector<TensorId> over_parts(const std::vector<Gradient>& gradients, std::vector<TensorId> partials,
                                    const std::string& reduction, int along);
-  DType rounded_state_ = DType::f32;
+  DType rounded_state_;
   bool rounded_asked_ = false;
   Builder& build_;
   const std::vector<Gradient>& gradients_;

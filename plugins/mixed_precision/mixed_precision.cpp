@@ -67,6 +67,7 @@ class MixedPrecision final : public strata::Plugin {
     }
     narrow(program);
     if (gradients_ == "bf16") stage.gradient_dtype = DType::bf16;
+    if (states_ == "bf16") stage.state_dtype = DType::bf16;
     if (half_ == DType::f16 && stage.goal == strata::Goal::train)
       stage.loss_gradient = persistent(program, "loss_scale", scale);
   }

@@ -95,6 +95,20 @@ TEST(MixedPrecision, LearnsAsF32Does) {
     }
 }
 
+// Moments in bf16 take two bytes, and nothing else changes its size.
+TEST(MixedPrecision, MomentsTakeHalfWhereAsked) {
+  const Outcome wide = outcome(toml(kAdamW + mixed()), 1, 2),
+                rounded = outcome(toml(kAdamW + mixed("states = \"bf16\"\n")), 1, 2);
+  int moments = 0;
+  for (const auto& [name, bytes] : wide.tensors) {
+    const bool is_moment = name.ends_with(".adamw.m") || name.ends_with(".adamw.v");
+    EXPECT_EQ(rounded.tensors.at(name).size() * (is_moment ? 2 : 1), bytes.size()) << name;
+    moments += is_moment;
+  }
+  EXPECT_GT(moments, 0);
+  EXPECT_NE(rounded.losses, wide.losses);
+}
+
 // What moves, encodes without loss or runs again changes no bit, with any precision.
 TEST(MixedPrecision, StrategiesThatReorderNothingAreExact) {
   const test::TemporaryFolder folder;
