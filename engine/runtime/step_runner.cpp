@@ -17,6 +17,7 @@ void StepRunner::run(int64_t step, const std::function<void()>& load, const std:
   set_scalar(kStepScalar, double(step));
   set_scalar(kSeedScalar, double(session_.run.seed));
   set_scalar(kLearningRateFactor, 1);
+  set_scalar(kLossWeight, 1);
   each_plugin("step_start", [&](Plugin& plugin) { plugin.step_start(*this); });
   at_part(StepPart::load, true);
   load();

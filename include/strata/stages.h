@@ -234,5 +234,7 @@ class UpdateStage {
 inline constexpr std::string_view kStepScalar = "step";                          // 1, 2, 3, …
 inline constexpr std::string_view kLearningRateFactor = "learning_rate_factor";  // 1 unless a schedule sets it
 inline constexpr std::string_view kSeedScalar = "seed";                          // [run] seed
+// The gradient that losses are given where BatchShape::weighted: the step's targets by those of them that count.
+inline constexpr std::string_view kLossWeight = "loss_weight";
 
 }  // namespace strata
