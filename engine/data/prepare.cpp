@@ -417,9 +417,9 @@ class Encoder {
   Encoder(const Made& made, const PrepareArguments& arguments, Done done)
       : tokenizer_(*made.tokenizer),
         documents_(arguments.tokenizer, arguments.train_on),
-        train_on_(arguments.train_on),
         begin_(tokenizer_.document_begin()),
         end_(arguments.document_end.empty() ? tokenizer_.document_end() : tokenizer_.encode(arguments.document_end)),
+        train_on_(arguments.train_on),
         broken_text_(made.broken_text),
         done_(std::move(done)),
         threads_(int(std::max(1u, std::thread::hardware_concurrency()))) {
