@@ -104,8 +104,10 @@ void TokenMarksWriter::commit() {
   while (starts_.back() >= tokens_) starts_.pop_back();                       // nothing came
   mask_.write(std::as_bytes(std::span(bytes_)));
   documents_.write(std::as_bytes(std::span(starts_)));
-  mask_.write_at(std::as_bytes(std::span(header_of_marks(kMagicOfMask, tokens_))), 0);
-  documents_.write_at(std::as_bytes(std::span(header_of_marks(kMagicOfDocuments, tokens_))), 0);
+  const std::string of_mask = header_of_marks(kMagicOfMask, tokens_),
+                    of_documents = header_of_marks(kMagicOfDocuments, tokens_);
+  mask_.write_at(std::as_bytes(std::span(of_mask)), 0);
+  documents_.write_at(std::as_bytes(std::span(of_documents)), 0);
   mask_.commit();
   documents_.commit();
 }
