@@ -2,7 +2,7 @@
 # Conversations from a file to a model, through the command: prepared with masks, packed, trained for epochs within a budget
 # on several ranks, evaluated; and what is wrong with them told in one message. finetuning.sh BUILD_FOLDER
 set -euo pipefail
-strata=$1/bin/strata
+strata=$(realpath "$1")/bin/strata
 reference=$(dirname "$(realpath "$0")")/reference/data
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
@@ -103,7 +103,7 @@ rm data/train_001.*
 cp whole data/train_000.mask
 rm data/train_000.documents
 expect 2 "data/train_000.bin: does not say where its documents begin" "$strata" check config.toml
-expect 0 "" "$strata" check config.toml --set data.packed=false
+expect 0 "" "$strata" check config.toml --set data.packed=false --set run.directory=\"none\"
 printf '{%% for m in messages %%}{%% if not loop.last %%}x{%% endif %%}{{ m.content }}{%% endfor %%}' >model/chat_template.jinja
 expect 2 "chats.jsonl:1: model/chat_template.jinja:1: what the assistant says in messages[1] cannot be told" "$strata" data prepare chats.jsonl --output other --tokenizer model
 expect 0 "" "$strata" data prepare chats.jsonl --output other --tokenizer model --train-on all

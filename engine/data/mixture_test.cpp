@@ -220,7 +220,7 @@ TEST(Marks, WhatDoesNotFitIsRefusedWithItsFile) {
   EXPECT_EQ(error_of(folder, [&] { Sampler(without, 4, false, 0, true); }),
             "b.bin: does not say where its documents begin (b.documents), which data.packed needs; prepare it again "
             "with: strata data prepare.");
-  const TokenDataset alone({write_tokens(folder, "c.bin", 3, 1, {0, 1, 2})}, 1000);
+  const TokenDataset alone({write_tokens(folder, "c.bin", 1, 1, {0})}, 1000);
   EXPECT_EQ(error_of(folder, [&] { Sampler(alone, 4, false, 0, true); }),
             "c.bin: holds no document of at least two tokens; there is nothing to predict.");
 }

@@ -255,7 +255,8 @@ double scores(const OpView& v, const Tensor& qkv) {
 }
 double context_bytes(const OpView& v) {
   double sum = 0;
-  for (int i = 0; i < v.inputs(); ++i) sum += double(v.input(i).bytes());
+  for (int i = 0; i < v.inputs(); ++i)
+    if (v.has_input(i)) sum += double(v.input(i).bytes());
   for (int i = 0; i < v.outputs(); ++i) sum += double(v.output(i).bytes());
   return sum;
 }
