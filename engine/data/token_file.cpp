@@ -120,6 +120,7 @@ std::vector<std::string> matches(const std::string& pattern) {
   const int problem = errno;
   std::vector<std::string> paths;
   if (status == 0) paths.assign(found.gl_pathv, found.gl_pathv + found.gl_pathc);
+  std::erase_if(paths, [](const std::string& path) { return path.ends_with(kMask) || path.ends_with(kDocuments); });
   globfree(&found);
   if (status == GLOB_ABORTED) throw Error(pattern + ": cannot list the files: " + std::strerror(problem) + ".");
   if (status == GLOB_NOSPACE) throw std::bad_alloc();
