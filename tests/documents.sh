@@ -45,7 +45,7 @@ for table, options in tables.items():
         for option in options:
             if not re.search(rf"^\| `?{option}`? \|", page, re.M):
                 fail(f"plugins/{table[8:]}/README.md does not name the option {option}")
-    elif set(options) != set((schema["parameters"]["additionalProperties"] if table.startswith("parameters.") else schema[table])["properties"]):
+    elif set(options) != set((schema[table.split(".")[0]]["additionalProperties"] if "." in table else schema[table])["properties"]):
         fail(f"--schema and docs/options.md differ on [{table}]")
 
 # Links: relative ones lead to files, and their anchors to headings.

@@ -91,18 +91,24 @@ class Runner final {
     storage->initialize(uint64_t(session_.run.seed), assembly_.threads);
   }
 
-  // One step on tokens and targets (global_batch, sequence_length), the next one if not said; returns the loss.
-  double run_step(const int32_t* tokens, const int32_t* targets, int64_t step = 0) {
+  // One step on tokens and targets (global_batch, sequence_length), the next one if not said; returns the loss. Targets
+  // below 0 do not count. `documents`: where those of packed data begin.
+  double run_step(const int32_t* tokens, const int32_t* targets, int64_t step = 0, const int32_t* documents = nullptr) {
     double loss = 0;
+    const double weight = weight_of(targets);
     steps_.run(
-        step > 0 ? step : steps_.step() + 1, [&] { feed(tokens, targets); },
+        step > 0 ? step : steps_.step() + 1,
+        [&] {
+          feed(tokens, targets, documents);
+          steps_.set_scalar(kLossWeight, weight);
+        },
         [&] {
           std::vector<double> losses;
           for (TensorId id : steps_.executor().program().losses)
             losses.push_back(*static_cast<const float*>(steps_.executor().pointer(id)));
           if (session_.mesh.programs().size > 1) losses.resize(size_t(session_.batch(Goal::train).microbatches));
           if (!session_.mesh.counts()) std::fill(losses.begin(), losses.end(), 0.0);
-          loss = sum_over_ranks(groups, std::move(losses));
+          loss = sum_over_ranks(groups, std::move(losses)) * weight;
         },
         poisoned);
     return loss;
@@ -144,7 +150,13 @@ class Runner final {
     return plans;
   }
 
-  void feed(const int32_t* tokens, const int32_t* targets) {
+  double weight_of(const int32_t* targets) const {
+    const BatchShape batch = session_.batch(Goal::train);
+    const int64_t all = batch.sequences() * batch.sequence_length,
+                  counted = std::count_if(targets, targets + all, [](int32_t target) { return target >= 0; });
+    return !batch.weighted ? 1 : counted > 0 ? double(all) / double(counted) : 0;
+  }
+  void feed(const int32_t* tokens, const int32_t* targets, const int32_t* documents) {
     const Executor& executor = steps_.executor();
     const Program& program = executor.program();
     const BatchShape batch = session_.batch(Goal::train);
@@ -160,6 +172,7 @@ class Runner final {
         });
       };
       put("tokens", tokens), put("targets", targets);
+      if (documents) put("document_starts", documents);
     }
   }
 };

@@ -49,12 +49,12 @@ STRATA_KERNEL forward(const T* qkv, T* out, float* lse, Sizes s) {
     query[d] = row < s.time ? to_float(base[int64_t(row) * s.width + s.query(head) + d]) : 0.0f;
   float top = -3.0e38f, sum = 0, o[kDims] = {};
   const int end = first + kWarps < s.time ? first + kWarps : s.time;  // keys that any row here sees
-  for (int k = s.begin(first) / kTile * kTile; k < end; k += kTile) {
+  for (int k = s.begin(n, first) / kTile * kTile; k < end; k += kTile) {
     __syncthreads();
     fill(keys, base + s.key(head / s.per_group()), s.width, k, s.time, s.size);
     fill(values, base + s.value(head / s.per_group()), s.width, k, s.time, s.size);
     __syncthreads();
-    const bool seen = s.sees(row, k + lane);
+    const bool seen = s.sees(n, row, k + lane);
     const float score = seen ? s.score(dot(query, keys + lane * (s.size + 1), s.size)) : -3.0e38f;
     const float highest = warp_max(score), before = top;
     top = highest > top ? highest : top;
@@ -101,13 +101,13 @@ STRATA_KERNEL query_gradient(const T* d_out, const T* qkv, const float* lse, con
   const float shift = lse[at], mean = dots[at];
   float dq[kDims] = {};
   const int end = first + kWarps < s.time ? first + kWarps : s.time;
-  for (int k = s.begin(first) / kTile * kTile; k < end; k += kTile) {
+  for (int k = s.begin(n, first) / kTile * kTile; k < end; k += kTile) {
     __syncthreads();
     fill(keys, base + s.key(head / s.per_group()), s.width, k, s.time, s.size);
     fill(values, base + s.value(head / s.per_group()), s.width, k, s.time, s.size);
     __syncthreads();
     float ds = 0;
-    if (s.sees(row, k + lane) && row < s.time) {
+    if (s.sees(n, row, k + lane) && row < s.time) {
       const float score = s.score(dot(query, keys + lane * (s.size + 1), s.size));
       ds = __expf(score - shift) * (dot(slope, values + lane * (s.size + 1), s.size) - mean) * s.slope(score);
     }
@@ -136,14 +136,15 @@ STRATA_KERNEL key_gradient(const T* d_out, const T* qkv, const float* lse, const
   float dk[kDims] = {}, dv[kDims] = {};
   for (int head = group * s.per_group(); head < (group + 1) * s.per_group(); ++head) {
     const int64_t of_head = (int64_t(n) * s.heads + head) * s.time;
-    for (int q = first / kTile * kTile; q < s.end(first + kWarps - 1); q += kTile) {
+    const int begin = first / kTile * kTile, end = s.end(n, first + kWarps - 1, begin, kTile);
+    for (int q = begin; q < end; q += kTile) {
       __syncthreads();
       fill(queries, base + s.query(head), s.width, q, s.time, s.size);
       fill(slopes, d_out + int64_t(n) * s.time * s.heads * s.size + head * s.size, int64_t(s.heads) * s.size, q, s.time,
            s.size);
       __syncthreads();
       float p = 0, ds = 0;
-      if (s.sees(q + lane, row) && q + lane < s.time && row < s.time) {
+      if (s.sees(n, q + lane, row) && q + lane < s.time && row < s.time) {
         const float score = s.score(dot(key, queries + lane * (s.size + 1), s.size));
         p = __expf(score - lse[of_head + q + lane]);
         ds = p * (dot(value, slopes + lane * (s.size + 1), s.size) - dots[of_head + q + lane]) * s.slope(score);
@@ -172,10 +173,16 @@ Launch on_tensor_cores(const Sizes& s, Body&& body) {
   return {};
 }
 
+Sizes sizes_with(const Binding& b, int qkv, int documents) {
+  Sizes s(b, b.input(qkv));
+  if (b.has_input(documents)) s.documents = b.in<int32_t>(documents);
+  return s;
+}
+
 const Registration attention("attention", [](const Binding& b) -> Launch {
   return with_type(b.input(0).dtype, [&](auto zero) -> Launch {
     using T = decltype(zero);
-    const Sizes s(b, b.input(0));
+    const Sizes s = sizes_with(b, 0, 1);
     const auto fast = on_tensor_cores<T>(s, [&](auto size) -> Launch {
       constexpr int D = decltype(size)::value;
       const dim3 grid(blocks(s.time, flash::kRows), unsigned(s.heads), unsigned(b.input(0).shape[0]));
@@ -196,7 +203,7 @@ const Registration gradient(
     [](const Binding& b) -> Launch {
       return with_type(b.input(0).dtype, [&](auto zero) -> Launch {
         using T = decltype(zero);
-        const Sizes s(b, b.input(1));
+        const Sizes s = sizes_with(b, 1, 4);
         const auto fast = on_tensor_cores<T>(s, [&](auto size) -> Launch {
           constexpr int D = decltype(size)::value;
           const unsigned tiles = blocks(s.time, flash::kRows), batch = unsigned(b.input(1).shape[0]);

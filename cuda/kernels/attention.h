@@ -11,6 +11,7 @@ struct Sizes {
   int time, queries, size, width, groups, heads;
   int window;  // positions that a query sees, its own and those before it
   float scale, soft_cap;
+  const int32_t* documents = nullptr;  // (batch, time): where the document of a row begins; null: all at 0
   Sizes(const OpView& v, const Tensor& qkv)
       : time(int(qkv.shape[1])),
         queries(int(v.attributes().integer("queries_per_group"))),
@@ -24,10 +25,23 @@ struct Sizes {
     if (window == 0) window = time;
     require(size <= 256, v, "heads of at most 256 on the cuda backend");
   }
-  STRATA_DEVICE bool sees(int row, int column) const { return column <= row && column > row - window; }
-  // The first column that some row from `row` on sees, and the row behind the last that sees `column`.
-  STRATA_DEVICE int begin(int row) const { return row >= window ? row + 1 - window : 0; }
-  STRATA_DEVICE int end(int column) const { return time - column > window ? column + window : time; }
+  // Of sequence n, for rows below time: the first column that a row, and with it those after it, sees.
+  STRATA_DEVICE int begin(int n, int row) const {
+    const int of_window = row >= window ? row + 1 - window : 0;
+    const int document = documents ? documents[int64_t(n) * time + row] : 0;
+    return document > of_window ? document : of_window;
+  }
+  // Rows from `time` on see what those of no documents would.
+  STRATA_DEVICE bool sees(int n, int row, int column) const {
+    return column <= row && column > row - window && (!documents || row >= time || column >= begin(n, row));
+  }
+  // A row behind all that see `column`: the first of a tile of `step` rows from `first` on that sees it no more.
+  STRATA_DEVICE int end(int n, int column, int first, int step) const {
+    const int end = time - column > window ? column + window : time;
+    for (int row = first + step; documents && row < end; row += step)
+      if (documents[int64_t(n) * time + row] > column) return row;
+    return end;
+  }
   // Of a product of query and key the score, and of a score its slope by the product.
   STRATA_DEVICE float score(float product) const {
     return soft_cap > 0 ? soft_cap * tanhf(product * scale / soft_cap) : product * scale;

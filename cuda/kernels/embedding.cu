@@ -16,8 +16,9 @@ struct OwnRows {
 
 template <class T>
 STRATA_KERNEL embed(const int32_t* tokens, const T* w, const T* positions, T* x, int64_t time, Indices at,
-                    int64_t columns, int64_t first, int64_t own) {
+                    const int32_t* documents, int64_t columns, int64_t first, int64_t own) {
   const int64_t row = blockIdx.x, from = tokens[row] - first;
+  const int64_t position = at(row % time) - (documents ? documents[row] : 0);
   const bool here = from >= 0 && from < own;
   float v[kEach], p[kEach];
   for (int64_t i = int64_t(threadIdx.x) * kEach; i < columns; i += kBlock * kEach) {
@@ -29,7 +30,7 @@ STRATA_KERNEL embed(const int32_t* tokens, const T* w, const T* positions, T* x,
     }
     load(w + from * columns, i, columns, v);
     if (positions) {
-      load(positions + at(row % time) * columns, i, columns, p);
+      load(positions + position * columns, i, columns, p);
 #pragma unroll
       for (int e = 0; e < kEach; ++e) v[e] += p[e];
     }
@@ -90,35 +91,64 @@ STRATA_KERNEL position_gradient(const T* dx, float* dp, int64_t batch, int64_t t
   }
 }
 
+// Of packed documents: a block a row of the table sums the rows of tokens at that place of their document, in order.
+template <class T>
+STRATA_KERNEL position_gradient_of_documents(const T* dx, const int32_t* documents, float* dp, int64_t rows,
+                                             int64_t time, Indices at, int64_t columns) {
+  const int64_t position = blockIdx.x;
+  const int lane = int(threadIdx.x) % 32;
+  dp += position * columns;
+  for (int64_t base = 0; base < columns; base += kBlock * kEach) {
+    const int64_t i = base + int64_t(threadIdx.x) * kEach;
+    float sum[kEach], v[kEach];
+    load(static_cast<const float*>(dp), i, columns, sum);
+    for (int64_t r = 0; r < rows; r += 32) {
+      const int64_t row = r + lane;
+      unsigned same = __ballot_sync(0xFFFFFFFFu, row < rows && at(row % time) - documents[row] == position);
+      for (; same; same &= same - 1) {
+        load(dx + (r + __ffs(same) - 1) * columns, i, columns, v);
+#pragma unroll
+        for (int e = 0; e < kEach; ++e) sum[e] += v[e];
+      }
+    }
+    store(dp, i, columns, sum);
+  }
+}
+
 const Registration forward("embedding", [](const Binding& b) -> Launch {
   return with_type(b.input(1).dtype, [&](auto zero) -> Launch {
     using T = decltype(zero);
-    return [=, tokens = b.in<int32_t>(0), w = b.in<T>(1), p = b.has_input(2) ? b.in<T>(2) : nullptr, x = b.out<T>(0),
-            rows = count(b.input(0)), time = b.input(0).shape[1], at = Indices(b.input(0), 1), columns = b.columns(1),
-            own = OwnRows(b.input(1)), queue = b.queue()] {
-      launch(embed<T>, dim3(unsigned(rows)), kBlock, 0, queue, tokens, w, p, x, time, at, columns, own.first,
-             own.count);
-    };
+    return
+        [=, tokens = b.in<int32_t>(0), w = b.in<T>(1), p = b.has_input(2) ? b.in<T>(2) : nullptr, x = b.out<T>(0),
+         documents = b.has_input(3) ? b.in<int32_t>(3) : nullptr, rows = count(b.input(0)), time = b.input(0).shape[1],
+         at = Indices(b.input(0), 1), columns = b.columns(1), own = OwnRows(b.input(1)), queue = b.queue()] {
+          launch(embed<T>, dim3(unsigned(rows)), kBlock, 0, queue, tokens, w, p, x, time, at, documents, columns,
+                 own.first, own.count);
+        };
   });
 });
 const Registration backward("embedding_gradient", [](const Binding& b) -> Launch {
   return with_type(b.input(0).dtype, [&](auto zero) -> Launch {
     using T = decltype(zero);
-    return [=, dx = b.in<T>(0), tokens = b.in<int32_t>(1), dw = b.out<float>(0), rows = b.rows(0),
-            columns = b.columns(0), all = count(b.output(0)), own = OwnRows(b.output(0)), onto = b.accumulates(0),
-            queue = b.queue()] {
-      if (!onto) launch(clear, dim3(blocks(all, 256)), 256, 0, queue, dw, all);
-      launch(embedding_gradient<T>, dim3(unsigned(rows)), kBlock, 0, queue, dx, tokens, dw, rows, columns, own.first,
-             own.count);
-    };
+    return
+        [=, dx = b.in<T>(0), tokens = b.in<int32_t>(1), dw = b.out<float>(0), rows = b.rows(0), columns = b.columns(0),
+         all = count(b.output(0)), own = OwnRows(b.output(0)), onto = b.accumulates(0), queue = b.queue()] {
+          if (!onto) launch(clear, dim3(blocks(all, 256)), 256, 0, queue, dw, all);
+          launch(embedding_gradient<T>, dim3(unsigned(rows)), kBlock, 0, queue, dx, tokens, dw, rows, columns,
+                 own.first, own.count);
+        };
   });
 });
 const Registration positions("position_gradient", [](const Binding& b) -> Launch {
   return with_type(b.input(0).dtype, [&](auto zero) -> Launch {
     using T = decltype(zero);
     return [=, dx = b.in<T>(0), dp = b.out<float>(0), s = b.input(0).shape, all = count(b.output(0)),
+            documents = b.has_input(1) ? b.in<int32_t>(1) : nullptr, whole = b.input(0).full_shape()[1],
             at = Indices(b.input(0), 1), onto = b.accumulates(0), queue = b.queue()] {
       if (!onto) launch(clear, dim3(blocks(all, 256)), 256, 0, queue, dp, all);
+      if (documents)
+        return launch(position_gradient_of_documents<T>, dim3(unsigned(whole)), kBlock, 0, queue, dx, documents, dp,
+                      s[0] * s[1], s[1], at, s[2]);
       launch(position_gradient<T>, dim3(unsigned(s[1])), kBlock, 0, queue, dx, dp, s[0], s[1], at, s[2]);
     };
   });

@@ -154,7 +154,7 @@ STRATA_KERNEL forward(const T* qkv, T* out, float* lse, Sizes s) {
   const int end = first + kRows < s.time ? first + kRows : s.time;
   start_tile<D, kRows>(queries, base + s.query(head), s.width, first, s.time);
   float o[D / 8][4] = {}, top[2] = {-3.0e38f, -3.0e38f}, sum[2] = {0, 0};
-  over_keys<D>(tiles, key, value, s, s.begin(first) / kKeys * kKeys, end, [&](int k, const T* keys) {
+  over_keys<D>(tiles, key, value, s, s.begin(n, first) / kKeys * kKeys, end, [&](int k, const T* keys) {
     float p[kKeys / 8][4];
     products<D>(p, queries + warp * 16 * kStride<D>, keys);
 #pragma unroll
@@ -166,7 +166,7 @@ STRATA_KERNEL forward(const T* qkv, T* out, float* lse, Sizes s) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           float& score = p[c][2 * half + e];
-          score = s.sees(row, k + 8 * c + 2 * t + e) ? s.score(score) * kLog2e : -3.0e38f;
+          score = s.sees(n, row, k + 8 * c + 2 * t + e) ? s.score(score) * kLog2e : -3.0e38f;
           highest = score > highest ? score : highest;
         }
       highest = row_max(highest);
@@ -223,7 +223,7 @@ STRATA_KERNEL query_gradient(const T* d_out, const T* qkv, const float* lse, con
     mean[half] = row < s.time ? dots[of_head + row] : 0.0f;
   }
   float dq[D / 8][4] = {};
-  over_keys<D>(tiles, key, value, s, s.begin(first) / kKeys * kKeys, end, [&](int k, const T* keys) {
+  over_keys<D>(tiles, key, value, s, s.begin(n, first) / kKeys * kKeys, end, [&](int k, const T* keys) {
     float p[kKeys / 8][4], dp[kKeys / 8][4];
     products<D>(p, queries + warp * 16 * kStride<D>, keys);
     products<D>(dp, slopes + warp * 16 * kStride<D>, keys + kKeys * kStride<D>);
@@ -233,7 +233,7 @@ STRATA_KERNEL query_gradient(const T* d_out, const T* qkv, const float* lse, con
       for (int i = 0; i < 4; ++i) {
         const int row = first + warp * 16 + g + 8 * (i / 2), column = k + 8 * c + 2 * t + i % 2;
         const float score = s.score(p[c][i]);
-        const float e = s.sees(row, column) && row < s.time ? exp2f(score * kLog2e - shift[i / 2]) : 0.0f;
+        const float e = s.sees(n, row, column) && row < s.time ? exp2f(score * kLog2e - shift[i / 2]) : 0.0f;
         p[c][i] = e * (dp[c][i] - mean[i / 2]) * s.slope(score);
       }
     add_products<D>(dq, p, keys);
@@ -255,7 +255,7 @@ STRATA_KERNEL key_gradient(const T* d_out, const T* qkv, const float* lse, const
   const T* const base = qkv + int64_t(n) * s.time * s.width;
   const int64_t out_width = int64_t(s.heads) * s.size;
   const int begin = first / kQueries * kQueries,
-            tiles_of_head = (s.end(first + kRows - 1) - begin + kQueries - 1) / kQueries,
+            tiles_of_head = (s.end(n, first + kRows - 1, begin, kQueries) - begin + kQueries - 1) / kQueries,
             count = tiles_of_head * s.per_group();
   const auto head_of = [&](int i) { return group * s.per_group() + i / tiles_of_head; };
   const auto query_of = [&](int i) { return begin + i % tiles_of_head * kQueries; };
@@ -289,7 +289,7 @@ STRATA_KERNEL key_gradient(const T* d_out, const T* qkv, const float* lse, const
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int row = first + warp * 16 + g + 8 * (e / 2), query = query_of(i) + 8 * c + 2 * t + e % 2;
-        const bool seen = s.sees(query, row) && query < s.time;
+        const bool seen = s.sees(n, query, row) && query < s.time;
         const float score = s.score(p[c][e]);
         const float shift = seen ? lse[of_head + query] * kLog2e : 0.0f, mean = seen ? dots[of_head + query] : 0.0f;
         p[c][e] = seen ? exp2f(score * kLog2e - shift) : 0.0f;

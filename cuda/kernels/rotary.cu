@@ -8,26 +8,33 @@ namespace {
 constexpr int kBlock = 128, kEach = 8;
 constexpr double kTurn = 6.283185307179586;
 
-// A block turns one position of all sequences: angles serve them all.
+// A block turns one position of all sequences: angles serve them all. Where documents begin in them, each has its own.
 template <class T>
-STRATA_KERNEL rotary(const T* x, T* y, int64_t batch, int64_t time, Indices positions, int heads, int per_group,
-                     int size, RotaryAngles angles, bool inverse) {
+STRATA_KERNEL rotary(const T* x, T* y, const int32_t* documents, int64_t batch, int64_t time, Indices positions,
+                     int heads, int per_group, int size, RotaryAngles angles, bool inverse) {
   float* const cosine = dynamic_shared<float>();
   const int half = int(angles.rotated) / 2;
   float* const sine = cosine + half;
   const int64_t position = blockIdx.x, width = int64_t(heads) * size;
-  for (int i = int(threadIdx.x); i < half; i += kBlock) {
-    // In f64 up to the turns that do not count; f32 is exact enough for what is left.
-    const double angle = double(positions(position)) * angles.frequency(i);
-    float s, c;
-    sincosf(float(angle - kTurn * floor(angle / kTurn)), &s, &c);
-    const float amplitude = float(angles.amplitude);
-    cosine[i] = amplitude * c;
-    sine[i] = amplitude * (inverse ? -s : s);
-  }
-  __syncthreads();
+  const auto find_angles = [&](int64_t t) {
+    for (int i = int(threadIdx.x); i < half; i += kBlock) {
+      // In f64 up to the turns that do not count; f32 is exact enough for what is left.
+      const double angle = double(t) * angles.frequency(i);
+      float s, c;
+      sincosf(float(angle - kTurn * floor(angle / kTurn)), &s, &c);
+      const float amplitude = float(angles.amplitude);
+      cosine[i] = amplitude * c;
+      sine[i] = amplitude * (inverse ? -s : s);
+    }
+    __syncthreads();
+  };
+  if (!documents) find_angles(positions(position));
   const int packs = (half + kEach - 1) / kEach, rest = size - 2 * half;
-  for (int64_t n = blockIdx.y; n < batch; n += gridDim.y)
+  for (int64_t n = blockIdx.y; n < batch; n += gridDim.y) {
+    if (documents) {
+      __syncthreads();
+      find_angles(positions(position) - documents[n * time + position]);
+    }
     for (int k = int(threadIdx.x); k < heads * packs; k += kBlock) {
       const int head = k / packs, i = k % packs * kEach;
       const int64_t at = (n * time + position) * width + int64_t(head) * size;
@@ -45,6 +52,7 @@ STRATA_KERNEL rotary(const T* x, T* y, int64_t batch, int64_t time, Indices posi
       store(y + at, i, half, a);
       store(y + at + half, i, half, b);
     }
+  }
   if (rest == 0 || x == y) return;
   for (int64_t n = blockIdx.y; n < batch; n += gridDim.y)
     for (int k = int(threadIdx.x); k < heads * rest; k += kBlock) {
@@ -58,12 +66,13 @@ const Registration kind("rotary", [](const Binding& b) -> Launch {
     using T = decltype(zero);
     const int size = int(b.attributes().integer("head_size")), heads = int(b.columns(0)) / size,
               per_group = int(b.attributes().integer("queries_per_group")) + 2;  // keys and values among them
-    return [=, x = b.in<T>(0), y = b.out<T>(0), batch = b.input(0).shape[0], time = b.input(0).shape[1],
-            positions = Indices(b.input(0), 1), angles = RotaryAngles(b.attributes()),
-            inverse = b.attributes().integer("inverse") != 0, queue = b.queue()] {
+    return [=, x = b.in<T>(0), y = b.out<T>(0), documents = b.has_input(1) ? b.in<int32_t>(1) : nullptr,
+            batch = b.input(0).shape[0], time = b.input(0).shape[1], positions = Indices(b.input(0), 1),
+            angles = RotaryAngles(b.attributes()), inverse = b.attributes().integer("inverse") != 0,
+            queue = b.queue()] {
       const int64_t side_by_side = std::max<int64_t>(1, std::min(batch, 4096 / time));  // positions alone may be few
       launch(rotary<T>, dim3(unsigned(time), unsigned(side_by_side)), kBlock, int(angles.rotated) * 4, queue, x, y,
-             batch, time, positions, heads, per_group, size, angles, inverse);
+             documents, batch, time, positions, heads, per_group, size, angles, inverse);
     };
   });
 });

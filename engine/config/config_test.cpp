@@ -146,12 +146,13 @@ TEST(Sections, Defaults) {
 TEST(Sections, Messages) {
   EXPECT_EQ(section_message(kData + "[modell]\n"),
             "c.toml:3:1: no table or key is named \"modell\"; expected [run], [model], [data], [device], [host], "
-            "[mesh], [network], [parameters.PATTERN] or [plugins.NAME]. Did you mean \"model\"?");
+            "[mesh], [network], [sources.NAME], [parameters.PATTERN] or [plugins.NAME]. Did you mean \"model\"?");
   EXPECT_EQ(section_message(kData + "[run]\nstep = 3\n"),
             "c.toml:4:8: [run] has no key \"step\". Did you mean \"steps\"?");
   EXPECT_EQ(section_message("[run]\n"), "c.toml: there is no [data] table; it names the token files to train on.");
   EXPECT_EQ(section_message("[data]\n"),
-            "c.toml:1:1: [data] lacks the key \"train\" (list of strings): token files (.bin); * and ? match many.");
+            "c.toml:1:1: data.train is missing: token files (.bin); * and ? match many. Or name sources: "
+            "[sources.NAME] with files and weight.");
   EXPECT_EQ(section_message("[data]\ntrain = []\n"), "c.toml:2:9: data.train names no file.");
   EXPECT_EQ(section_message(kData + "global_batch = 8\nmicro_batch = 3\n"),
             "c.toml:1:1: data.global_batch = 8 is not a multiple of data.micro_batch = 3.");

@@ -13,6 +13,7 @@ constexpr double kShortest = 0.001, kLongest = 1e9;  // of a wait, in seconds: t
 
 void declare(Options& options, RunSection& run) {
   options.add("steps", run.steps, "optimizer steps in all").positive();
+  options.add("epochs", run.epochs, "passes over data.train, instead of steps; 0: as steps says").range(0, 1e9);
   options.add("seed", run.seed, "seed of initial values, data order and dropout").non_negative();
   options.add("directory", run.directory, "folder of checkpoints and log.jsonl");
   options.add("checkpoint_every", run.checkpoint_every, "steps between checkpoints; 0: only at the end")
@@ -40,7 +41,7 @@ void declare(Options& options, RunSection& run) {
 }
 
 void declare(Options& options, DataSection& data) {
-  options.add("train", data.train, "token files (.bin); * and ? match many").required().per_rank();
+  options.add("train", data.train, "token files (.bin); * and ? match many; without [sources.NAME]").per_rank();
   options.add("validation", data.validation, "token files for validation; none: no validation").per_rank();
   options.add("sequence_length", data.sequence_length, "tokens in one sequence").range(1, kLargest).unit("tokens");
   options.add("global_batch", data.global_batch, "sequences in one optimizer step")
@@ -50,6 +51,13 @@ void declare(Options& options, DataSection& data) {
       .range(1, kLargest)
       .unit("sequences");
   options.add("shuffle", data.shuffle, "visit the sequences of an epoch in random order");
+  options.add("packed", data.packed,
+              "make sequences of whole documents: attention keeps to each, and its positions begin anew");
+}
+
+void declare(Options& options, DataSource& source) {
+  options.add("files", source.files, "token files (.bin); * and ? match many").required().per_rank();
+  options.add("weight", source.weight, "sequences of this source, by those of the others").range(1e-6, 1e6);
 }
 
 void declare(Options& options, DeviceSection& device) {
@@ -176,19 +184,59 @@ int64_t odd_factor(int64_t count) {
   return count;
 }
 
+DataSource read_source(const std::string& name, const ConfigTable& table, Settings& settings) {
+  DataSource source{.name = name};
+  Options options;
+  declare(options, source);
+  options.read(table);
+  if (source.files.empty()) throw Error(table.place, "sources." + name + ".files names no file.");
+  add_settings(settings, table.path(), options);
+  return source;
+}
+
+// All data for training, from data.train or from [sources.NAME].
+void read_sources(const Config& config, Sections& sections) {
+  DataSection& data = sections.data;
+  const ConfigTable& table = *config.root().table("data");
+  if (const ConfigTable* sources = config.root().table("sources"))
+    for (const auto& entry : sources->entries())
+      data.sources.push_back(read_source(entry.key, *sources->table(entry.key), sections.settings));
+  if (data.sources.empty()) {
+    if (!table.has("train"))
+      throw Error(table.place,
+                  "data.train is missing: token files (.bin); * and ? match many. Or name sources: "
+                  "[sources.NAME] with files and weight.");
+    if (data.train.empty()) throw Error(table.find("train")->place, "data.train names no file.");
+    data.sources.push_back({.name = "", .files = data.train});
+  } else if (table.has("train")) {
+    throw Error(table.find("train")->place, "data.train and [sources.NAME] both say what to train on; leave one out.");
+  }
+  data.train.clear();
+  for (const DataSource& source : data.sources)
+    data.train.insert(data.train.end(), source.files.begin(), source.files.end());
+  if (sections.run.epochs == 0) return;
+  const ConfigTable& run = *config.root().table("run");
+  if (run.has("steps"))
+    throw Error(run.find("epochs")->place, "run.steps and run.epochs both say how long to train; leave one out.");
+  if (data.sources.size() > 1)
+    throw Error(run.find("epochs")->place,
+                "run.epochs counts passes over data.train, but there are several sources, each with its own; set "
+                "run.steps.");
+}
+
 }  // namespace
 
 Sections read_sections(const Config& config, DataTable needed) {
-  const std::vector<std::string> known = {"run",  "model",   "data",       "device", "host",
-                                          "mesh", "network", "parameters", "plugins"};
+  const std::vector<std::string> known = {"run",  "model",   "data",    "device",     "host",
+                                          "mesh", "network", "sources", "parameters", "plugins"};
   for (const auto& entry : config.root().entries()) {
     if (std::find(known.begin(), known.end(), entry.key) == known.end())
-      throw Error(
-          entry.place,
-          "no table or key is named \"" + entry.key +
-              "\"; expected [run], [model], [data], [device], [host], [mesh], [network], [parameters.PATTERN] or "
-              "[plugins.NAME]." +
-              did_you_mean(entry.key, known));
+      throw Error(entry.place,
+                  "no table or key is named \"" + entry.key +
+                      "\"; expected [run], [model], [data], [device], [host], [mesh], [network], [sources.NAME], "
+                      "[parameters.PATTERN] or "
+                      "[plugins.NAME]." +
+                      did_you_mean(entry.key, known));
     config.root().table(entry.key);
   }
   Sections sections;
@@ -249,7 +297,7 @@ Sections read_sections(const Config& config, DataTable needed) {
             std::to_string(microbatches) + "; change data.global_batch, data.micro_batch or mesh.data (" +
             std::to_string(odd_factor(microbatches * mesh.data)) + " ranks times a power of two would do).");
   sections.settings.push_back({"data.validation (whether any is given)", data.validation.empty() ? "no" : "yes"});
-  if (data.train.empty()) throw Error(config.root().table("data")->find("train")->place, "data.train names no file.");
+  read_sources(config, sections);
   return sections;
 }
 

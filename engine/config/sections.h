@@ -1,5 +1,5 @@
 // The engine's own tables of a configuration: [run], [data], [device], [host], [mesh],
-// [network], [parameters.*]. [model] and [plugins.*] belong to plugins.
+// [network], [sources.*], [parameters.*]. [model] and [plugins.*] belong to plugins.
 #pragma once
 #include <cstdint>
 #include <optional>
@@ -14,7 +14,8 @@
 namespace strata {
 
 struct RunSection {
-  int64_t steps = 100;
+  int64_t steps = 100;  // of a run by epochs: known when its data is
+  double epochs = 0;    // 0: by steps
   int64_t seed = 1337;
   std::string directory = "runs/default";
   int64_t checkpoint_every = 0;
@@ -29,12 +30,21 @@ struct RunSection {
   bool reproducible = false;
 };
 
+// [sources.NAME]: data for training beside others, and the one of data.train, whose name is "".
+struct DataSource {
+  std::string name{};
+  std::vector<std::string> files{};
+  double weight = 1;
+};
+
 struct DataSection {
-  std::vector<std::string> train, validation;
+  std::vector<std::string> train, validation;  // train: of all sources
+  std::vector<DataSource> sources;             // at least one
   int64_t sequence_length = 256;
   int64_t global_batch = 8;
   int64_t micro_batch = 8;
   bool shuffle = true;
+  bool packed = false;
 };
 
 struct DeviceSection {
@@ -60,12 +70,8 @@ struct MeshSection {
   int64_t sequence = 1;
   // The mesh's axes, outermost first (strata/mesh.h).
   Mesh::Sizes axes() const {
-    return {{"pipeline", int(pipeline), true},
-            {"replicate", int(replicate)},
-            {"shard", int(data / replicate / expert)},
-            {"expert", int(expert)},
-            {"sequence", int(sequence)},
-            {"tensor", int(tensor)}};
+    return {{"pipeline", int(pipeline), true}, {"replicate", int(replicate)}, {"shard", int(data / replicate / expert)},
+            {"expert", int(expert)},           {"sequence", int(sequence)},   {"tensor", int(tensor)}};
   }
 };
 
@@ -106,6 +112,7 @@ struct Sections {
 
 void declare(Options& options, RunSection& section);
 void declare(Options& options, DataSection& section);
+void declare(Options& options, DataSource& source);
 void declare(Options& options, DeviceSection& section);
 void declare(Options& options, HostSection& section);
 void declare(Options& options, MeshSection& section);

@@ -24,16 +24,19 @@ namespace {
 }
 
 // -I: neither the working folder nor the environment says what is imported.
-pid_t start_renderer(const std::string& folder, int socket) {
-  std::string words[] = {"python3", "-I", "-c", kChatTemplateScript, folder};
-  char* arguments[] = {words[0].data(), words[1].data(), words[2].data(), words[3].data(), words[4].data(), nullptr};
+pid_t start_renderer(const std::string& folder, TrainOn train_on, int socket) {
+  std::string words[] = {"python3",           "-I",   "-c",
+                         kChatTemplateScript, folder, train_on == TrainOn::all ? "all" : "assistant"};
+  std::vector<char*> arguments;
+  for (std::string& word : words) arguments.push_back(word.data());
+  arguments.push_back(nullptr);
   posix_spawn_file_actions_t actions;
   if (const int problem = posix_spawn_file_actions_init(&actions)) cannot_render("cannot start python3", problem);
   int problem = 0;
   for (const int descriptor : {STDIN_FILENO, STDOUT_FILENO})
     if (!problem) problem = posix_spawn_file_actions_adddup2(&actions, socket, descriptor);
   pid_t process = -1;
-  if (!problem) problem = posix_spawnp(&process, "python3", &actions, nullptr, arguments, environ);
+  if (!problem) problem = posix_spawnp(&process, "python3", &actions, nullptr, arguments.data(), environ);
   posix_spawn_file_actions_destroy(&actions);
   if (problem == ENOENT)
     throw Error("chat templates are rendered by Python's jinja2, and there is no python3; install python3-jinja2.");
@@ -41,13 +44,18 @@ pid_t start_renderer(const std::string& folder, int socket) {
   return process;
 }
 
-// The text of an answer.
-std::string text_of_answer(const std::string& answer, const std::string& before) {
+Rendered rendered(const std::string& answer, const std::string& before) {
   const Json json = Json::parse(answer, before + "the rendered conversation");
   if (const Json* error = json.find("error")) throw Error(before + error->string("error"));
   const Json* text = json.find("text");
-  STRATA_CHECK(text);
-  return text->string("text");
+  const Json* said = json.find("said");
+  STRATA_CHECK(text && said);
+  Rendered result{.text = text->string("text")};
+  for (const Json& part : said->array("said")) {
+    const Json::Array& ends = part.array("said");
+    result.said.push_back({size_t(ends.at(0).integer("said")), size_t(ends.at(1).integer("said"))});
+  }
+  return result;
 }
 
 void require_messages(const std::string& conversation, const std::string& place) {
@@ -67,19 +75,19 @@ void require_messages(const std::string& conversation, const std::string& place)
 
 }  // namespace
 
-ChatTemplate::ChatTemplate(const std::string& folder) : folder_(folder) {
+ChatTemplate::ChatTemplate(const std::string& folder, TrainOn train_on) : folder_(folder) {
   int ends[2];
   if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) != 0) cannot_render("socketpair", errno);
   socket_ = ends[0];
   try {
-    process_ = start_renderer(folder, ends[1]);
+    process_ = start_renderer(folder, train_on, ends[1]);
   } catch (...) {
     close(ends[0]), close(ends[1]);
     throw;
   }
   close(ends[1]);
   try {
-    text_of_answer(answer(), "");
+    rendered(answer(), "");
   } catch (...) {
     close(socket_);
     waitpid(process_, nullptr, 0);
@@ -93,7 +101,7 @@ ChatTemplate::~ChatTemplate() {
   }
 }
 
-std::string ChatTemplate::render(const std::string& conversation, const std::string& place) {
+Rendered ChatTemplate::render(const std::string& conversation, const std::string& place) {
   require_messages(conversation, place);
   const std::string line = conversation + "\n";
   // The process reads a line whole before it answers, so neither waits for the other.
@@ -103,7 +111,7 @@ std::string ChatTemplate::render(const std::string& conversation, const std::str
     if (count < 0) cannot_render("python3 ended early", errno);
     left.remove_prefix(size_t(count));
   }
-  return text_of_answer(answer(), place + ": ");
+  return rendered(answer(), place + ": ");
 }
 
 std::string ChatTemplate::answer() {

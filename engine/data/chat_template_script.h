@@ -1,11 +1,12 @@
-// The Python program that renders conversations: told the folder as its argument, it answers with a line of JSON when
-// it is ready, then with one for each line of standard input: {"text"} or {"error"}. See chat_template.h.
+// The Python program that renders conversations: told the folder and what to train on as its arguments, it answers with
+// a line of JSON when it is ready, then with one for each line of standard input: {"text", "said"} or {"error"}; "said"
+// are the places of what the assistant says in the text's UTF-8, [begin, end) each. See chat_template.h.
 #pragma once
 
 namespace strata {
 
 inline constexpr const char* kChatTemplateScript = R"python(
-import datetime, json, os, sys, traceback
+import datetime, json, os, re, secrets, sys, traceback
 
 def say(**answer):
     print(json.dumps(answer), flush=True)
@@ -19,7 +20,7 @@ try:
 except ImportError:
     fail("chat templates need jinja2 for " + sys.executable + "; install the package python3-jinja2.")
 
-folder = sys.argv[1]
+folder, train_on = sys.argv[1:3]
 jinja_path, config_path = (os.path.join(folder, name) for name in ("chat_template.jinja", "tokenizer_config.json"))
 
 def text_of(path):
@@ -40,13 +41,17 @@ def object_of(path):
         fail(f"{path}: is no JSON object.")
     return value
 
-# Marks what a model says; as text it is its content.
+# Marks what a model says; as text it is its content, between marks that no text has.
+BEGIN, END = ("\x00" + secrets.token_hex(16) for _ in range(2))
 class Generation(jinja2.ext.Extension):
     tags = {"generation"}
+    found = False
     def parse(self, parser):
+        Generation.found = True
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.Scope(body, lineno=line)
+        mark = lambda text: jinja2.nodes.Output([jinja2.nodes.TemplateData(text)], lineno=line)
+        return jinja2.nodes.Scope([mark(BEGIN), *body, mark(END)], lineno=line)
 
 def raise_exception(message):
     raise jinja2.TemplateError(message)
@@ -82,8 +87,12 @@ if isinstance(source, list) and all(isinstance(one, dict) for one in source):
     sources = {one.get("name"): one.get("template") for one in source}
 if not all(isinstance(one, str) for one in sources.values()) or "default" not in sources:
     fail(f"{config_path}: chat_template must be a string, or a list of names and templates with a \"default\".")
+templates, marks_said = {}, {}
 try:
-    templates = {name: environment.from_string(text) for name, text in sources.items()}
+    for name, text in sources.items():
+        Generation.found = False
+        templates[name] = environment.from_string(text)
+        marks_said[name] = Generation.found
 except Exception as problem:
     fail(told(problem))
 
@@ -97,14 +106,53 @@ for values in (object_of(os.path.join(folder, "special_tokens_map.json")), confi
         if value is not None:
             variables[name] = value
 
-say(text="")
+def size(text):
+    return len(text.encode("utf-8", "surrogatepass"))
+
+# Text without marks, and what was between them.
+def without_marks(text):
+    plain, said, depth, at = [], [], 0, 0
+    for part in re.split("(" + BEGIN + "|" + END + ")", text):
+        if part == BEGIN:
+            if depth == 0:
+                said.append([at, at])
+            depth += 1
+        elif part == END:
+            depth -= 1
+            said[-1][1] = at
+        else:
+            plain.append(part)
+            at += size(part)
+    return "".join(plain), said
+
+# What each message of the assistant adds to the text, where a template does not mark it.
+def said_by_difference(render, messages, whole):
+    said = []
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before, after = render(messages[:i], True), render(messages[:i + 1], False)
+        if not (whole.startswith(after) and after.startswith(before)):
+            raise jinja2.TemplateError(
+                f"what the assistant says in messages[{i}] cannot be told from the text: the template marks it with no "
+                "{% generation %} block and renders a conversation otherwise when it goes on; put such blocks into the "
+                "template, or prepare with --train-on all")
+        said.append([size(before), size(after)])
+    return said
+
+say(text="", said=[])
 for line in sys.stdin.buffer:
     try:
         conversation = json.loads(line)
         tools = conversation.get("tools")
-        template = templates["tool_use" if tools and "tool_use" in templates else "default"]
-        say(text=template.render(messages=conversation["messages"], tools=tools, documents=None,
-                                 add_generation_prompt=False, **variables))
+        name = "tool_use" if tools and "tool_use" in templates else "default"
+        def render(messages, prompt):
+            return templates[name].render(messages=messages, tools=tools, documents=None, add_generation_prompt=prompt,
+                                          **variables)
+        text, said = without_marks(render(conversation["messages"], False))
+        if train_on == "assistant" and not marks_said[name]:
+            said = said_by_difference(render, conversation["messages"], text)
+        say(text=text, said=said)
     except Exception as problem:
         say(error=told(problem))
 )python";

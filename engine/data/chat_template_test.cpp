@@ -4,6 +4,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
 #include "engine/data/prepare.h"
 #include "engine/data/testing.h"
 #include "engine/data/token_file.h"
@@ -35,11 +37,84 @@ TEST(ChatTemplate, TextIsThatOfTransformers) {
       folder.write(file.find("name")->string("name"), file.find("content")->string("content"));
     ChatTemplate chat(folder.path());
     for (const Json& line : one.find("lines")->array("lines")) {
-      EXPECT_EQ(chat.render(line.find("line")->string("line"), "c"), line.find("text")->string("text"));
+      EXPECT_EQ(chat.render(line.find("line")->string("line"), "c").text, line.find("text")->string("text"));
       ++lines;
     }
   }
   EXPECT_EQ(lines, 7);
+}
+
+// The tokens that count are those of transformers' return_assistant_tokens_mask, in files as `data prepare` writes them
+// (tests/reference/assistant_masks.py); and where the documents begin.
+TEST(ChatTemplate, MasksAreThoseOfTransformers) {
+  int64_t lines = 0, counted = 0;
+  const Json cases = recorded_json("assistant_masks.json");
+  for (const Json& one : cases.array("cases")) {
+    const TestFolder folder;
+    const std::string family = one.find("family")->string("family");
+    SCOPED_TRACE(family);
+    folder.write("tokenizer.json", recorded_json("tokenizers/" + family + ".json").find("tokenizer")->dump());
+    folder.write("chat_template.jinja", one.find("template")->string("template"));
+    std::string text;
+    std::vector<int64_t> ids, mask, starts;
+    for (const Json& line : one.find("lines")->array("lines")) {
+      text += line.find("line")->string("line") + "\n";
+      starts.push_back(int64_t(ids.size()));
+      for (const Json& id : line.find("ids")->array("ids")) ids.push_back(id.integer("id"));
+      for (const Json& bit : line.find("mask")->array("mask")) mask.push_back(bit.integer("bit"));
+      ++lines;
+    }
+    folder.write("c.jsonl", text);
+    const PrepareResult result = prepare({.inputs = {folder / "c.jsonl"},
+                                          .output_directory = folder / "out",
+                                          .tokenizer = folder.path(),
+                                          .validation_fraction = 0});
+    const TokenFile file(folder / "out/train_000.bin");
+    ASSERT_EQ(file.tokens(), int64_t(ids.size()));
+    ASSERT_TRUE(file.mask() && file.documents());
+    std::vector<int32_t> tokens(ids.size());
+    file.read(0, file.tokens(), tokens.data());
+    for (size_t i = 0; i < ids.size(); ++i) {
+      EXPECT_EQ(tokens[i], ids[i]) << i;
+      EXPECT_EQ(file.mask()->counts(int64_t(i)), mask[i] == 1) << i << " of " << ids.size();
+    }
+    EXPECT_EQ(std::vector<int64_t>(file.documents()->all().begin(), file.documents()->all().end()), starts);
+    EXPECT_EQ(result.counted, std::count(mask.begin(), mask.end(), 1));
+    EXPECT_EQ(result.documents, int64_t(starts.size()));
+    counted += result.counted;
+  }
+  EXPECT_EQ(lines, 44);
+  EXPECT_GT(counted, 700);
+}
+
+// A template without marks: what each of the assistant's messages adds, or a message that it cannot be told.
+TEST(ChatTemplate, WithoutMarksTheDifferenceIsWhatIsSaid) {
+  const std::string turns = R"({"messages": [{"role": "user", "content": "é"}, {"role": "assistant", "content": "no"},)"
+                            R"( {"role": "user", "content": "c"}, {"role": "assistant", "content": "yes"}]})";
+  const TestFolder folder;
+  const auto said = [&](const std::string& source, TrainOn train_on) {
+    folder.write("chat_template.jinja", source);
+    const Rendered made = ChatTemplate(folder.path(), train_on).render(turns, "c.jsonl:7");
+    std::vector<std::string> parts;
+    for (const Rendered::Part& part : made.said) parts.push_back(made.text.substr(part.begin, part.end - part.begin));
+    return parts;
+  };
+  const std::string plain = "{% for m in messages %}<{{ m.role }}>{{ m.content }};{% endfor %}",
+                    prompt = plain + "{% if add_generation_prompt %}<assistant>{% endif %}",
+                    marked =
+                        "{% for m in messages %}{% generation %}{{ m.role|first }}{% endgeneration %}.{% endfor %}",
+                    forgets = "{% for m in messages %}{% if not loop.last %}x{% endif %}{{ m.content }}{% endfor %}";
+  using Parts = std::vector<std::string>;
+  EXPECT_EQ(said(prompt, TrainOn::assistant), (Parts{"no;", "yes;"}));
+  EXPECT_EQ(said(plain, TrainOn::assistant), (Parts{"<assistant>no;", "<assistant>yes;"}));
+  EXPECT_EQ(said(marked, TrainOn::assistant), (Parts{"u", "a", "u", "a"}));
+  EXPECT_EQ(said(plain, TrainOn::all), Parts{});
+  EXPECT_EQ(said(forgets, TrainOn::all), Parts{});
+  EXPECT_EQ(
+      error_of(folder, [&] { said(forgets, TrainOn::assistant); }),
+      "c.jsonl:7: chat_template.jinja:1: what the assistant says in messages[1] cannot be told from the text: the "
+      "template marks it with no {% generation %} block and renders a conversation otherwise when it goes on; put "
+      "such blocks into the template, or prepare with --train-on all");
 }
 
 TEST(ChatTemplate, LongConversationsAndThoseAfterARefusedOneAreRendered) {
@@ -51,7 +126,7 @@ TEST(ChatTemplate, LongConversationsAndThoseAfterARefusedOneAreRendered) {
   const std::string content(3 << 20, 'x');
   const Json message = Json::Object{{"role", "user"}, {"content", content}};
   for (int i = 0; i < 2; ++i) {
-    EXPECT_EQ(chat.render(Json(Json::Object{{"messages", Json::Array{message}}}).dump(), "c"), content);
+    EXPECT_EQ(chat.render(Json(Json::Object{{"messages", Json::Array{message}}}).dump(), "c").text, content);
     EXPECT_THROW(chat.render(Json(Json::Object{{"messages", Json::Array{message, message}}}).dump(), "c"), Error);
   }
 }

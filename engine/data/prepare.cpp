@@ -16,9 +16,9 @@
 #include <span>
 #include <thread>
 
-#include "engine/data/chat_template.h"
 #include "engine/data/text_reader.h"
 #include "engine/data/token_file.h"
+#include "engine/data/token_marks.h"
 #include "engine/data/tokenizer.h"
 #include "engine/data/tokenizer_json/unicode.h"
 #include "strata/error.h"
@@ -34,12 +34,14 @@ namespace fs = std::filesystem;
   throw Error(path.string() + ": " + what + ": " + problem.message() + ".", ExitCode::failed);
 }
 
-// Is this the name of a shard, such as train_000.bin?
+// Is this the name of a shard, such as train_000.bin, or of what stands beside one?
 bool is_shard(const std::string& name) {
   const size_t digits = name.find('_') + 1;
   if (name.rfind("train_", 0) != 0 && name.rfind("validation_", 0) != 0) return false;
   const size_t dot = name.find_first_not_of("0123456789", digits);
-  return dot != name.npos && dot >= digits + 3 && name.substr(dot) == ".bin";
+  if (dot == name.npos || dot < digits + 3) return false;
+  const std::string extension = name.substr(dot);
+  return extension == ".bin" || extension == kMask || extension == kDocuments;
 }
 
 // The output directory, locked against other runs while this lives, with a folder aside that goes with it.
@@ -107,25 +109,47 @@ class Shards {
   Shards(fs::path folder, std::string prefix, bool wide, int64_t limit, uint64_t tokenizer)
       : folder_(std::move(folder)), prefix_(std::move(prefix)), wide_(wide), limit_(limit), tokenizer_(tokenizer) {}
 
-  void append(std::span<const int32_t> ids) {
+  // `counts`: of each token whether it counts; empty: they all do.
+  void append(std::span<const int32_t> ids, std::span<const uint8_t> counts = {}) {
     while (!ids.empty()) {
       if (!writer_) {
         char number[32];
         std::snprintf(number, sizeof number, "_%03zu.bin", names_.size());
         names_.push_back(prefix_ + number);
         writer_.emplace((folder_ / names_.back()).string(), wide_, tokenizer_);
+        marks_.emplace((folder_ / names_.back()).string());
       }
+      if (begins_) marks_->begin_document();
+      begins_ = false;
       const size_t count = std::min(ids.size(), size_t(limit_ - writer_->tokens()));
       writer_->append(ids.first(count));
       ids = ids.subspan(count);
+      if (counts.empty()) {
+        marks_->append(int64_t(count), true);
+        counted_ += int64_t(count);
+      } else {
+        marks_->append(counts.first(count));
+        counted_ +=
+            std::count_if(counts.begin(), counts.begin() + int64_t(count), [](uint8_t one) { return one != 0; });
+        counts = counts.subspan(count);
+      }
       tokens_ += int64_t(count);
       if (writer_->tokens() == limit_) close();
     }
   }
+  void begin_document() {
+    begins_ = true;
+    ++documents_;
+  }
   void close() {
-    if (writer_) writer_->commit();
+    if (!writer_) return;
+    marks_->commit();
+    writer_->commit();
+    marks_.reset();
     writer_.reset();
   }
+  int64_t counted() const { return counted_; }
+  int64_t documents() const { return documents_; }
   const std::vector<std::string>& names() const { return names_; }
   int64_t tokens() const { return tokens_; }
 
@@ -136,8 +160,10 @@ class Shards {
   int64_t limit_;
   uint64_t tokenizer_;  // checksum
   std::vector<std::string> names_;
-  int64_t tokens_ = 0;
+  int64_t tokens_ = 0, counted_ = 0, documents_ = 0;
+  bool begins_ = false;  // the next token begins a document
   std::optional<TokenFileWriter> writer_;
+  std::optional<TokenMarksWriter> marks_;
 };
 
 void copy_standard_input(const std::string& path) {
@@ -230,28 +256,33 @@ class LineReader {
 struct LineDocument {
   std::string text;
   bool conversation;  // its template has written what begins and ends it
+  std::vector<Rendered::Part> said{};
 };
 
 // Makes documents of lines; the chat template is looked for when the first line with messages comes.
 class LineDocuments {
  public:
-  explicit LineDocuments(std::string tokenizer) : tokenizer_(std::move(tokenizer)) {}
+  LineDocuments(std::string tokenizer, TrainOn train_on) : tokenizer_(std::move(tokenizer)), train_on_(train_on) {}
   LineDocument of(const std::string& line, const std::string& place) {
     const Json json = Json::parse(line, place);
-    if (json.find("messages")) return {chat_template(place).render(line, place), true};
+    if (json.find("messages")) {
+      Rendered rendered = chat_template(place).render(line, place);
+      return {std::move(rendered.text), true, std::move(rendered.said)};
+    }
     const Json* text = json.find("text");
     if (!text) throw Error(place + ": has neither \"messages\" nor \"text\"; each line must be an object with one.");
-    return {text->string(place + ": text"), false};
+    return {text->string(place + ": text"), false, {}};
   }
 
  private:
   ChatTemplate& chat_template(const std::string& place) {
     if (!fs::is_directory(tokenizer_))
       throw Error(place + ": has messages, which need a chat template; name a model's folder with --tokenizer.");
-    if (!template_) template_ = std::make_unique<ChatTemplate>(tokenizer_);
+    if (!template_) template_ = std::make_unique<ChatTemplate>(tokenizer_, train_on_);
     return *template_;
   }
   std::string tokenizer_;  // as named
+  TrainOn train_on_;
   std::unique_ptr<ChatTemplate> template_;
 };
 
@@ -385,9 +416,10 @@ class Encoder {
   using Done = std::function<void(int64_t bytes)>;
   Encoder(const Made& made, const PrepareArguments& arguments, Done done)
       : tokenizer_(*made.tokenizer),
-        documents_(arguments.tokenizer),
+        documents_(arguments.tokenizer, arguments.train_on),
         begin_(tokenizer_.document_begin()),
         end_(arguments.document_end.empty() ? tokenizer_.document_end() : tokenizer_.encode(arguments.document_end)),
+        train_on_(arguments.train_on),
         broken_text_(made.broken_text),
         done_(std::move(done)),
         threads_(int(std::max(1u, std::thread::hardware_concurrency()))) {
@@ -402,6 +434,7 @@ class Encoder {
   void encode(const Input& input, int64_t begin, int64_t end, Shards& to) {
     if (begin == end) return;
     if (has_json_lines(input)) return encode_lines(input, begin, end, to);
+    to.begin_document();
     to.append(begin_);
     TextReader reader(input.path, begin, end);
     Document document;
@@ -417,13 +450,14 @@ class Encoder {
     to.append(end_);
   }
   int64_t replaced() const { return replaced_; }
+  bool masked() const { return masked_; }  // some conversation was written of which only parts count
 
  private:
   void encode_lines(const Input& input, int64_t begin, int64_t end, Shards& to) {
     LineReader reader(input.path, begin, end);
     if (begin == 0) lines_ = 0;
     std::vector<LineDocument> documents;
-    std::vector<std::vector<int32_t>> ids;
+    std::vector<EncodedPart> encoded;
     std::string line;
     for (bool more = true; more;) {
       const int64_t from = reader.position();
@@ -435,16 +469,40 @@ class Encoder {
         if (line.find_first_not_of(" \t\r") != line.npos)
           documents.push_back(documents_.of(line, input.name + ":" + std::to_string(lines_)));
       }
-      ids.resize(documents.size());
-      threads_.each(int64_t(ids.size()),
-                    [&](int64_t i) { ids[size_t(i)] = tokenizer_.encode(documents[size_t(i)].text); });
-      for (size_t i = 0; i < ids.size(); ++i) {
-        if (!documents[i].conversation) to.append(begin_);
-        to.append(ids[i]);
-        to.append(documents[i].conversation ? conversation_end_ : end_);
+      encoded.resize(documents.size());
+      threads_.each(int64_t(encoded.size()), [&](int64_t i) {
+        const LineDocument& document = documents[size_t(i)];
+        encoded[size_t(i)] =
+            tokenizer_.encode_part({.text = document.text, .places = document.conversation && learns_parts()});
+      });
+      for (size_t i = 0; i < encoded.size(); ++i) {
+        to.begin_document();
+        documents[i].conversation ? write_conversation(documents[i], encoded[i], to) : write_text(encoded[i].ids, to);
       }
       if (reader.position() > from) done_(reader.position() - from);
     }
+  }
+  bool learns_parts() const { return train_on_ == TrainOn::assistant; }
+  void write_text(std::span<const int32_t> ids, Shards& to) const {
+    to.append(begin_);
+    to.append(ids);
+    to.append(end_);
+  }
+  void write_conversation(const LineDocument& document, const EncodedPart& encoded, Shards& to) {
+    const std::span<const int32_t> ids(encoded.ids);
+    if (!learns_parts()) {
+      to.append(ids);
+      return to.append(conversation_end_);
+    }
+    masked_ = true;
+    std::vector<uint8_t> counts(ids.size(), 0);
+    for (size_t i = 0; i < ids.size(); ++i) {
+      const size_t begin = encoded.begins[i],
+                   end = std::max(begin + 1, i + 1 < ids.size() ? encoded.begins[i + 1] : document.text.size());
+      for (const Rendered::Part& said : document.said) counts[i] |= begin < said.end && end > said.begin;
+    }
+    to.append(ids, counts);
+    to.append(conversation_end_, std::vector<uint8_t>(conversation_end_.size(), 0));
   }
   Document::Piece read_piece(TextReader& reader, const Input& input, int64_t begin, int64_t end) {
     const int64_t position = reader.position();
@@ -462,6 +520,8 @@ class Encoder {
   LineDocuments documents_;
   int64_t lines_ = 0;                                    // of the input, so far
   std::vector<int32_t> begin_, end_, conversation_end_;  // around each document
+  TrainOn train_on_;
+  bool masked_ = false;
   BrokenText broken_text_;
   Done done_;
   Threads threads_;
@@ -515,9 +575,18 @@ PrepareResult prepare(const PrepareArguments& arguments) {
   result.train_tokens = train.tokens();
   result.validation_tokens = validation.tokens();
 
-  std::vector<std::string> order = validation.names();
+  result.masked = encoder.masked();
+  for (const Shards* shards : {&train, &validation})
+    result.counted += shards->counted(), result.documents += shards->documents();
+
+  std::vector<std::string> order;
+  const auto publish = [&](const std::string& name) {
+    if (result.masked) order.push_back(name_beside(name, kMask));
+    for (const std::string& one : {name_beside(name, kDocuments), name}) order.push_back(one);
+  };
+  for (const std::string& name : validation.names()) publish(name);
   order.push_back(made.name);
-  order.insert(order.end(), train.names().rbegin(), train.names().rend());
+  std::for_each(train.names().rbegin(), train.names().rend(), publish);
   output.publish(order);
   for (const Shards* shards : {&train, &validation})
     for (const std::string& name : shards->names())

@@ -79,7 +79,8 @@ TEST(Prepare, TrainAndValidationAreTheTextCutAtALine) {
   const PrepareResult result =
       prepare({.inputs = {folder / "t.txt"}, .output_directory = folder / "out/deep", .validation_fraction = 0.1});
   EXPECT_EQ(names_in(folder / "out/deep"),
-            (std::set<std::string>{"tokenizer.txt", "train_000.bin", "validation_000.bin"}));
+            (std::set<std::string>{"tokenizer.txt", "train_000.bin", "train_000.documents", "validation_000.bin",
+                                   "validation_000.documents"}));
   const std::string train = decoded(folder / "out/deep", "train_*"),
                     validation = decoded(folder / "out/deep", "validation_*");
   EXPECT_EQ(train + validation, text);
@@ -171,7 +172,8 @@ TEST(Prepare, NothingOfAnEarlierRunRemains) {
   folder.write("out/train_1.bin", "nor this");
   prepare({.inputs = {folder / "t.txt"}, .output_directory = folder / "out", .validation_fraction = 0});
   EXPECT_EQ(names_in(folder / "out"),
-            (std::set<std::string>{"tokenizer.txt", "train_000.bin", "train_1.bin", "train_log.txt"}));
+            (std::set<std::string>{"tokenizer.txt", "train_000.bin", "train_000.documents", "train_1.bin",
+                                   "train_log.txt"}));
 }
 
 TEST(Prepare, OldFilesGoBeforeNewOnesComeAndTheFirstShardComesLast) {

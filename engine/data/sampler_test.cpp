@@ -33,7 +33,7 @@ std::vector<int32_t> firsts(const Sampler& sampler, int64_t length, int64_t from
   std::vector<int32_t> result, tokens(size_t(length) + 1), targets(size_t(length) + 1);
   for (int64_t sample = from; sample < from + count; ++sample) {
     tokens.back() = targets.back() = -7;
-    sampler.fill(sample, tokens.data(), targets.data());
+    sampler.fill(sample, {tokens.data(), targets.data()});
     for (int64_t i = 0; i < length; ++i) {
       EXPECT_EQ(tokens[size_t(i)], tokens[0] + i);
       EXPECT_EQ(targets[size_t(i)], tokens[0] + i + 1);

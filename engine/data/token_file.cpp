@@ -70,6 +70,11 @@ TokenFile::TokenFile(const std::string& path) : file_(path) {
     throw Error(path + ": its header says " + std::to_string(tokens_) + " tokens, which take " +
                 std::to_string(expected) + " bytes, but the file has " + std::to_string(size) + ": it is " +
                 (size < expected ? "truncated" : "damaged or has something appended") + ". Make or copy it again.");
+  std::error_code ignored;  // what cannot be looked at is opened, and that says why
+  if (const std::string mask = name_beside(path, kMask); std::filesystem::exists(mask, ignored))
+    mask_.emplace(mask, path, tokens_);
+  if (const std::string documents = name_beside(path, kDocuments); std::filesystem::exists(documents, ignored))
+    documents_.emplace(documents, path, tokens_);
 }
 
 void TokenFile::read(int64_t offset, int64_t count, int32_t* out) const {
@@ -115,6 +120,7 @@ std::vector<std::string> matches(const std::string& pattern) {
   const int problem = errno;
   std::vector<std::string> paths;
   if (status == 0) paths.assign(found.gl_pathv, found.gl_pathv + found.gl_pathc);
+  std::erase_if(paths, [](const std::string& path) { return path.ends_with(kMask) || path.ends_with(kDocuments); });
   globfree(&found);
   if (status == GLOB_ABORTED) throw Error(pattern + ": cannot list the files: " + std::strerror(problem) + ".");
   if (status == GLOB_NOSPACE) throw std::bad_alloc();
@@ -130,7 +136,29 @@ void require_one_tokenizer(const TokenFile& file, uint64_t& common, std::string&
   if (common == 0) common = file.tokenizer(), first = file.path();
 }
 
+void require_masks_alike(const TokenFile& file, const TokenFile& first) {
+  if (bool(file.mask()) == bool(first.mask())) return;
+  const TokenFile &with = file.mask() ? file : first, &without = file.mask() ? first : file;
+  throw Error(without.path() + ": has no loss mask (" + name_beside(without.path(), kMask) + "), but " + with.path() +
+              " has one; prepare them together, or make them two sources ([sources.NAME]).");
+}
+
 }  // namespace
+
+bool any_has_mask(const std::vector<std::string>& patterns) {
+  std::error_code ignored;
+  for (const std::string& pattern : patterns) {
+    std::vector<std::string> paths;
+    try {
+      paths = matches(pattern);
+    } catch (const Error&) {
+      continue;  // TokenDataset says so
+    }
+    for (const std::string& path : paths)
+      if (std::filesystem::exists(name_beside(path, kMask), ignored)) return true;
+  }
+  return false;
+}
 
 uint64_t tokenizer_of(const std::vector<std::string>& patterns) {
   uint64_t common = 0;
@@ -149,6 +177,7 @@ TokenDataset::TokenDataset(const std::vector<std::string>& patterns, int64_t voc
     for (const std::string& path : matches(pattern)) {
       const TokenFile& file = files_.emplace_back(path);
       require_one_tokenizer(file, common, first);
+      require_masks_alike(file, files_.front());
       if (const int64_t at = file.first_at_least(vocabulary); at >= 0) {
         int32_t token;
         file.read(at, 1, &token);

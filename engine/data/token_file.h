@@ -4,10 +4,12 @@
 // (tokenizer_checksum), or zero where it is not known. Not text (prepare.h) and not which tokens come when (sampler.h).
 #pragma once
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "engine/data/token_marks.h"
 #include "memory/atomic_file.h"
 #include "memory/mapped_file.h"
 
@@ -19,11 +21,14 @@ namespace strata {
 class TokenFile {
  public:
   // Throws Error when the file cannot be opened, is not of this format, holds no tokens, or has another size than its
-  // header says. What the header says is believed for nothing else.
+  // header says, and for what stands beside it and does not fit. What the header says is believed for nothing else.
   explicit TokenFile(const std::string& path);
   const std::string& path() const { return file_.path(); }
   int64_t tokens() const { return tokens_; }
   uint64_t tokenizer() const { return tokenizer_; }  // checksum, 0: not known
+  // What stands beside it (token_marks.h), if it does.
+  const std::optional<LossMask>& mask() const { return mask_; }
+  const std::optional<DocumentStarts>& documents() const { return documents_; }
   // Copies tokens [offset, offset + count) to out[0..count); the range must lie in the file. Any thread may call it.
   void read(int64_t offset, int64_t count, int32_t* out) const;
   // Index of the first token whose id is not below `vocabulary`, or -1. Reads the whole file, at about 4 GB/s from the
@@ -35,21 +40,26 @@ class TokenFile {
   int64_t tokens_ = 0;
   uint64_t tokenizer_ = 0;
   int width_ = 2;  // bytes of a token
+  std::optional<LossMask> mask_;
+  std::optional<DocumentStarts> documents_;
 };
 
 // Checksum of the tokenizer that these files (patterns, as of TokenDataset) were made with; 0: not known. Throws Error
 // when they were made with different ones.
 uint64_t tokenizer_of(const std::vector<std::string>& patterns);
+// Whether a loss mask stands beside any of these files. Files that are not there have none.
+bool any_has_mask(const std::vector<std::string>& patterns);
 
 // All token files of a data set, in the order named; a pattern with *, ? or [] gives its matches sorted by name.
 class TokenDataset {
  public:
   // Checks every token once against `vocabulary` (first_at_least). Throws Error for a pattern without a match, for
-  // what TokenFile refuses, and for a token outside the vocabulary (with file, index and id), and for files of
-  // different tokenizers.
+  // what TokenFile refuses, and for a token outside the vocabulary (with file, index and id), for files of different
+  // tokenizers, and where some files have a loss mask and others have none.
   TokenDataset(const std::vector<std::string>& patterns, int64_t vocabulary);
   const std::vector<TokenFile>& files() const { return files_; }
   int64_t tokens() const;
+  bool masked() const { return bool(files_.front().mask()); }
 
  private:
   std::vector<TokenFile> files_;

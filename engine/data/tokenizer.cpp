@@ -30,6 +30,8 @@ class ByteTokenizer final : public Tokenizer {
     EncodedPart result{.ids = encode(part.text)};
     for (size_t byte = 0; byte < part.text.size(); ++byte)
       if (part.wants_cut(byte)) result.cuts.push_back({byte, byte});
+    result.begins.resize(part.places ? part.text.size() : 0);
+    std::iota(result.begins.begin(), result.begins.end(), size_t{0});
     return result;
   }
   std::string decode(const std::vector<int32_t>& ids) const override {
@@ -86,11 +88,11 @@ class SentencePieceTokenizer final : public Tokenizer {
     for (size_t at = 1; at < part.text.size(); ++at) {
       const bool wanted = (!part.begins || !part.ends) && part.wants_cut(at);
       if ((!wanted && at - begin < kShort) || !can_be_cut(part.text, at)) continue;
-      append(part.text, begin, at, result.ids);
+      append(part, begin, at, result);
       if (wanted) result.cuts.push_back({at, result.ids.size()});
       begin = at;
     }
-    append(part.text, begin, part.text.size(), result.ids);
+    append(part, begin, part.text.size(), result);
     return result;
   }
   std::string decode(const std::vector<int32_t>& ids) const override {
@@ -142,10 +144,15 @@ class SentencePieceTokenizer final : public Tokenizer {
     return words_ && text[at] == ' ' && is_letter_or_digit(text[at - 1]) && at + 1 < text.size() &&
            is_letter_or_digit(text[at + 1]);
   }
-  void append(std::string_view text, size_t begin, size_t end, std::vector<int32_t>& ids) const {
-    if (begin > 0 && text[begin] == ' ' && drop_space_) ++begin;
-    const std::vector<int32_t> more = encode_at_once(text.substr(begin, end - begin));
-    ids.insert(ids.end(), more.begin(), more.end());
+  void append(const TextPart& part, size_t begin, size_t end, EncodedPart& to) const {
+    if (begin > 0 && part.text[begin] == ' ' && drop_space_) ++begin;
+    const std::string_view text = part.text.substr(begin, end - begin);
+    const std::vector<int32_t> more = encode_at_once(text);
+    to.ids.insert(to.ids.end(), more.begin(), more.end());
+    if (!part.places) return;
+    const auto pieces = processor_.EncodeAsImmutableProto(text);
+    STRATA_CHECK(pieces.pieces_size() == more.size());
+    for (size_t i = 0; i < more.size(); ++i) to.begins.push_back(begin + pieces.pieces(int(i)).begin());
   }
 
   static constexpr const char* kSpace = "\xE2\x96\x81";  // U+2581, as pieces have it

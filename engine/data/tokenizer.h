@@ -17,6 +17,7 @@ struct TextPart {
   std::string_view text{};
   size_t own = std::string_view::npos;  // bytes; what follows is the next part's
   bool begins = true, ends = true;      // the document's begin and end are this text's
+  bool places = false;                  // EncodedPart::begins is wanted
 
   bool wants_cut(size_t byte) const { return (byte > 0 && byte < kMargin) || (byte >= own && byte < own + kMargin); }
 };
@@ -28,6 +29,9 @@ struct EncodedPart {
   };
   std::vector<int32_t> ids{};
   std::vector<Cut> cuts{};  // rising; those that TextPart::wants_cut asks for
+  // Byte of the text where each token begins, not falling, if it is asked for. A token that is part of a character, or
+  // of what normalization made, begins where that does or where the token before it does.
+  std::vector<size_t> begins{};
 };
 
 class Tokenizer {

@@ -14,9 +14,16 @@ namespace {
 using attention::Work;
 using attention::work_of_self;
 
+// Of a kernel; `documents`: the input that says where they begin, if there is one.
+Work work_with(const Binding& b, int qkv, int documents) {
+  Work s = work_of_self(b, b.input(qkv));
+  if (b.has_input(documents)) s.documents = b.in<int32_t>(documents);
+  return s;
+}
 // What has 16 bits is computed in f32, one sequence at a time on copies in the workspace.
-Work one_sequence(Work s) {
+Work one_sequence(Work s, int64_t n) {
   s.batch = 1;
+  if (s.documents) s.documents += n * s.queries;
   return s;
 }
 int64_t copied_floats(const OpView& v, const Work& s, int64_t widths, int64_t outs) {
@@ -36,7 +43,7 @@ void copy_out(const Binding& b, int64_t n, int64_t count, const float* from) {
 }
 
 void forward(const Binding& b) {
-  const Work s = work_of_self(b, b.input(0));
+  const Work s = work_with(b, 0, 1);
   if (!is_half(b.input(0).dtype))
     return attention::forward(s, b.threads(), b.in<float>(0), b.in<float>(0), nullptr, nullptr, b.out<float>(0),
                               b.out<float>(1), b.workspace<float>());
@@ -44,14 +51,14 @@ void forward(const Binding& b) {
   float *qkv = b.workspace<float>(), *out = qkv + of_qkv;
   for (int64_t n = 0; n < s.batch; ++n) {
     copy_in(b, 0, n, of_qkv, qkv);
-    attention::forward(one_sequence(s), b.threads(), qkv, qkv, nullptr, nullptr, out,
+    attention::forward(one_sequence(s, n), b.threads(), qkv, qkv, nullptr, nullptr, out,
                        b.out<float>(1) + n * s.heads * s.queries, out + of_out);
     copy_out(b, n, of_out, out);
   }
 }
 
 void backward(const Binding& b) {
-  const Work s = work_of_self(b, b.input(1));
+  const Work s = work_with(b, 1, 4);
   if (!is_half(b.input(0).dtype))
     return attention::backward(s, b.threads(), b.in<float>(0), b.in<float>(1), b.in<float>(1), b.in<float>(2),
                                b.in<float>(3), b.out<float>(0), false, b.out<float>(0), b.workspace<float>());
@@ -61,7 +68,7 @@ void backward(const Binding& b) {
     copy_in(b, 0, n, of_out, d_out);
     copy_in(b, 1, n, of_qkv, qkv);
     copy_in(b, 2, n, of_out, out);
-    attention::backward(one_sequence(s), b.threads(), d_out, qkv, qkv, out, b.in<float>(3) + n * s.heads * s.queries,
+    attention::backward(one_sequence(s, n), b.threads(), d_out, qkv, qkv, out, b.in<float>(3) + n * s.heads * s.queries,
                         d_qkv, false, d_qkv, d_out + of_out);
     copy_out(b, n, of_qkv, d_qkv);
   }
@@ -74,11 +81,11 @@ struct ReferenceRow {
   T lse;
 };
 template <class T>
-ReferenceRow<T> reference_row(const Work& s, const T* base, int64_t head, int64_t t) {
+ReferenceRow<T> reference_row(const Work& s, const T* base, int64_t n, int64_t head, int64_t t) {
   ReferenceRow<T> row{std::vector<T>(size_t(t + 1)), std::vector<T>(size_t(t + 1)), 0};
   T top = T(-1e30), sum = 0;
   for (int64_t k = 0; k <= t; ++k) {
-    if (!s.sees(t, k)) continue;
+    if (!s.sees(n, t, k)) continue;
     T product = 0;
     for (int64_t i = 0; i < s.size; ++i)
       product += base[t * s.width + s.query(head) + i] * base[k * s.width + s.key(head / s.per_group) + i];
@@ -87,7 +94,7 @@ ReferenceRow<T> reference_row(const Work& s, const T* base, int64_t head, int64_
     top = std::max(top, row.p[k] = score.value);
   }
   for (int64_t k = 0; k <= t; ++k)
-    if (s.sees(t, k)) sum += row.p[k] = std::exp(row.p[k] - top);
+    if (s.sees(n, t, k)) sum += row.p[k] = std::exp(row.p[k] - top);
   for (T& value : row.p) value /= sum;
   row.lse = top + std::log(sum);
   return row;
@@ -95,12 +102,12 @@ ReferenceRow<T> reference_row(const Work& s, const T* base, int64_t head, int64_
 
 template <class T>
 void reference_forward(const Binding& b) {
-  const Work s = work_of_self(b, b.input(0));
+  const Work s = work_with(b, 0, 1);
   for (int64_t n = 0; n < s.batch; ++n)
     for (int64_t head = 0; head < s.heads; ++head)
       for (int64_t t = 0; t < s.queries; ++t) {
         const T* base = b.in<T>(0) + n * s.queries * s.width;
-        const auto [p, slope, lse] = reference_row<T>(s, base, head, t);
+        const auto [p, slope, lse] = reference_row<T>(s, base, n, head, t);
         b.out<T>(1)[(n * s.heads + head) * s.queries + t] = lse;
         for (int64_t i = 0; i < s.size; ++i) {
           T sum = 0;
@@ -112,7 +119,7 @@ void reference_forward(const Binding& b) {
 
 template <class T>
 void reference_backward(const Binding& b) {
-  const Work s = work_of_self(b, b.input(1));
+  const Work s = work_with(b, 1, 4);
   std::fill_n(b.out<T>(0), elements(b.output(0).shape), T(0));
   for (int64_t n = 0; n < s.batch; ++n)
     for (int64_t head = 0; head < s.heads; ++head)
@@ -122,7 +129,7 @@ void reference_backward(const Binding& b) {
         const T* d_out = b.in<T>(0) + (n * s.queries + t) * s.heads * s.size + head * s.size;
         const int64_t query = t * s.width + s.query(head), key = s.key(head / s.per_group),
                       value = s.key(head / s.per_group) + s.size;
-        const auto [p, slope, lse] = reference_row<T>(s, base, head, t);
+        const auto [p, slope, lse] = reference_row<T>(s, base, n, head, t);
         std::vector<T> dp(p.size());
         T dot = 0;
         for (size_t k = 0; k < p.size(); ++k) {
@@ -140,14 +147,17 @@ void reference_backward(const Binding& b) {
       }
 }
 
-void check(const OpView& v, int qkv) {
+void check(const OpView& v, int qkv, int documents) {
   bool right = v.has_input(qkv) && is_float(v.input(qkv)) && v.input(qkv).shape.size() == 3 && has_heads(v);
   if (right)
     right = v.input(qkv).shape[2] % group_width(v) == 0 && v.attributes().integer("window", 0) >= 0 &&
             v.attributes().real("soft_cap", 0.0) >= 0 && v.attributes().real("scale", 1.0) > 0;
-  require(right, v,
-          "qkv (B, T, K·(P+2)·D) and attributes head_size = D, queries_per_group = P, and at most scale, window and "
-          "soft_cap");
+  if (right && v.has_input(documents))
+    right = v.input(documents).dtype == DType::i32 &&
+            v.input(documents).shape == Shape{v.input(qkv).shape[0], v.input(qkv).shape[1]};
+  require(right && v.inputs() <= documents + 1, v,
+          "qkv (B, T, K·(P+2)·D), at most the places where documents begin i32 (B, T), and attributes head_size = D, "
+          "queries_per_group = P, and at most scale, window and soft_cap");
 }
 
 // Masked scores, those of later keys and of keys before the window, are not computed.
@@ -167,25 +177,27 @@ double bytes(const OpView& v) {
 const AtLoad attention_registered([] {
   register_kind(
       {.name = "attention",
-       .summary =
-           "qkv (B, T, K·(P+2)·D) -> o (B, T, H·D), lse (B, H, T), H = K·P; causal, of at most `window` positions",
+       .summary = "qkv (B, T, K·(P+2)·D), [where documents begin i32 (B, T)] -> o (B, T, H·D), lse (B, H, T), H = K·P; "
+                  "causal, "
+                  "within a document, of at most `window` positions",
        .shape = [](const OpView& v) -> std::vector<TensorSpec> {
-         check(v, 0);
+         check(v, 0, 1);
          const Work s = work_of_self(v, v.input(0));
          return {{{s.batch, s.queries, s.heads * s.size}, v.input(0).dtype},
                  {{s.batch, s.heads, s.queries}, wide(v.input(0).dtype)}};
        },
        .gradient =
            [](Differentiation& d) {
-             d.set(0, d.build().emit("attention_gradient", {d.output_gradient(0), d.input(0), d.output(0), d.output(1)},
-                                     d.forward().attributes()));
+             std::vector<TensorId> inputs{d.output_gradient(0), d.input(0), d.output(0), d.output(1)};
+             if (d.forward().has_input(1)) inputs.push_back(d.input(1));
+             d.set(0, d.build().emit("attention_gradient", inputs, d.forward().attributes()));
            },
        .cost =
            [](const OpView& v) {
              return Cost{flops(v, 0, 2), bytes(v)};
            },
        .half = true,
-       .sharding = {.dimensions = "bth -> bth, bht", .whole = "t"},
+       .sharding = {.dimensions = "bth, bt -> bth, bht", .whole = "t"},
        .kernels = {{"cpu", cpu_kernel([](const Binding& b) { forward(b); },
                                       [](const OpView& v, int threads) {
                                         const Work s = work_of_self(v, v.input(0));
@@ -195,12 +207,12 @@ const AtLoad attention_registered([] {
                     reference_kernel([](const Binding& b, auto zero) { reference_forward<decltype(zero)>(b); })}}});
   register_kind(
       {.name = "attention_gradient",
-       .summary = "do, qkv, o, lse -> dqkv",
+       .summary = "do, qkv, o, lse, [where documents begin i32 (B, T)] -> dqkv",
        .shape = [](const OpView& v) -> std::vector<TensorSpec> {
-         require(v.inputs() == 4 && v.has_input(0) && v.has_input(2) && v.has_input(3) &&
+         require(v.inputs() >= 4 && v.has_input(0) && v.has_input(2) && v.has_input(3) &&
                      v.input(0).shape == v.input(2).shape,
                  v, "do, qkv, o and lse");
-         check(v, 1);
+         check(v, 1, 4);
          return {like(v.input(1))};
        },
        // The five products of the backward pass; the recomputed scores are work of this method, not of the model.
@@ -209,7 +221,7 @@ const AtLoad attention_registered([] {
              return Cost{flops(v, 1, 4), bytes(v)};
            },
        .half = true,
-       .sharding = {.dimensions = "bth, bth, bth, bht -> bth", .whole = "t"},
+       .sharding = {.dimensions = "bth, bth, bth, bht, bt -> bth", .whole = "t"},
        .kernels = {{"cpu", cpu_kernel([](const Binding& b) { backward(b); },
                                       [](const OpView& v, int threads) {
                                         const Work s = work_of_self(v, v.input(1));

@@ -95,10 +95,11 @@ void share(Threads& threads, int64_t items, Body&& body) {
   });
 }
 
-// The tiles of keys that some of the queries [q, q + rows) see: visit(first key in memory, its position, columns).
+// The tiles of keys that some of the queries [q, q + rows) of sequence n see: visit(first key in memory, its position,
+// columns).
 template <class Visit>
-void over_tiles(const Work& w, int64_t q, int64_t rows, Visit&& visit) {
-  const int64_t last = w.query_at(q + rows - 1), first = w.window > 0 ? w.query_at(q) + 1 - w.window : 0;
+void over_tiles(const Work& w, int64_t n, int64_t q, int64_t rows, Visit&& visit) {
+  const int64_t last = w.query_at(q + rows - 1), first = w.first_seen(n, q);
   const Run all{0, w.keys};
   int64_t before = 0;
   for (const Run& run : w.key_at.empty() ? std::span(&all, 1) : std::span(w.key_at)) {
@@ -113,9 +114,9 @@ struct Seen {
   int64_t begin, end;
   int64_t count() const { return end - begin; }
 };
-Seen seen(const Work& w, int64_t query, int64_t position, int64_t columns) {
+Seen seen(const Work& w, int64_t n, int64_t query, int64_t position, int64_t columns) {
   const int64_t at = w.query_at(query), end = std::clamp<int64_t>(at + 1 - position, 0, columns);
-  return {w.window > 0 ? std::clamp<int64_t>(at + 1 - w.window - position, 0, end) : 0, end};
+  return {std::clamp<int64_t>(w.first_seen(n, query) - position, 0, end), end};
 }
 void clear(float* row, int64_t count) {
   if (count > 0) std::memset(row, 0, size_t(count) * 4);
@@ -173,12 +174,12 @@ void forward(const Work& w, Threads& threads, const float* qkv, const float* kv,
       if (before) std::memcpy(sum + i * w.size, before + first_out + i * out_width, size_t(w.size) * 4);
     }
     bool begun = before;
-    over_tiles(w, q, rows, [&](int64_t k, int64_t position, int64_t columns) {
+    over_tiles(w, n, q, rows, [&](int64_t k, int64_t position, int64_t columns) {
       gemm(Transpose::no, Transpose::yes, rows, columns, w.size, query, w.width, key + k * w.key_width, w.key_width, 0,
            scores, kKeys);
       for (int64_t i = 0; i < rows; ++i) {
         const float top_before = top[i];
-        const Seen here = seen(w, q + i, position, columns);
+        const Seen here = seen(w, n, q + i, position, columns);
         float* const row = scores + i * kKeys + here.begin;
         clear(scores + i * kKeys, here.begin);
         if (cap > 0) cap_row(row, here.count(), scale, cap);
@@ -222,13 +223,13 @@ void backward(const Work& w, Threads& threads, const float* d_outs, const float*
         float* d_query = d_qkv + row * w.width + w.query(head);
         for (int64_t i = 0; i < rows; ++i) dots[i] = dot_row(d_out + i * out_width, out + i * out_width, w.size);
         bool begun = onto;
-        over_tiles(w, q, rows, [&](int64_t k, int64_t position, int64_t columns) {
+        over_tiles(w, n, q, rows, [&](int64_t k, int64_t position, int64_t columns) {
           gemm(Transpose::no, Transpose::yes, rows, columns, w.size, query, w.width, key + k * w.key_width, w.key_width,
                0, scores, kKeys);
           gemm(Transpose::no, Transpose::yes, rows, columns, w.size, d_out, out_width, value + k * w.key_width,
                w.key_width, 0, slopes, kKeys);
           for (int64_t i = 0; i < rows; ++i) {
-            const Seen here = seen(w, q + i, position, columns);
+            const Seen here = seen(w, n, q + i, position, columns);
             float *const row = scores + i * kKeys, *const slope = slopes + i * kKeys;
             clear(row, here.begin), clear(slope, here.begin);
             if (cap > 0) {

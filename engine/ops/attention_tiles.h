@@ -3,6 +3,7 @@
 // softmax can go on from what other keys gave. What op kinds of attention have in common; they are in attention.cpp and
 // context_attention.cpp.
 #pragma once
+#include <algorithm>
 #include <cmath>
 #include <vector>
 
@@ -24,14 +25,21 @@ struct Work {
   int64_t per_group = 0, size = 0, groups = 0, heads = 0;
   int64_t width = 0, key_width = 0, key_first = 0, key_step = 0;
   double scale = 0;
-  int64_t window = 0;         // a query sees this many positions, its own and those before it; 0: all of them
-  double soft_cap = 0;        // scores s become cap·tanh(s / cap) (Gemma 2, arXiv 2408.00118); 0: they stay
-  Indices query_at{};         // positions of queries, ascending
+  int64_t window = 0;   // a query sees this many positions, its own and those before it; 0: all of them
+  double soft_cap = 0;  // scores s become cap·tanh(s / cap) (Gemma 2, arXiv 2408.00118); 0: they stay
+  Indices query_at{};   // positions of queries, ascending
+  // (batch, queries): of each query the position where its document begins, before which it sees nothing; ascending in
+  // a sequence. Null: all see from 0 on.
+  const int32_t* documents = nullptr;
   std::vector<Run> key_at{};  // and of keys; empty: from 0 on
 
-  bool sees(int64_t query, int64_t position) const {
-    const int64_t at = query_at(query);
-    return position <= at && (window == 0 || position > at - window);
+  // The first position that a query of sequence n sees.
+  int64_t first_seen(int64_t n, int64_t query) const {
+    const int64_t of_window = window > 0 ? query_at(query) + 1 - window : 0;
+    return documents ? std::max<int64_t>(of_window, documents[n * queries + query]) : of_window;
+  }
+  bool sees(int64_t n, int64_t query, int64_t position) const {
+    return position <= query_at(query) && position >= first_seen(n, query);
   }
   int64_t query(int64_t head) const { return (head / per_group * (per_group + 2) + head % per_group) * size; }
   int64_t key(int64_t group) const { return key_first + group * key_step; }

@@ -105,9 +105,10 @@ void reference(const Binding& b) {
           T product = 0;
           for (int64_t i = 0; i < w.size; ++i) product += query[i] * cache[k * w.key_width + key + i];
           p[size_t(k)] = attention::PlainScore<T>(w, product).value;
-          if (here.sees(t, k)) top = std::max(top, p[size_t(k)]);
+          if (here.sees(0, t, k)) top = std::max(top, p[size_t(k)]);
         }
-        for (int64_t k = 0; k < end; ++k) sum += p[size_t(k)] = here.sees(t, k) ? std::exp(p[size_t(k)] - top) : T(0);
+        for (int64_t k = 0; k < end; ++k)
+          sum += p[size_t(k)] = here.sees(0, t, k) ? std::exp(p[size_t(k)] - top) : T(0);
         for (int64_t i = 0; i < w.size; ++i) {
           T value = 0;
           for (int64_t k = 0; k < end; ++k) value += p[size_t(k)] * cache[k * w.key_width + key + w.size + i];

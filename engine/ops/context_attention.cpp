@@ -255,7 +255,8 @@ double scores(const OpView& v, const Tensor& qkv) {
 }
 double context_bytes(const OpView& v) {
   double sum = 0;
-  for (int i = 0; i < v.inputs(); ++i) sum += double(v.input(i).bytes());
+  for (int i = 0; i < v.inputs(); ++i)
+    if (v.has_input(i)) sum += double(v.input(i).bytes());
   for (int i = 0; i < v.outputs(); ++i) sum += double(v.output(i).bytes());
   return sum;
 }
@@ -294,6 +295,15 @@ void put(const Binding& b, const Tensor& tensor, void* data, int64_t n, const fl
   });
 }
 
+// Where documents begin: of a block the last input, forward and backward.
+constexpr int kDocumentsOfBlock = 4, kDocumentsOfGradient = 5;
+const int32_t* documents_of(const Binding& b, int input) { return b.has_input(input) ? b.in<int32_t>(input) : nullptr; }
+// One sequence of a block's work.
+Work sequence_of(Work work, const int32_t* documents, int64_t n) {
+  work.documents = documents ? documents + n * work.queries : nullptr;
+  return work;
+}
+
 Launch bind_forward(const Binding& b) {
   require(compute_type(b) != DType::f64, b, "f32, bf16 or f16 tensors on the cpu backend");
   Work work = work_on(b, b.input(0), b.input(1));
@@ -306,8 +316,8 @@ Launch bind_forward(const Binding& b) {
                   *kv = sequence(b, b.input(1), b.in<void>(1), n, room);
       const float* before = b.has_input(2) ? b.in<float>(2) + n * work.queries * work.out_width() : nullptr;
       float* out = made(b.output(0), b.out<void>(0), n, room);
-      attention::forward(work, b.threads(), qkv, kv, before, b.has_input(3) ? b.in<float>(3) + n * lses : nullptr, out,
-                         b.out<float>(1) + n * lses, room);
+      attention::forward(sequence_of(work, documents_of(b, kDocumentsOfBlock), n), b.threads(), qkv, kv, before,
+                         b.has_input(3) ? b.in<float>(3) + n * lses : nullptr, out, b.out<float>(1) + n * lses, room);
       put(b, b.output(0), b.out<void>(0), n, out);
     }
   };
@@ -331,7 +341,8 @@ Launch bind_backward(const Binding& b) {
         sequence(b, b.output(0), b.out<void>(0), n, same);
       }
       float* d_kv = made(b.output(1), b.out<void>(1), n, room);
-      attention::backward(work, b.threads(), d_out, qkv, kv, out, lse, d_qkv, b.accumulates(0), d_kv, room);
+      attention::backward(sequence_of(work, documents_of(b, kDocumentsOfGradient), n), b.threads(), d_out, qkv, kv, out,
+                          lse, d_qkv, b.accumulates(0), d_kv, room);
       put(b, b.output(0), b.out<void>(0), n, d_qkv);
       put(b, b.output(1), b.out<void>(1), n, d_kv);
     }
@@ -344,7 +355,8 @@ template <class T>
 struct Plain {
   Work w;
   std::vector<int64_t> keys{};  // positions
-  explicit Plain(Work work) : w(std::move(work)) {
+  Plain(Work work, const int32_t* documents) : w(std::move(work)) {
+    w.documents = documents;
     for (const Run& run : w.key_at)
       for (int64_t i = 0; i < run.count; ++i) keys.push_back(run.first + i);
   }
@@ -370,7 +382,7 @@ struct Plain {
 
 template <class T>
 void context_reference_forward(const Binding& b) {
-  const Plain<T> p(work_on(b, b.input(0), b.input(1)));
+  const Plain<T> p(work_on(b, b.input(0), b.input(1)), documents_of(b, kDocumentsOfBlock));
   const bool goes_on = b.has_input(2);
   std::vector<T> score(p.keys.size()), sum(size_t(p.w.size));
   p.queries([&](int64_t n, int64_t head, int64_t t) {
@@ -379,12 +391,12 @@ void context_reference_forward(const Binding& b) {
     for (size_t k = 0; k < p.keys.size(); ++k) {
       const T product = p.dot(b.in<T>(0) + p.query(n, head, t), b.in<T>(1) + p.key(n, head, int64_t(k)));
       score[k] = attention::PlainScore<T>(p.w, product).value;
-      if (p.w.sees(t, p.keys[k])) top = std::max(top, score[k]);
+      if (p.w.sees(n, t, p.keys[k])) top = std::max(top, score[k]);
     }
     T total = goes_on ? std::exp(b.in<T>(3)[l] - top) : T(0);
     for (int64_t i = 0; i < p.w.size; ++i) sum[size_t(i)] = goes_on ? b.in<T>(2)[o + i] * total : T(0);
     for (size_t k = 0; k < p.keys.size(); ++k) {
-      if (!p.w.sees(t, p.keys[k])) continue;
+      if (!p.w.sees(n, t, p.keys[k])) continue;
       const T weight = std::exp(score[k] - top);
       total += weight;
       for (int64_t i = 0; i < p.w.size; ++i)
@@ -397,7 +409,7 @@ void context_reference_forward(const Binding& b) {
 
 template <class T>
 void context_reference_backward(const Binding& b) {
-  const Plain<T> p(work_on(b, b.input(1), b.input(2)));
+  const Plain<T> p(work_on(b, b.input(1), b.input(2)), documents_of(b, kDocumentsOfGradient));
   if (!b.accumulates(0)) std::fill_n(b.out<T>(0), elements(b.output(0).shape), T(0));
   std::fill_n(b.out<T>(1), elements(b.output(1).shape), T(0));
   p.queries([&](int64_t n, int64_t head, int64_t t) {
@@ -405,7 +417,7 @@ void context_reference_backward(const Binding& b) {
     const T whole = p.dot(d_out, b.in<T>(3) + p.out(n, head, t)), lse = b.in<T>(4)[p.lse(n, head, t)];
     T* d_query = b.out<T>(0) + p.query(n, head, t);
     for (size_t k = 0; k < p.keys.size(); ++k) {
-      if (!p.w.sees(t, p.keys[k])) continue;
+      if (!p.w.sees(n, t, p.keys[k])) continue;
       const int64_t at = p.key(n, head, int64_t(k));
       const T *key = b.in<T>(2) + at, *value = key + p.w.size;
       const attention::PlainScore<T> score(p.w, p.dot(query, key));
@@ -445,13 +457,18 @@ Attributes of_all(const Attributes& attributes, const Tensor& qkv) {
   return all;
 }
 
+std::vector<TensorId> inputs_of_gradient(Differentiation& d, TensorId kv) {
+  std::vector<TensorId> inputs{d.output_gradient(0), d.input(0), kv, d.output(0), d.output(1)};
+  if (d.forward().has_input(kDocumentsOfBlock)) inputs.push_back(d.input(kDocumentsOfBlock));
+  return inputs;
+}
+
 void differentiate_gathered(Differentiation& d) {
   Builder& build = d.build();
   const Attributes attributes = without_step(d.forward()), all = of_all(attributes, build[d.input(0)]);
   const TensorId qkv = d.input(0), own = build.emit("keys_values", {qkv}, attributes),
                  kv = build.emit("all_gather", {own}, all);
-  const auto made = build.emit_all("gathered_attention_gradient",
-                                   {d.output_gradient(0), qkv, kv, d.output(0), d.output(1)}, attributes);
+  const auto made = build.emit_all("gathered_attention_gradient", inputs_of_gradient(d, kv), attributes);
   const TensorId d_kv = build.emit("reduce_scatter", {made[1]}, all);
   d.set(0, build.emit("with_keys_values", {made[0], d_kv}, attributes));
 }
@@ -467,9 +484,7 @@ void differentiate_ring(Differentiation& d) {
   for (int64_t step = 0; step < size; ++step) {
     const TensorId next = step + 1 < size ? build.emit("shift", {kv}, next_rank) : TensorId{};
     if (d_kv) d_kv = build.emit("shift", {d_kv}, next_rank);
-    const auto made =
-        build.emit_all("ring_attention_gradient", {d.output_gradient(0), qkv, kv, d.output(0), d.output(1)},
-                       of_step(attributes, step));
+    const auto made = build.emit_all("ring_attention_gradient", inputs_of_gradient(d, kv), of_step(attributes, step));
     if (d_qkv) build.accumulate_onto(0, d_qkv);
     d_qkv = made[0];
     d_kv = d_kv ? build.emit("add", {d_kv, made[1]}) : made[1];
@@ -493,14 +508,22 @@ void check_block(const OpView& v, int qkv) {
       "qkv that its axis splits evenly along time, with keys and values of one rank or of all");
 }
 
+void check_documents(const OpView& v, int qkv, int documents) {
+  const bool right =
+      !v.has_input(documents) || (v.input(documents).dtype == DType::i32 &&
+                                  v.input(documents).shape == Shape{v.input(qkv).shape[0], v.input(qkv).shape[kTime]});
+  require(right && v.inputs() <= documents + 1, v, "at most the places where documents begin, i32 (B, T)");
+}
+
 void register_block(const std::string& name, const Sharding& forward, const Sharding& backward,
                     std::function<void(Differentiation&)> gradient) {
   OpKind block{.name = name,
                .summary =
-                   "qkv (B, T, K·(P+2)·D), kv of a block (B, S, K·2·D), [o, lse so far] -> o (B, T, H·D), "
-                   "lse (B, H, T); causal by positions"};
+                   "qkv (B, T, K·(P+2)·D), kv of a block (B, S, K·2·D), [o, lse so far], [where documents begin i32 "
+                   "(B, T)] -> o (B, T, H·D), lse (B, H, T); causal by positions"};
   block.shape = [](const OpView& v) -> std::vector<TensorSpec> {
     check_block(v, 0);
+    check_documents(v, 0, kDocumentsOfBlock);
     const Shape& shape = v.input(0).shape;
     const int64_t heads = groups_of(v, v.input(0)) * attribute(v, "queries_per_group");
     const DType wider = wide(v.input(0).dtype);
@@ -529,8 +552,9 @@ void register_block(const std::string& name, const Sharding& forward, const Shar
   back.shape = [](const OpView& v) -> std::vector<TensorSpec> {
     check_block(v, 1);
     require(
-        v.inputs() == 5 && v.has_input(0) && v.has_input(3) && v.has_input(4) && v.input(0).shape == v.input(3).shape,
+        v.inputs() >= 5 && v.has_input(0) && v.has_input(3) && v.has_input(4) && v.input(0).shape == v.input(3).shape,
         v, "do, qkv, kv, o and lse");
+    check_documents(v, 1, kDocumentsOfGradient);
     return {like(v.input(1)), like(v.input(2))};
   };
   back.cost = [](const OpView& v) { return Cost{4 * scores(v, v.input(1)), context_bytes(v)}; };
@@ -576,7 +600,7 @@ std::vector<TensorId> turned(Builder& build, TensorId qkv, Attributes attributes
   return {turn(made[0], kHeads, kTime), made[1]};
 }
 
-std::vector<TensorId> around_ring(Builder& build, TensorId qkv, const Attributes& attributes) {
+std::vector<TensorId> around_ring(Builder& build, TensorId qkv, TensorId documents, const Attributes& attributes) {
   const int64_t size = attributes.integer("size");
   TensorId kv = build.emit("keys_values", {qkv}, attributes);
   std::vector<TensorId> made;
@@ -584,6 +608,7 @@ std::vector<TensorId> around_ring(Builder& build, TensorId qkv, const Attributes
     const TensorId next = step + 1 < size ? build.emit("shift", {kv}, onwards(attributes)) : TensorId{};
     std::vector<TensorId> inputs{qkv, kv};
     inputs.insert(inputs.end(), made.begin(), made.end());
+    if (documents) inputs.resize(kDocumentsOfBlock), inputs.push_back(documents);
     made = build.emit_all("ring_attention", inputs, of_step(attributes, step));
     kv = next;
   }
@@ -592,15 +617,20 @@ std::vector<TensorId> around_ring(Builder& build, TensorId qkv, const Attributes
 
 std::vector<TensorId> spread(Builder& build, const OpView& v, const std::string& axis, int size) {
   const std::string form = v.attributes().string("form");
-  const TensorId qkv = v.op().inputs[0];
+  const TensorId qkv = v.op().inputs[0], documents = v.has_input(1) ? v.op().inputs[1] : TensorId{};
   Attributes attributes = attention::own_attributes(v.attributes());
+  if (form == "ulysses" && documents)
+    throw Error(
+        "data.packed keeps documents apart, which attention = \"ulysses\" cannot yet, as each of its ranks "
+        "attends over all tokens and knows of its own only where documents begin; use \"ring\" or \"gather\".");
   if (form == "ulysses") return turned(build, qkv, attributes, axis, size);
   attributes.set("axis", axis);
   attributes.set("size", int64_t(size));
-  if (form == "ring") return around_ring(build, qkv, attributes);
+  if (form == "ring") return around_ring(build, qkv, documents, attributes);
   const TensorId kv = build.emit("keys_values", {qkv}, attributes);
-  return build.emit_all("gathered_attention", {qkv, build.emit("all_gather", {kv}, of_all(attributes, build[qkv]))},
-                        attributes);
+  std::vector<TensorId> inputs{qkv, build.emit("all_gather", {kv}, of_all(attributes, build[qkv]))};
+  if (documents) inputs.resize(kDocumentsOfBlock), inputs.push_back(documents);
+  return build.emit_all("gathered_attention", inputs, attributes);
 }
 
 const AtLoad context_attention_registered([] {
@@ -608,10 +638,10 @@ const AtLoad context_attention_registered([] {
   register_repeat();
   // In a ring the block is a share of another rank, by layout as if it were this one's. On gathered keys the gradient
   // of keys and values is a sum over the ranks.
-  register_block("ring_attention", {.dimensions = "bth, bth, bth, bht -> bth, bht"},
-                 {.dimensions = "bth, bth, bth, bth, bht -> bth, bth"}, differentiate_ring);
-  register_block("gathered_attention", {.dimensions = "bth, bsh -> bth, bht", .whole = "s"},
-                 {.dimensions = "bth, bth, bsh, bth, bht -> bth, bsh", .whole = "s"}, differentiate_gathered);
+  register_block("ring_attention", {.dimensions = "bth, bth, bth, bht, bt -> bth, bht"},
+                 {.dimensions = "bth, bth, bth, bth, bht, bt -> bth, bth"}, differentiate_ring);
+  register_block("gathered_attention", {.dimensions = "bth, bsh, bth, bht, bt -> bth, bht", .whole = "s"},
+                 {.dimensions = "bth, bth, bsh, bth, bht, bt -> bth, bsh", .whole = "s"}, differentiate_gathered);
   register_kind({.name = "context_attention",
                  .summary = "attention of tokens that an axis splits, attribute form = gather, ulysses or ring: others "
                             "take its place when the program is split",
@@ -620,7 +650,7 @@ const AtLoad context_attention_registered([] {
                    return find_kind("attention").shape(v);
                  },
                  .half = true,
-                 .sharding = {.dimensions = "bth -> bth, bht", .replaced = "t", .replace = spread}});
+                 .sharding = {.dimensions = "bth, bt -> bth, bht", .replaced = "t", .replace = spread}});
 });
 
 }  // namespace

@@ -30,13 +30,14 @@ struct Case {
   bool paired = false;
   int64_t batch = 1, time = 4, groups = 1, per_group = 1, size = 2, window = 0;
   double soft_cap = 0;
+  std::vector<int32_t> documents{};  // of each token where its document begins; empty: all is one
   Shape qkv() const { return {batch, time, groups * (per_group + 2) * size}; }
   Shape out() const { return {batch, time, groups * per_group * size}; }
 };
 
 struct Built {
   Program program;
-  TensorId qkv, cotangent, out, gradient;
+  TensorId qkv, cotangent, documents, out, gradient;
 };
 
 Mesh mesh_of(int rank, int ranks) { return Mesh(rank, {{"shard", 1}, {"sequence", ranks}}); }
@@ -51,7 +52,10 @@ Built built(const Case& c) {
   if (c.window > 0) attributes.set("window", c.window);
   if (c.soft_cap > 0) attributes.set("soft_cap", c.soft_cap);
   if (!c.form.empty()) attributes.set("form", c.form);
-  built.out = build.emit(c.form.empty() ? "attention" : "context_attention", {built.qkv}, attributes);
+  std::vector<TensorId> inputs{built.qkv};
+  if (!c.documents.empty())
+    inputs.push_back(built.documents = build.data("documents", {c.batch, c.time}, DType::i32, {"batch", "time"}));
+  built.out = build.emit(c.form.empty() ? "attention" : "context_attention", inputs, attributes);
   split_program(built.program, {{.dimension = "time", .axis = "sequence", .role = Role::data, .paired = c.paired}}, {},
                 mesh_of(0, c.ranks));
   built.gradient = differentiate(built.program, {{built.out, built.cotangent}}, {built.qkv}).wanted[0];
@@ -77,14 +81,17 @@ std::pair<Values, Values> run(const Case& c, const Values& qkv, const Values& co
         Threads threads(1);
         Storage storage(program, plan, {}, {}, nullptr);
         Executor executor(program, plan, storage, "reference", threads, 1, &groups);
-        const auto each = [&](TensorId id, auto&& visit) {
+        const auto each = [&]<class T = double>(TensorId id, auto&& visit, T = {}) {
           const Tensor& tensor = program[id];
           const GlobalIndex global(tensor);
-          auto* data = static_cast<double*>(executor.pointer(id));
+          auto* data = static_cast<T*>(executor.pointer(id));
           for (int64_t i = 0; i < elements(tensor.shape); ++i) visit(data[i], size_t(global(i)));
         };
         each(planned.qkv, [&](double& value, size_t at) { value = qkv[at]; });
         each(planned.cotangent, [&](double& value, size_t at) { value = cotangent[at]; });
+        if (planned.documents)
+          each(
+              planned.documents, [&](int32_t& value, size_t at) { value = c.documents[at]; }, int32_t{});
         executor.run();
         const std::lock_guard lock(mutex);
         each(planned.out, [&](double value, size_t at) { out[at] = value; });
@@ -119,9 +126,12 @@ TEST(ContextAttention, IsAttentionAndItsGradientIsCentralDifferences) {
     if (draw(random, 0, 1)) c.window = draw(random, 1, c.time + 1);
     if (draw(random, 0, 1)) c.soft_cap = 0.8;
     if (c.form == "ulysses" && draw(random, 0, 1)) c.groups = 1, c.per_group = c.ranks * draw(random, 1, 2);
-    SCOPED_TRACE("STRATA_SEED=" + std::to_string(seed) + " " + c.form + (c.paired ? " in pairs, " : ", ") +
-                 std::to_string(c.ranks) + " ranks, qkv " + text(c.qkv()) + ", window " + std::to_string(c.window) +
-                 ", cap " + std::to_string(c.soft_cap));
+    if (c.form != "ulysses" && draw(random, 0, 1))
+      for (int64_t i = 0; i < c.batch * c.time; ++i)
+        c.documents.push_back(i % c.time > 0 && draw(random, 0, 2) > 0 ? c.documents.back() : int32_t(i % c.time));
+    SCOPED_TRACE("STRATA_SEED=" + std::to_string(seed) + " " + c.form + (c.documents.empty() ? "" : " of documents") +
+                 (c.paired ? " in pairs, " : ", ") + std::to_string(c.ranks) + " ranks, qkv " + text(c.qkv()) +
+                 ", window " + std::to_string(c.window) + ", cap " + std::to_string(c.soft_cap));
     const Values qkv = random_values(random, elements(c.qkv())), way = random_values(random, elements(c.qkv())),
                  cotangent = random_values(random, elements(c.out()));
     const auto [out, gradient] = run(c, qkv, cotangent);

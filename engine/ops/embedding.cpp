@@ -28,18 +28,18 @@ struct OwnRows {
   }
 };
 
-// The row of learned positions of a row of tokens: by where in the sequence it is, or with input 3 (embedding_from) by
-// where the sequence goes on.
+// The row of learned positions of a row of tokens: by where in the sequence it is, or with input 3 by where in its
+// document (embedding; a place for each token), or by where the sequence goes on (embedding_from).
 struct Positions {
   Indices here;
   int64_t time, last;
-  const int32_t* from;
+  const int32_t *documents = nullptr, *from = nullptr;
   Positions(const Binding& b)
-      : here(b.input(0), 1),
-        time(b.input(0).shape[1]),
-        last(b.has_input(2) ? b.input(2).shape[0] - 1 : 0),
-        from(b.has_input(3) ? b.in<int32_t>(3) : nullptr) {}
+      : here(b.input(0), 1), time(b.input(0).shape[1]), last(b.has_input(2) ? b.input(2).shape[0] - 1 : 0) {
+    if (b.has_input(3)) (b.input(3).shape.size() == 2 ? documents : from) = b.in<int32_t>(3);
+  }
   int64_t operator()(int64_t row) const {
+    if (documents) return std::clamp<int64_t>(here(row % time) - documents[row], 0, last);
     return from ? std::clamp<int64_t>(from[row / time] + row % time, 0, last) : here(row % time);
   }
 };
@@ -104,13 +104,17 @@ void embed(const Binding& b, int64_t first, int64_t last) {
 }
 
 std::vector<TensorSpec> embedding_shape(const OpView& v) {
-  bool right = (v.inputs() == 2 || v.inputs() == 3) && v.has_input(0) && v.has_input(1) &&
+  bool right = v.inputs() >= 2 && v.inputs() <= 4 && v.has_input(0) && v.has_input(1) &&
                v.input(0).dtype == DType::i32 && v.input(0).shape.size() == 2 && v.input(1).shape.size() == 2 &&
                is_float(v.input(1));
   if (right && v.has_input(2))
     right = v.input(2).shape.size() == 2 && v.input(2).shape[1] == v.columns(1) &&
             v.input(2).shape[0] >= v.input(0).full_shape()[1] && v.input(2).dtype == v.input(1).dtype;
-  require(right, v, "tokens i32 (B, T), w (V, C) and at most positions (P, C) with P >= T");
+  if (right && v.inputs() == 4)
+    right = v.has_input(2) && v.has_input(3) && v.input(3).dtype == DType::i32 && v.input(3).shape == v.input(0).shape;
+  require(right, v,
+          "tokens i32 (B, T), w (V, C) and at most positions (P, C) with P >= T, and with those the places where "
+          "documents begin i32 (B, T)");
   return {{{v.input(0).shape[0], v.input(0).shape[1], v.columns(1)}, v.input(1).dtype}};
 }
 
@@ -123,14 +127,17 @@ void embedding_gradients(Differentiation& d) {
     rows.set("rows", split ? split->full : v.input(1).shape[0]);
     d.set(1, d.build().emit("embedding_gradient", {d.output_gradient(0), d.input(0)}, rows));
   }
-  if (d.needs(2))
-    d.set(2, d.build().emit("position_gradient", {d.output_gradient(0)}, {{"rows", v.input(2).shape[0]}}));
+  if (d.needs(2)) {
+    std::vector<TensorId> inputs{d.output_gradient(0)};
+    if (v.has_input(3)) inputs.push_back(d.input(3));
+    d.set(2, d.build().emit("position_gradient", inputs, {{"rows", v.input(2).shape[0]}}));
+  }
 }
 
 void register_embedding() {
   register_kind(
       {.name = "embedding",
-       .summary = "tokens i32 (B, T), w (V, C), [positions (P, C)] -> x (B, T, C)",
+       .summary = "tokens i32 (B, T), w (V, C), [positions (P, C), [where documents begin i32 (B, T)]] -> x (B, T, C)",
        .shape = embedding_shape,
        .gradient = embedding_gradients,
        .cost =
@@ -140,7 +147,7 @@ void register_embedding() {
            },
        .half = true,
        // The rank that has a token's row adds its position too, so that the sum has it once.
-       .sharding = {.dimensions = "bt, vc, pc -> btc", .whole = "p", .replaced = "v", .replace = with_split_rows},
+       .sharding = {.dimensions = "bt, vc, pc, bt -> btc", .whole = "p", .replaced = "v", .replace = with_split_rows},
        .kernels = {{"cpu", cpu_kernel([](const Binding& b) {
                       b.threads().split(elements(b.input(0).shape), 16,
                                         [&](int64_t r, int64_t e) { embed<float>(b, r, e); });
@@ -241,9 +248,23 @@ void register_embedding_gradient() {
                                                        })}}});
 }
 
+bool has_documents(const OpView& v) { return v.inputs() > 1; }  // of position_gradient
+
+// The row of positions of a token of packed documents.
+int64_t position_of(const Binding& b, const Indices& here, int64_t row) {
+  const int64_t at = here(row % b.input(0).shape[1]) - b.in<int32_t>(1)[row];
+  return std::clamp<int64_t>(at, 0, b.output(0).shape[0] - 1);
+}
+
 void sum_by_position(const Binding& b) {
   const Shape& s = b.input(0).shape;
   if (!b.accumulates(0)) clear_output(b);
+  if (has_documents(b))  // as sum_by_token does
+    return b.threads().parallel([&, here = Indices(b.input(0), 1)](int t) {
+      for (int64_t r = 0; r < s[0] * s[1]; ++r)
+        if (const int64_t row = position_of(b, here, r); row % b.threads().count() == t)
+          add_row_to(b, b.out<float>(0) + row * s[2], r, s[2]);
+    });
   b.threads().split(s[1], 8, [&, positions = Indices(b.input(0), 1)](int64_t t, int64_t e) {
     for (; t < e; ++t)
       for (int64_t n = 0; n < s[0]; ++n) add_row_to(b, b.out<float>(0) + positions(t) * s[2], n * s[1] + t, s[2]);
@@ -251,27 +272,36 @@ void sum_by_position(const Binding& b) {
 }
 
 void register_position_gradient() {
-  register_kind({.name = "position_gradient",
-                 .summary = "dx (B, T, C); attribute rows = P of the whole table -> dp (P, C), summed over B",
-                 .shape = [](const OpView& v) -> std::vector<TensorSpec> {
-                   require(v.inputs() == 1 && v.has_input(0) && is_float(v.input(0)) && v.input(0).shape.size() == 3 &&
-                               v.attributes().has("rows") &&
-                               v.attributes().integer("rows") >= v.input(0).full_shape()[1],
-                           v, "dx (B, T, C) and an attribute rows >= T");
-                   return {{{v.attributes().integer("rows"), v.columns(0)}, wide(v.input(0).dtype)}};
-                 },
-                 .accumulates = 1,
-                 .half = true,
-                 .sharding = {.dimensions = "btc -> pc"},
-                 .kernels = {{"cpu", cpu_kernel(sum_by_position)},
-                             {"reference", reference_kernel([](const Binding& b, auto zero) {
-                                using T = decltype(zero);
-                                const Shape& s = b.input(0).shape;
-                                if (!b.accumulates(0)) std::fill_n(b.out<T>(0), elements(b.output(0).shape), T(0));
-                                const Indices positions(b.input(0), 1);
-                                for (int64_t i = 0; i < elements(s); ++i)
-                                  b.out<T>(0)[positions(i / s[2] % s[1]) * s[2] + i % s[2]] += b.in<T>(0)[i];
-                              })}}});
+  register_kind(
+      {.name = "position_gradient",
+       .summary = "dx (B, T, C), [where documents begin i32 (B, T)]; attribute rows = P of the whole table -> "
+                  "dp (P, C), summed over B",
+       .shape = [](const OpView& v) -> std::vector<TensorSpec> {
+         bool right = v.has_input(0) && is_float(v.input(0)) && v.input(0).shape.size() == 3 &&
+                      v.attributes().has("rows") && v.attributes().integer("rows") >= v.input(0).full_shape()[1];
+         if (right && has_documents(v))
+           right = v.has_input(1) && v.input(1).dtype == DType::i32 &&
+                   v.input(1).shape == Shape{v.input(0).shape[0], v.input(0).shape[1]};
+         require(right, v,
+                 "dx (B, T, C), at most the places where documents begin i32 (B, T), and an attribute rows "
+                 ">= T");
+         return {{{v.attributes().integer("rows"), v.columns(0)}, wide(v.input(0).dtype)}};
+       },
+       .accumulates = 1,
+       .half = true,
+       .sharding = {.dimensions = "btc, bt -> pc"},
+       .kernels = {{"cpu", cpu_kernel(sum_by_position)},
+                   {"reference", reference_kernel([](const Binding& b, auto zero) {
+                      using T = decltype(zero);
+                      const Shape& s = b.input(0).shape;
+                      if (!b.accumulates(0)) std::fill_n(b.out<T>(0), elements(b.output(0).shape), T(0));
+                      const Indices positions(b.input(0), 1);
+                      for (int64_t i = 0; i < elements(s); ++i) {
+                        const int64_t row = i / s[2];
+                        const int64_t at = has_documents(b) ? position_of(b, positions, row) : positions(row % s[1]);
+                        b.out<T>(0)[at * s[2] + i % s[2]] += b.in<T>(0)[i];
+                      }
+                    })}}});
 }
 
 const AtLoad embedding_registered([] {

@@ -22,12 +22,14 @@
 namespace strata {
 namespace {
 
-// One input of a case; `limit` > 0 makes it i32 below that limit, `fixed` a f64 scalar of that value.
+// One input of a case; `limit` > 0 makes it i32 below that limit, kBorders (B, T) the places where documents begin,
+// `fixed` a f64 scalar of that value.
 struct Input {
   Shape shape;
   int64_t limit = 0;
   double fixed = NAN;
 };
+constexpr int64_t kBorders = INT64_MAX;
 
 struct Case {
   std::string kind;
@@ -151,7 +153,9 @@ void check(const Case& c, uint32_t seed, const std::vector<std::string>& backend
     const TensorId id = reference.inputs[i];
     const Input in = i < c.inputs.size() ? c.inputs[i] : Input{reference.program[id].shape};
     for (int64_t n = 0; id && n < elements(in.shape); ++n) {
-      if (in.limit > 0)
+      if (in.limit == kBorders)  // every eighth token begins one
+        values.push_back(n % in.shape[1] > 0 && random() % 8 > 0 ? values.back() : double(n % in.shape[1]));
+      else if (in.limit > 0)
         values.push_back(double(random() % uint64_t(in.limit)));
       else
         values.push_back(std::isnan(in.fixed) ? away_from_zero(normal(random)) : in.fixed);
@@ -400,11 +404,17 @@ std::vector<Case> cases(std::mt19937& random) {
       {"linear", {{{rows, in}}, {{out, in}}, {{out}}}, {}, true},
       {"attention", {{qkv}}, heads},
       {"attention", {{qkv}}, bent},
+      {"attention", {{qkv}, {{batch, time}, kBorders}}, heads},
+      {"attention", {{qkv}, {{batch, time}, kBorders}}, bent},
       {"rotary", {{qkv}}, rotary},
+      {"rotary", {{qkv}, {{batch, time}, kBorders}}, rotary},
       {"rotary", {{qkv}}, stretched},
       {"head_norm", {{qkv}, {{size}}, {{size}}}, normed},
       {"embedding", {{{batch, time}, vocabulary}, {{vocabulary, columns}}, {{time + 2, columns}}}, {}},
       {"embedding", {{{batch, time}, vocabulary}, {{vocabulary, columns}}, {{}}}, {}},
+      {"embedding",
+       {{{batch, time}, vocabulary}, {{vocabulary, columns}}, {{time + 2, columns}}, {{batch, time}, kBorders}},
+       {}},
       {"layer_norm", {{{batch, rows, columns}}, {{columns}}, {{columns}}}, epsilon},
       {"rms_norm", {{{rows, columns}}, {{columns}}}, epsilon},
       {"rms_norm", {{{rows, columns}}, {{columns}}}, counted},
@@ -463,6 +473,52 @@ TEST(Ops, WindowsAndCapsForTensorCores) {
   const Attributes bent{
       {"head_size", int64_t{64}}, {"queries_per_group", int64_t{1}}, {"window", int64_t{20}}, {"soft_cap", 3.0}};
   check({"attention", {{{1, 130, 3 * 64}}}, bent}, 6, kBackends);
+}
+
+// And of documents, whose borders are not those of tiles; with and without a window.
+TEST(Ops, DocumentsForTensorCores) {
+  STRATA_NEEDS_GPU();
+  for (const bool window : {false, true}) {
+    Attributes heads{{"head_size", int64_t{64}}, {"queries_per_group", int64_t{2}}};
+    if (window) heads.set("window", int64_t{20});
+    check({"attention", {{{2, 130, 4 * 64}}, {{2, 130}, kBorders}}, heads}, 8, kBackends);
+  }
+}
+
+// A document's results are those of its tokens alone, wherever in a sequence it is: longer than tiles of
+// queries and keys are, with neighbours that hold values which nothing can be multiplied by.
+TEST(Ops, DocumentsSeeNothingOfTheirNeighbours) {
+  STRATA_NEEDS_GPU();
+  constexpr int64_t kSize = 4, kLength = 300, kAt = 256, kTime = 700;
+  const Attributes heads{{"head_size", kSize}, {"queries_per_group", int64_t{1}}};
+  const int64_t width = 3 * kSize;
+  std::mt19937 random(11);
+  std::normal_distribution<double> normal;
+  Values of_document(2);  // qkv and the cotangent
+  for (int64_t i = 0; i < kLength * width; ++i) of_document[0].push_back(double(float(normal(random))));
+  for (int64_t i = 0; i < kLength * kSize; ++i) of_document[1].push_back(double(float(normal(random))));
+  const auto among = [&](const std::vector<double>& own, int64_t columns, double elsewhere) {
+    std::vector<double> all(size_t(kTime * columns), elsewhere);
+    std::copy(own.begin(), own.end(), all.begin() + kAt * columns);
+    return all;
+  };
+  std::vector<double> begins(kTime, 0);
+  for (int64_t t = 0; t < kTime; ++t) begins[size_t(t)] = t < kAt ? 0 : t < kAt + kLength ? kAt : kAt + kLength;
+  for (const std::string& backend : kBackends) {
+    if (backend != "cpu" && !test::gpu()) continue;  // the emulator takes its time
+    Threads threads(2);
+    const Values alone = run(build({"attention", {{{1, kLength, width}}}, heads}, DType::f32), backend,
+                             {of_document[0]}, of_document[1], threads);
+    const Values packed =
+        run(build({"attention", {{{1, kTime, width}}, {{1, kTime}, kBorders}}, heads}, DType::f32), backend,
+            {among(of_document[0], width, 1e30), begins}, among(of_document[1], kSize, 0), threads);
+    for (size_t r = 0; r < 2; ++r) {
+      const int64_t columns = r == 0 ? kSize : width;
+      for (int64_t i = 0; i < kLength * columns; ++i)
+        // Tiles of keys begin at multiples of their size, so sums are taken in another order.
+        ASSERT_NEAR(packed[r][size_t(kAt * columns + i)], alone[r][size_t(i)], 1e-5) << backend << " " << r << " " << i;
+    }
+  }
 }
 
 // Kinds without a gradient of their own: CPU against reference.

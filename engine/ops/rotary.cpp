@@ -72,24 +72,28 @@ void rotate_half(const void* x, void* y, DType type, const float* cosine, const 
   from_f32(type, to, y, 2 * half);
 }
 
-// With input 1 (rotary_from) each sequence goes on at a position of its own, below attribute "positions".
+// With input 1 each sequence goes on at a position of its own, below attribute "positions" (rotary_from), or each token
+// counts from where its document begins (rotary).
 template <class T>
 Launch bind_rotary(const Binding& b) {
   const int64_t size = b.attributes().integer("head_size"), width = b.columns(0), heads = width / size,
                 per_group = group_width(b) / size, time = b.input(0).shape[1];
-  const bool goes_on = b.has_input(1);
-  const int64_t rows = goes_on ? b.attributes().integer("positions") : time;
+  const bool goes_on = b.attributes().has("positions"), packed = b.has_input(1) && !goes_on;
+  // Of documents the table has every position, of which some may be on other ranks.
+  const int64_t rows = goes_on ? b.attributes().integer("positions") : packed ? b.input(0).full_shape()[1] : time;
+  const Indices here(b.input(0), 1);
   const DType type = b.input(0).dtype;
   require(!is_half(type) || size <= kMostHead, b, "heads of at most 1024 where numbers have 16 bits");
   const RotaryAngles angles_of(b.attributes());
   const int64_t half = angles_of.rotated / 2, rest = size - 2 * half;
-  const auto table = shared_rotary_table<T>(rows, goes_on ? Indices() : Indices(b.input(0), 1), angles_of,
+  const auto table = shared_rotary_table<T>(rows, goes_on || packed ? Indices() : here, angles_of,
                                             b.attributes().integer("inverse") != 0);
   return [=] {
     b.threads().split(b.rows(0), 4, [&](int64_t r, int64_t e) {
       for (; r < e; ++r) {
-        const int64_t at_row =
-            goes_on ? std::clamp<int64_t>(b.in<int32_t>(1)[r / time] + r % time, 0, rows - 1) : r % time;
+        int64_t at_row = r % time;
+        if (goes_on) at_row = std::clamp<int64_t>(b.in<int32_t>(1)[r / time] + at_row, 0, rows - 1);
+        if (packed) at_row = std::clamp<int64_t>(here(at_row) - b.in<int32_t>(1)[r], 0, rows - 1);
         for (int64_t h = 0; h < heads; ++h) {  // and keys and values
           const void* x = at(b.in<void>(0), type, r * width + h * size);
           void* y = at(b.out<void>(0), type, r * width + h * size);
@@ -139,21 +143,26 @@ std::map<std::string, Kernel, std::less<>> kernels() {
 const AtLoad rotary_registered([] {
   register_kind(
       {.name = "rotary",
-       .summary = "x (B, T, K·(P+2)·D) -> query and key heads rotated by position; K groups of P queries, key, value",
+       .summary = "x (B, T, K·(P+2)·D), [where documents begin i32 (B, T)] -> query and key heads rotated by position "
+                  "in the document; K groups of P queries, key, value",
        .shape = [](const OpView& v) -> std::vector<TensorSpec> {
-         require(v.inputs() == 1, v, "x");
          check(v);
+         require(v.inputs() == 1 || (v.inputs() == 2 && v.has_input(1) && v.input(1).dtype == DType::i32 &&
+                                     v.input(1).shape == Shape{v.input(0).shape[0], v.input(0).shape[1]}),
+                 v, "x and at most the places where documents begin i32 (B, T)");
          return {like(v.input(0))};
        },
        .gradient =
            [](Differentiation& d) {
              Attributes attributes = d.forward().attributes();
              attributes.set("inverse", int64_t{1} - attributes.integer("inverse"));
-             d.set(0, d.build().emit("rotary", {d.output_gradient(0)}, attributes));
+             std::vector<TensorId> inputs{d.output_gradient(0)};
+             if (d.forward().has_input(1)) inputs.push_back(d.input(1));
+             d.set(0, d.build().emit("rotary", inputs, attributes));
            },
        .in_place = {{0, 0}},
        .half = true,
-       .sharding = {.dimensions = "bth -> bth", .linear = 1},
+       .sharding = {.dimensions = "bth, bt -> bth", .linear = 1},
        .kernels = kernels()});
   register_kind({.name = "rotary_from",
                  .summary = "x (B, T, K·(P+2)·D), first i32 (B) -> as rotary, of positions first to first + T - 1, "

@@ -162,6 +162,10 @@ void require_may_be_left(const ProgramStage& forward, const Mesh& mesh, const st
     throw Error("the " + pass +
                 " is left to the next step, in which the loss scale may be another; train without loss "
                 "scaling (bf16, f32).");
+  if (forward.batch.weighted)
+    throw Error("the " + pass +
+                " is left to the next step, in which targets may weigh otherwise; train without loss masks and "
+                "data.packed.");
   const auto of_data = mesh.parts_of(kDataAxis);
   for (const Axis& axis : mesh.axes())
     if (axis.size > 1 && !axis.own_programs && std::find(of_data.begin(), of_data.end(), axis.name) == of_data.end())
@@ -244,6 +248,8 @@ class Build {
       single_[result_].step_output = true;
     else
       single_.losses = {result_};
+    if (batch_.packed && !single_.find("document_starts"))
+      throw Error("data.packed: the model does not keep documents apart (it declares no data \"document_starts\").");
     verify(single_, "model", &mesh_);
     rules_.apply(single_);
   }
@@ -271,9 +277,17 @@ class Build {
     for (size_t i = 0; i < parameters_.size(); ++i) number_[size_t(parameters_[i].value)] = i;
   }
 
+  // What the model's losses are given: what loss scaling says, by what the step's targets weigh.
+  TensorId gradient_of_losses() {
+    if (!batch_.weighted) return forward_.loss_gradient;
+    Builder build(single_);
+    build.step_part = StepPart::backward;
+    const TensorId weight = build.scalar(kLossWeight);
+    return forward_.loss_gradient ? build.emit("multiply_scalars", {forward_.loss_gradient, weight}) : weight;
+  }
   void differentiate_roots() {
     std::vector<Root> roots;
-    for (TensorId loss : single_.losses) roots.push_back({loss, forward_.loss_gradient});
+    for (TensorId loss : single_.losses) roots.push_back({loss, gradient_of_losses()});
     roots.insert(roots.end(), forward_.roots.begin(), forward_.roots.end());
     std::vector<TensorId> wanted = parameters_;
     wanted.insert(wanted.end(), forward_.wanted.begin(), forward_.wanted.end());

@@ -64,13 +64,18 @@ void over_sections(Visit&& visit) {
   one("network", "how ranks reach each other", NetworkSection());
 }
 
-// The same for the tables whose names are patterns.
+// The same for the tables of which there are several, each with a name of its own: visit(table, what the name is,
+// description, options).
 template <class Visit>
-void over_parameters(Visit&& visit) {
-  Options options;
-  ParametersSection section;
-  declare(options, section);
-  visit("parameters whose names match the pattern, in which * stands for any text", options);
+void over_named_tables(Visit&& visit) {
+  const auto one = [&](const char* table, const char* name, const char* description, auto section) {
+    Options options;
+    declare(options, section);
+    visit(table, name, description, options);
+  };
+  one("sources", "NAME", "one of several sources of data for training, instead of data.train", DataSource());
+  one("parameters", "PATTERN", "parameters whose names match the pattern, in which * stands for any text",
+      ParametersSection());
 }
 
 bool is_model(const LoadedPlugin& plugin) {
@@ -134,9 +139,9 @@ std::string json_schema(const std::vector<std::string>& plugin_folders) {
   over_sections([&](const char* name, const char* description, const Options& options) {
     properties.emplace_back(name, table_schema(options, description));
   });
-  over_parameters([&](const char* description, const Options& options) {
+  over_named_tables([&](const char* table, const char*, const char* description, const Options& options) {
     properties.emplace_back(
-        "parameters", Json::Object{{"type", "object"}, {"additionalProperties", table_schema(options, description)}});
+        table, Json::Object{{"type", "object"}, {"additionalProperties", table_schema(options, description)}});
   });
   properties.emplace_back("plugins", Json::Object{{"type", "object"}, {"properties", strategies}});
   const Json schema = Json::Object{{"$schema", "https://json-schema.org/draft/2020-12/schema"},
@@ -158,8 +163,8 @@ std::string options_markdown(const std::vector<std::string>& plugin_folders) {
     text += fmt::format("\n## [{}]\n\n{:c}{}.\n\n{}", name, std::toupper(description[0]), description + 1,
                         option_rows(options));
   });
-  over_parameters([&](const char* description, const Options& options) {
-    text += fmt::format("\n## [parameters.PATTERN]\n\n{:c}{}.\n\n{}", std::toupper(description[0]), description + 1,
+  over_named_tables([&](const char* table, const char* name, const char* description, const Options& options) {
+    text += fmt::format("\n## [{}.{}]\n\n{:c}{}.\n\n{}", table, name, std::toupper(description[0]), description + 1,
                         option_rows(options));
   });
   std::string models, strategies;

@@ -9,6 +9,7 @@
 #include <numbers>
 
 #include "engine/data/text_reader.h"
+#include "engine/data/sampler.h"
 #include "engine/data/token_file.h"
 #include "strata/error.h"
 #include "strata/json.h"
@@ -58,6 +59,34 @@ FileScore score_tokens(Evaluator& evaluator, int64_t count, const Tokenizer* tok
   return score;
 }
 
+// One sequence of a file after the other, as training has them.
+FileScore score_packed(Evaluator& evaluator, const TokenDataset& data) {
+  const Sampler sampler(data, evaluator.window(), false, 0, true);
+  std::vector<int32_t> tokens(size_t(evaluator.window())), targets(tokens), documents(tokens);
+  FileScore score;
+  for (int64_t sample = 0; sample < sampler.sequences(); ++sample) {
+    sampler.fill(sample, {tokens.data(), targets.data(), documents.data()});
+    score.nats += evaluator.loss(tokens.data(), targets.data(), documents.data());
+    score.tokens += sampler.counted(sample);
+  }
+  return score;
+}
+
+FileScore score_masked(Evaluator& evaluator, const TokenFile& file) {
+  const int64_t window = evaluator.window();
+  std::vector<int32_t> tokens(size_t(window) + 1), targets(size_t(window), 0);
+  FileScore score{.tokens = file.mask()->counted(1, file.tokens() - 1)};
+  for (int64_t at = 0; at + 1 < file.tokens(); at += window) {
+    const int64_t count = std::min(window, file.tokens() - 1 - at);  // of targets
+    std::fill(tokens.begin(), tokens.end(), 0);
+    file.read(at, count + 1, tokens.data());
+    for (int64_t i = 0; i < window; ++i)
+      targets[size_t(i)] = i < count && file.mask()->counts(at + i + 1) ? tokens[size_t(i) + 1] : -1;
+    score.nats += evaluator.loss(tokens.data(), targets.data());
+  }
+  return score;
+}
+
 FileScore score_token_file(Evaluator& evaluator, const std::string& path, const Tokenizer* tokenizer,
                            uint64_t tokenizer_checksum) {
   const TokenDataset data({path}, evaluator.vocabulary());
@@ -65,6 +94,11 @@ FileScore score_token_file(Evaluator& evaluator, const std::string& path, const 
   if (tokenizer_checksum != 0 && file.tokenizer() != 0 && file.tokenizer() != tokenizer_checksum)
     throw Error(path + ": was made with another tokenizer than the model's; prepare it with the model's.");
   if (file.tokens() < 2) throw Error(path + ": has one token; two are the fewest of which one can be predicted.");
+  if (evaluator.packed() || file.mask()) {
+    const FileScore score = evaluator.packed() ? score_packed(evaluator, data) : score_masked(evaluator, file);
+    if (score.tokens == 0) throw Error(path + ": its loss mask lets no token count; there is nothing to measure.");
+    return score;
+  }
   return score_tokens(evaluator, file.tokens(), tokenizer, [&](int64_t at, int64_t count) {
     std::vector<int32_t> tokens(static_cast<size_t>(count));
     file.read(at, count, tokens.data());
@@ -118,9 +152,10 @@ Question question_of(const std::string& line, const std::string& place, const To
 }  // namespace
 
 FileScore& FileScore::operator+=(const FileScore& other) {
+  const bool known = (tokens == 0 || bytes > 0) && (other.tokens == 0 || other.bytes > 0);
   nats += other.nats;
   tokens += other.tokens;
-  bytes += other.bytes;
+  bytes = known ? bytes + other.bytes : 0;
   return *this;
 }
 double FileScore::perplexity() const { return std::exp(loss()); }

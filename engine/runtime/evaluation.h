@@ -23,8 +23,9 @@ struct FileScore {
 
 // A token file (*.bin) or a text file, a document that begins as the model wants. Cut into sequences of the window as
 // training cuts it, the last one shorter: every token but the first is predicted once, from those before it in its
-// sequence. `tokenizer`: of text; may be null for token files. `tokenizer_checksum`: of what token files must have been
-// made with, 0: not known. Throws Error naming the file.
+// sequence. Of a token file with a loss mask those tokens count that it says, and bytes are not known; with data.packed
+// its documents are kept apart as in training. `tokenizer`: of text; may be null for token files. `tokenizer_checksum`:
+// of what token files must have been made with, 0: not known. Throws Error naming the file.
 FileScore score_file(Evaluator& evaluator, const std::string& path, const Tokenizer* tokenizer,
                      uint64_t tokenizer_checksum);
 

@@ -19,6 +19,7 @@ RunPlans plans_for_one_sequence(Session& session) {
 
 Evaluator::Evaluator(Session& session, const std::string& checkpoint)
     : world_(single_world()),
+      packed_(session.data.packed),
       assembly_(session, *world_, plans_for_one_sequence(session)),
       feed_(assembly_.executor_of(0), session.batch(Goal::evaluate)),
       tokens_(size_t(session.data.sequence_length)),
@@ -33,7 +34,11 @@ double Evaluator::loss(std::span<const int32_t> tokens, int64_t first) {
   std::fill(std::copy(tokens.begin(), tokens.end() - 1, tokens_.begin()), tokens_.end(), 0);
   std::fill(targets_.begin(), targets_.end(), -1);
   std::copy(tokens.begin() + first, tokens.end(), targets_.begin() + first - 1);
-  feed_.put(0, tokens_.data(), targets_.data());
+  return loss(tokens_.data(), targets_.data());
+}
+
+double Evaluator::loss(const int32_t* tokens, const int32_t* targets, const int32_t* document_starts) {
+  feed_.put(0, tokens, targets, document_starts);
   assembly_.executor_of(0).run();
   return feed_.loss() * double(window());  // it is a mean over all tokens that the program takes
 }

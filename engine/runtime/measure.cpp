@@ -10,9 +10,9 @@
 #include <memory>
 #include <optional>
 
-#include "engine/data/token_file.h"
 #include "engine/runtime/assembly.h"
 #include "engine/runtime/feed.h"
+#include "engine/runtime/run_data.h"
 #include "engine/runtime/step_runner.h"
 #include "engine/runtime/usage.h"
 
@@ -30,10 +30,9 @@ class Loop {
     for (const auto& executor : assembly_.executors) feeds_.emplace_back(*executor, session.batch(Goal::train));
     assembly_.storage.initialize(uint64_t(session.run.seed), assembly_.threads);
     try {
-      data_.emplace(session.data.train, vocabulary());
-      sampler_.emplace(*data_, session.data.sequence_length, session.data.shuffle, uint64_t(session.run.seed));
+      data_.emplace(session, Goal::train, vocabulary());
     } catch (const Error&) {  // no data on this machine: random tokens
-      sampler_.reset();
+      data_.reset();
     }
   }
 
@@ -71,9 +70,9 @@ class Loop {
   }
   int64_t vocabulary() const { return assembly_.plans.main().built.vocabulary; }
   void feed(int64_t step) {
-    const Feed& feed = feeds_[steps_.program()];
-    if (sampler_)
-      feed.fill(*sampler_, (step - 1) * session_.data.global_batch);
+    Feed& feed = feeds_[steps_.program()];
+    if (data_)
+      data_->load((step - 1) * session_.data.global_batch, feed, steps_);
     else
       feed.fill_random(vocabulary(), uint64_t(step));
   }
@@ -87,8 +86,7 @@ class Loop {
   Assembly assembly_;
   StepRunner steps_;
   std::vector<Feed> feeds_;  // by program
-  std::optional<TokenDataset> data_;
-  std::optional<Sampler> sampler_;
+  std::optional<RunData> data_;
 };
 
 // A measurement through a file between two processes of one program: plain bytes.

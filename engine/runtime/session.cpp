@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <thread>
 
+#include "engine/data/token_file.h"
 #include "engine/planning/continued.h"
 #include "engine/planning/exchange_pieces.h"
 #include "engine/planning/ways.h"
@@ -105,6 +106,7 @@ Session::Session(const std::string& config_path, const std::vector<std::string>&
     throw Error("[mesh] asks for " + std::to_string(ranks) + " ranks, but " + std::to_string(world->size()) +
                 " were started; change the sizes of its axes, or start as many.");
   mesh = Mesh(world ? world->rank() : 0, mesh_section.axes());
+  has_masks_ = any_has_mask(data.train);
   load_backend(device.backend);
   if (is_asynchronous(device.backend))
     host.threads = std::max<int64_t>(1, host.threads);  // updates on the host are never between the device's ops
@@ -163,7 +165,9 @@ BatchShape Session::batch(Goal goal) const {
           .microbatches = goal == Goal::train ? data.global_batch / (data.micro_batch * mesh_section.data) : 1,
           .sequence_length = data.sequence_length,
           .reproducible = run.reproducible,
-          .ranks = goal == Goal::train ? mesh_section.data : 1};
+          .ranks = goal == Goal::train ? mesh_section.data : 1,
+          .weighted = goal == Goal::train && (data.packed || has_masks_),
+          .packed = goal != Goal::logits && data.packed};
 }
 
 RatesWanted Session::rates_wanted(const Program& program) const {

@@ -73,6 +73,7 @@ class Session {
   std::string advice(const MemoryPlan& plan) const;
   std::vector<LoadedPlugin> loaded_;
   Plugin* model_ = nullptr;
+  bool has_masks_ = false;  // beside files of data.train
   std::unique_ptr<RatesCache> known_rates_ = std::make_unique<RatesCache>(rates_cache());
 };
 

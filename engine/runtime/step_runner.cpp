@@ -19,6 +19,7 @@ void StepRunner::run(int64_t step, const std::function<void()>& load, const std:
   set_scalar(kLearningRateFactor, 1);
   if (const std::string& apart = assembly_.plans.main().built.apart; !apart.empty())
     set_scalar(kApartScalar, session_.mesh.size(apart));
+  set_scalar(kLossWeight, 1);
   each_plugin("step_start", [&](Plugin& plugin) { plugin.step_start(*this); });
   at_part(StepPart::load, true);
   load();

@@ -130,7 +130,7 @@ void Storage::set_scalar(std::string_view name, double value) {
   const auto found =
       std::find_if(tensors_.begin(), tensors_.end(), [&](const Tensor& tensor) { return tensor.name == name; });
   if (found == tensors_.end()) {
-    if (name == kStepScalar || name == kSeedScalar || name == kLearningRateFactor) return;
+    if (name == kStepScalar || name == kSeedScalar || name == kLearningRateFactor || name == kLossWeight) return;
     std::vector<std::string> names;
     for (const Tensor& tensor : tensors_)
       if (tensor.role == Role::scalar) names.push_back(tensor.name);

@@ -14,8 +14,6 @@
 #include "base/clock.h"
 #include "engine/checkpoint/external_files.h"
 #include "engine/checkpoint/store.h"
-#include "engine/data/sampler.h"
-#include "engine/data/token_file.h"
 #include "engine/planning/trace.h"
 #include "engine/runtime/assembly.h"
 #include "engine/runtime/event_file.h"
@@ -23,6 +21,7 @@
 #include "engine/runtime/job.h"
 #include "engine/runtime/log.h"
 #include "engine/runtime/ranks.h"
+#include "engine/runtime/run_data.h"
 #include "engine/runtime/run_directory.h"
 #include "engine/runtime/same_model.h"
 #include "engine/runtime/saver.h"
@@ -57,8 +56,9 @@ class Loop {
         alone_(single_world()),
         world_(session.world ? *session.world : *alone_) {
     RunPlans plans = session.plan_run();
-    dataset_.emplace(session.data.train, plans.main().built.vocabulary);
-    require_same_plan(world_, print(plans), std::to_string(dataset_->tokens()) + " tokens", session.mesh);
+    data_.emplace(session, Goal::train, plans.main().built.vocabulary);
+    data_->set_steps(session);
+    require_same_plan(world_, print(plans), std::to_string(data_->mixture().tokens()) + " tokens", session.mesh);
     goes_on_ = session.mesh.programs().size > 1 && !plans.main().built.left.empty();
     busiest_predicted_ = predict_with_others(world_, session.mesh, plans);
     make_own(plans, session, world_);
@@ -67,7 +67,6 @@ class Loop {
     say_where();
     steps_.emplace(session, *assembly_);
     report_.emplace(*assembly_, world_.size());
-    sampler_.emplace(*dataset_, session.data.sequence_length, session.data.shuffle, uint64_t(session.run.seed));
     for (size_t p = 0; p < assembly_->plans.phases.programs(); ++p)
       feeds_.emplace_back(assembly_->executor_of(p), session.batch(Goal::train));
     if (assembly_->plans.validation()) validation_.emplace(session, *assembly_);
@@ -108,6 +107,7 @@ class Loop {
     if (const std::string note = assembly_->storage.note(); !note.empty()) tell("note: " + note);
     if (assembly_->device && world_.size() > 1)
       tell(exchanges_in_queue(assembly_->groups) ? "exchanges: between devices" : "exchanges: through host memory");
+    tell(data_->describe(steps()));
   }
 
   // Nothing is written before everything that can be wrong with the input has been looked at. Rank 0 looks at the run's
@@ -253,10 +253,9 @@ class Loop {
   }
 
   void run_program() {
-    const int64_t mine = session_.mesh["data"].coordinate * session_.batch(Goal::train).microbatches;
     try {
       steps_->run(
-          step_, [&] { feed().fill(*sampler_, samples_ + mine * session_.data.micro_batch); },
+          step_, [&] { data_->load(samples_, feeds_[steps_->program()], *steps_); },
           [&] {
             share_loss();
             samples_ += session_.data.global_batch;
@@ -362,9 +361,8 @@ class Loop {
   World& world_;
   bool stopping_ = false;
   bool goes_on_ = false;  // stages leave passes to the next step
-  std::string unsaved_;   // what went wrong with the last save
-  std::optional<TokenDataset> dataset_;
-  std::optional<Sampler> sampler_;
+  std::string unsaved_;  // what went wrong with the last save
+  std::optional<RunData> data_;
   std::optional<Assembly> assembly_;
   std::optional<StepRunner> steps_;
   std::optional<TrainingReport> report_;

@@ -7,12 +7,11 @@
 #include <new>
 #include <optional>
 
-#include "engine/data/sampler.h"
-#include "engine/data/token_file.h"
 #include "engine/runtime/additions.h"
 #include "engine/runtime/assembly.h"
 #include "engine/runtime/feed.h"
 #include "engine/runtime/ranks.h"
+#include "engine/runtime/run_data.h"
 #include "engine/runtime/step_runner.h"
 #include "engine/runtime/usage.h"
 #include "engine/verify/parts.h"
@@ -28,7 +27,7 @@ namespace {
 void put_made_up(const Feed& feed, const BatchShape& batch, int64_t first_microbatch, int64_t vocabulary,
                  int64_t step) {
   const int64_t length = batch.sequence_length;
-  std::vector<int32_t> tokens(size_t(batch.micro_batch * length)), targets(tokens.size());
+  std::vector<int32_t> tokens(size_t(batch.micro_batch * length)), targets(tokens.size()), documents(tokens.size());
   for (int64_t m = 0; m < batch.microbatches; ++m) {
     for (int64_t b = 0; b < batch.micro_batch; ++b) {
       const int64_t sequence = (first_microbatch + m) * batch.micro_batch + b;
@@ -40,9 +39,12 @@ void put_made_up(const Feed& feed, const BatchShape& batch, int64_t first_microb
         tokens[size_t(b * length + i)] = int32_t(token);
         token = (token * 5 + 1 + drawn(i) % 3) % vocabulary;
         targets[size_t(b * length + i)] = int32_t(token);
+        // With packed data about every eighth token begins a document.
+        documents[size_t(b * length + i)] =
+            i > 0 && drawn(length + 1 + i) % 8 > 0 ? documents[size_t(b * length + i - 1)] : int32_t(i);
       }
     }
-    feed.put(size_t(m), tokens.data(), targets.data());
+    feed.put(size_t(m), tokens.data(), targets.data(), documents.data());
   }
 }
 
@@ -80,10 +82,9 @@ class Rank {
     assembly_.storage.initialize(uint64_t(session_.run.seed), assembly_.threads);
     begin_with_additions(session_.plugins, session_.model(), assembly_.storage);
     try {
-      dataset_.emplace(session_.data.train, assembly_.plans.main().built.vocabulary);
-      sampler_.emplace(*dataset_, session_.data.sequence_length, session_.data.shuffle, uint64_t(session_.run.seed));
+      data_.emplace(session_, Goal::train, assembly_.plans.main().built.vocabulary);
     } catch (const Error&) {  // not on this machine: made up, which whoever calls says
-      sampler_.reset();
+      data_.reset();
     }
   }
 
@@ -106,12 +107,12 @@ class Rank {
     double loss = 0;
     const BatchShape batch = session_.batch(Goal::train);
     const int64_t first = session_.mesh["data"].coordinate * batch.microbatches;
-    const auto feed = [&]() -> const Feed& { return feeds_[steps_.program()]; };
+    const auto feed = [&]() -> Feed& { return feeds_[steps_.program()]; };
     steps_.run(
         step,
         [&] {
-          if (sampler_)
-            feed().fill(*sampler_, (step - 1) * session_.data.global_batch + first * batch.micro_batch);
+          if (data_)
+            data_->load((step - 1) * session_.data.global_batch, feed(), steps_);
           else
             put_made_up(feed(), batch, first, assembly_.plans.main().built.vocabulary, step);
         },
@@ -133,7 +134,7 @@ class Rank {
   }
 
   void measure(Outcome& outcome) const {
-    outcome.has_data = sampler_.has_value();
+    outcome.has_data = data_.has_value();
     for (const Tier tier : {Tier::device, Tier::host}) {
       outcome.planned_bytes += assembly_.plans.main().arena_bytes[size_t(tier)];
       const Storage& storage = assembly_.storage;
@@ -158,8 +159,7 @@ class Rank {
   Assembly assembly_;
   StepRunner steps_;
   std::vector<Feed> feeds_;  // by program
-  std::optional<TokenDataset> dataset_;
-  std::optional<Sampler> sampler_;
+  std::optional<RunData> data_;
 };
 
 }  // namespace

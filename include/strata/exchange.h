@@ -22,6 +22,10 @@ struct BatchShape {
   int64_t sequence_length = 1;  // tokens in one sequence (T)
   bool reproducible = false;    // sums do not depend on the layout
   int64_t ranks = 1;            // that see other sequences of the same step
+  bool weighted = false;        // targets may be below 0, which do not count: kLossWeight makes up for it
+  // Sequences hold several documents: data "document_starts" i32 (B, T) says of each token at which place of its
+  // sequence its document begins. Attention keeps to a document, and its positions count from there.
+  bool packed = false;
   int64_t sequences() const { return micro_batch * microbatches * ranks; }  // of one step, all ranks
 };
 

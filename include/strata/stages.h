@@ -260,5 +260,7 @@ inline constexpr std::string_view kLearningRateFactor = "learning_rate_factor"; 
 inline constexpr std::string_view kSeedScalar = "seed";                          // [run] seed
 // Only where ranks train apart (ExchangeStage::leave): how many there are.
 inline constexpr std::string_view kApartScalar = "ranks_apart";
+// The gradient that losses are given where BatchShape::weighted: the step's targets by those of them that count.
+inline constexpr std::string_view kLossWeight = "loss_weight";
 
 }  // namespace strata

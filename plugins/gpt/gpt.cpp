@@ -111,6 +111,7 @@ class Gpt final : public strata::Plugin {
       throw Error("the sequence length " + std::to_string(batch.sequence_length) + " exceeds the model's context of " +
                   std::to_string(config_.context) + "; lower data.sequence_length or raise model.context.");
     sequence_length_ = batch.sequence_length;
+    documents_ = {};
     dropout_ = stage.goal() == strata::Goal::train ? config_.dropout : 0;
     stage.define("embedding", [this](Builder& b, TensorId tokens) { return embedding(b, tokens); });
     stage.define("attention", [this](Builder& b, TensorId x) { return attention(b, x); });
@@ -126,6 +127,8 @@ class Gpt final : public strata::Plugin {
     stage.define("model", [this, &stage](Builder& b, TensorId) {
       const TensorId tokens =
           b.data("tokens", {stage.batch().micro_batch, stage.batch().sequence_length}, strata::DType::i32, kTokens);
+      if (stage.batch().packed)
+        documents_ = b.data("document_starts", strata::Shape(b[tokens].shape), strata::DType::i32, kTokens);
       TensorId x = stage.call("embedding", b, tokens);
       for (int64_t i = 0; i < config_.layers; ++i) {
         const auto scope = b.block("block." + std::to_string(i), int(i));
@@ -268,7 +271,9 @@ class Gpt final : public strata::Plugin {
     if (config_.positions == "learned")
       positions = b.parameter("positions.weight", {config_.context, config_.hidden}, normal(kStandardDeviation),
                               {"positions", kHidden});
-    TensorId x = b.emit("embedding", {tokens, weight, positions}, {}, "embedding.out");
+    std::vector<TensorId> inputs{tokens, weight, positions};
+    if (positions) inputs = in_documents(std::move(inputs));
+    TensorId x = b.emit("embedding", inputs, {}, "embedding.out");
     if (config_.scaled_embedding)
       x = b.emit("multiply", {x}, {{"factor", std::sqrt(double(config_.hidden))}}, "embedding.scaled");
     return residual(b, drop(b, residual(b, x), "embedding.dropout"));
@@ -300,11 +305,16 @@ class Gpt final : public strata::Plugin {
       strata::Attributes rotary = heads;
       set_rotary(config_, local, sequence_length_, rotary);
       rotary.set("inverse", int64_t{0});
-      qkv = b.emit("rotary", {qkv}, rotary);
+      qkv = b.emit("rotary", in_documents({qkv}), rotary);
     }
-    const TensorId seen = b.emit("attention", {qkv}, of_attention(heads, local));
+    const TensorId seen = b.emit("attention", in_documents({qkv}), of_attention(heads, local));
     const TensorId result = back(b, seen, "attention_output", query_heads(), config_.output_bias);
     return drop(b, behind(b, result, "post_norm1"), "attention_output.dropout");
+  }
+  // What keeps to documents is told where they begin, where sequences hold several.
+  std::vector<TensorId> in_documents(std::vector<TensorId> inputs) const {
+    if (documents_) inputs.push_back(documents_);
+    return inputs;
   }
   strata::Attributes of_attention(strata::Attributes attributes, bool local) const {
     if (config_.score_scalar > 0) attributes.set("scale", 1 / std::sqrt(config_.score_scalar));
@@ -360,6 +370,7 @@ class Gpt final : public strata::Plugin {
   GptConfig config_;
   double dropout_ = 0;
   int64_t sequence_length_ = 0;
+  TensorId documents_{};  // of packed data
 };
 
 }  // namespace

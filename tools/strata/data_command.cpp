@@ -51,6 +51,9 @@ int data_prepare_command(const PrepareArguments& arguments) {
   fmt::print("{} training and {} validation tokens, vocabulary {}, {:.2f} bytes of text a token\n", result.train_tokens,
              result.validation_tokens, result.vocabulary,
              double(result.text_bytes) / double(result.train_tokens + result.validation_tokens));
+  if (result.masked)
+    fmt::print("{} of the tokens count: what the assistant says (loss masks are beside the token files).\n",
+               result.counted);
   if (result.replaced > 0)
     fmt::print("{} places of the text are no UTF-8; each was read as U+FFFD.\n", result.replaced);
   if (result.validation_tokens == 0 && arguments.validation_fraction > 0)

@@ -209,6 +209,13 @@ void add_data_prepare(CLI::App& parent, PrepareArguments& arguments, Action& act
                       "token after each document, such as <|endoftext|> (default: as the tokenizer says)");
   command->add_option("--validation", arguments.validation_fraction, "share of the text kept for validation")
       ->capture_default_str();
+  command
+      ->add_option_function<std::string>(
+          "--train-on",
+          [&](const std::string& what) { arguments.train_on = what == "all" ? TrainOn::all : TrainOn::assistant; },
+          "of conversations: what the assistant says, by a loss mask beside the token files, or all")
+      ->check(CLI::IsMember({"assistant", "all"}))
+      ->default_str("assistant");
   command->add_option("--shard-tokens", arguments.shard_tokens, "tokens a file at most")->capture_default_str();
   command->callback([&arguments, &action] { action = [&arguments] { return data_prepare_command(arguments); }; });
 }

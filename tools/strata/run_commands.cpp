@@ -10,13 +10,12 @@
 
 #include "comm/rendezvous.h"
 #include "engine/checkpoint/store.h"
-#include "engine/data/sampler.h"
-#include "engine/data/token_file.h"
 #include "engine/planning/page.h"
 #include "engine/planning/stages_report.h"
 #include "engine/planning/trace.h"
 #include "engine/runtime/job.h"
 #include "engine/runtime/ranks.h"
+#include "engine/runtime/run_data.h"
 #include "engine/runtime/run_directory.h"
 #include "engine/runtime/stop.h"
 #include "engine/runtime/trainer.h"
@@ -234,17 +233,14 @@ int check_command_main(const CheckArguments& arguments) {
   Session session(arguments.config, arguments.sets);
   const std::vector<RunPlans> stages = plan_stages(session);
   const PlannedProgram& planned = stages[0].main();
-  const TokenDataset train(session.data.train, planned.built.vocabulary);
-  const Sampler sampler(train, session.data.sequence_length, session.data.shuffle, uint64_t(session.run.seed));
-  if (!session.data.validation.empty()) {
-    const TokenDataset validation(session.data.validation, planned.built.vocabulary);
-    const Sampler sequences(validation, session.data.sequence_length, false, 0);
-  }
+  const RunData train(session, Goal::train, planned.built.vocabulary);
+  train.set_steps(session);
+  if (!session.data.validation.empty()) const RunData validation(session, Goal::evaluate, planned.built.vocabulary);
   const std::string newest = RunDirectory::look(session.run.directory, arguments.resume);
   if (arguments.resume) check_resumable(session, newest);
   int64_t most = 0;  // of the stage that takes most
   for (const RunPlans& plans : stages) most = std::max(most, plans.main().arena_bytes[size_t(Tier::device)]);
-  fmt::print("{}: no errors. {} training tokens, {} of {}{}.\n", arguments.config, train.tokens(), bytes_text(most),
+  fmt::print("{}: no errors. {} training tokens, {} of {}{}.\n", arguments.config, train.mixture().tokens(), bytes_text(most),
              memory_name(planned.program(), Tier::device),
              stages.size() == 1 ? "" : fmt::format(" at most in {} stages", stages.size()));
   return int(ExitCode::done);

@@ -19,14 +19,14 @@ class AddedTokens {
   void add(const AddedToken& token, const std::string& as_searched);
   bool empty() const { return tokens_.empty(); }
 
-  // Calls token(id) and text(begin, end) in order, for tokens in the text (at each place the longest) and for what is
-  // between them.
+  // Calls token(id, begin) and text(begin, end) in order, for tokens in the text (at each place the longest) and for
+  // what is between them.
   template <class Token, class Text>
   void divide(std::string_view text, Token&& on_token, Text&& on_text) const {
     size_t from = 0, search = 0;
     for (Match match; next(text, search, from, match);) {
       if (from < match.begin) on_text(from, match.begin);
-      on_token(match.id);
+      on_token(match.id, match.begin);
       from = match.end;
     }
     if (from < text.size()) on_text(from, text.size());

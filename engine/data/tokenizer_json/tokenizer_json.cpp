@@ -99,6 +99,14 @@ class JsonTokenizer final : public Tokenizer {
 
  private:
   class Encoding;
+  // Of a word, that a token of the model stands for.
+  size_t bytes_of(int32_t id) const {
+    const std::string& text = texts_.at(id);
+    if (pre_tokenizer_.byte_level())  // a character a byte
+      return size_t(std::count_if(text.begin(), text.end(), [](char c) { return (c & 0xC0) != 0x80; }));
+    const bool is_byte = text.size() == 6 && text.starts_with("<0x") && text.ends_with(">");
+    return is_byte ? 1 : text.size();
+  }
   void add_token(const Field& field) {
     field.only({"id", "content", "single_word", "lstrip", "rstrip", "normalized", "special"});
     AddedToken token{.content = field.at("content").text(),
@@ -153,7 +161,7 @@ class JsonTokenizer::Encoding {
       : tokenizer_(tokenizer), part_(part), memory_(memory) {
     result_.ids.reserve(part.text.size() / 3);
     tokenizer_.raw_tokens_.divide(
-        part.text, [&](int32_t id) { result_.ids.push_back(id); },
+        part.text, [&](int32_t id, size_t begin) { add(id, begin); },
         [&](size_t begin, size_t end) { section(begin, end); });
   }
   EncodedPart result_;
@@ -165,7 +173,7 @@ class JsonTokenizer::Encoding {
     const Source source = normalized_.source();
     const std::string_view text = normalized_.text;
     tokenizer_.normalized_tokens_.divide(
-        text, [&](int32_t id) { result_.ids.push_back(id); },
+        text, [&](int32_t id, size_t from) { add(id, source.document_byte(from)); },
         [&](size_t from, size_t to) {
           tokenizer_.pre_tokenizer_.divide(
               {.text = text.substr(from, to - from),
@@ -180,7 +188,28 @@ class JsonTokenizer::Encoding {
       if (end - begin > kLongWord) end = begin + tokenizer_.model_.first_part(word.substr(begin));
       const std::string_view one = word.substr(begin, end - begin);
       if (!part_.begins || !part_.ends) remember_cut(one, source, at + begin);
+      const size_t first = result_.ids.size();
       tokenizer_.model_.encode(one, memory_, result_.ids);
+      if (part_.places) place(first, one, source, at + begin);
+    }
+  }
+  void add(int32_t id, std::optional<size_t> byte) {
+    result_.ids.push_back(id);
+    if (part_.places) begin_at(byte);
+  }
+  void begin_at(std::optional<size_t> byte) {
+    const size_t before = result_.begins.empty() ? 0 : result_.begins.back();
+    result_.begins.push_back(std::max(byte.value_or(before), before));
+  }
+  // Where the tokens of a word begin, from `first` on: by their lengths, or with the word where those are not the
+  // word's (what the model does not know has no length).
+  void place(size_t first, std::string_view word, const Source& source, size_t at) {
+    size_t length = 0;
+    for (size_t i = first; i < result_.ids.size(); ++i) length += tokenizer_.bytes_of(result_.ids[i]);
+    size_t offset = 0;
+    for (size_t i = first; i < result_.ids.size(); ++i) {
+      begin_at(source.document_byte(at + (length == word.size() ? offset : 0)));
+      offset += tokenizer_.bytes_of(result_.ids[i]);
     }
   }
   // Spaces may belong to an added token that comes after them: they are cut nowhere.
