@@ -240,8 +240,8 @@ int check_command_main(const CheckArguments& arguments) {
   if (arguments.resume) check_resumable(session, newest);
   int64_t most = 0;  // of the stage that takes most
   for (const RunPlans& plans : stages) most = std::max(most, plans.main().arena_bytes[size_t(Tier::device)]);
-  fmt::print("{}: no errors. {} training tokens, {} of {}{}.\n", arguments.config, train.mixture().tokens(), bytes_text(most),
-             memory_name(planned.program(), Tier::device),
+  fmt::print("{}: no errors. {} training tokens, {} of {}{}.\n", arguments.config, train.mixture().tokens(),
+             bytes_text(most), memory_name(planned.program(), Tier::device),
              stages.size() == 1 ? "" : fmt::format(" at most in {} stages", stages.size()));
   return int(ExitCode::done);
 }
