@@ -279,7 +279,8 @@ TEST(ContextParallel, WhatCannotBeSplitIsRefused) {
   expect(message(heads, "[mesh]\nsequence = 2\n"),
          "mesh.sequence asks for 2 ranks, but no enabled plugin splits anything over them; enable one that does "
          "(installed: context_parallel)");
-  expect(message(heads, "[run]\nreproducible = true\n[mesh]\nsequence = 2\n" + plugin), "run.reproducible promises");
+  expect(message(heads, "[run]\nreproducible = true\n[mesh]\nsequence = 2\n" + plugin),
+         "cannot work with run.reproducible and mesh.sequence above 1, because");
   expect(message(heads, "[mesh]\nsequence = 2\n" + plugin + "attention = \"rings\"\n"), "Did you mean \"ring\"?");
 }
 

@@ -1,5 +1,6 @@
 // Loss masks, packed documents and sources by weight in whole runs: beside transformers (tests/reference/packed.py), on
 // several ranks and in several microbatches, and what is exact of it.
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <numeric>
@@ -38,8 +39,14 @@ class Packed : public testing::TestWithParam<std::string> {
       const auto mapping = named.plugin->external_tensors();
       if (mapping.empty()) continue;
       const ExternalImport tensors(opened, mapping, shapes);
-      for (const auto& [name, shape] : shapes)
-        tensors.read(name, static_cast<float*>(runner.storage->persistent(name)));
+      for (const Tensor& tensor : runner.storage->persistent_tensors()) {
+        if (!shapes.contains(tensor.name)) continue;
+        std::vector<float> values(size_t(elements(tensor.shape)));
+        tensors.read(tensor.name, values.data());
+        runner.storage->fill(tensor, [&](void* memory, int64_t first, int64_t count) {
+          std::copy_n(values.data() + first, count, static_cast<float*>(memory));
+        });
+      }
     }
   }
   template <class T>

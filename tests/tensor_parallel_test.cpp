@@ -439,9 +439,9 @@ TEST(TensorParallel, WhatCannotBeSplitIsRefused) {
             std::string::npos);
   const std::string hidden = message(heads, "[mesh]\ntensor = 2\n" + split + "dimensions = [\"hidden\"]\n");
   EXPECT_NE(hidden.find("axis \"tensor\""), std::string::npos) << hidden;
-  EXPECT_NE(
-      message(heads, "[run]\nreproducible = true\n[mesh]\ntensor = 2\n" + split).find("run.reproducible promises"),
-      std::string::npos);
+  EXPECT_NE(message(heads, "[run]\nreproducible = true\n[mesh]\ntensor = 2\n" + split)
+                .find("cannot work with run.reproducible and mesh.tensor above 1, because"),
+            std::string::npos);
   EXPECT_NE(
       message("hidden = 35\nheads = 5\n", "[mesh]\ntensor = 5\n" + split + "sequence = true\n")
           .find("(batch 1, time 8, hidden 35): its dimension \"time\" cannot be divided evenly among the 5 ranks"),

@@ -50,6 +50,7 @@ std::vector<float> mask(const std::string& backend, const Shape& shape, const La
   const TensorId x = build.data("x", shape, DType::f32), seed = build.data("seed", {1}, DType::f64);
   program[x].layout = layout;
   const TensorId y = build.emit("dropout", {x, seed, seed}, {{"probability", 0.4}, {"stream", int64_t{5}}});
+  program[y].layout = layout;
   program[y].step_output = true;
   Threads threads(2);
   const MemoryPlan plan = plan_memory(program, backend, 2);

@@ -179,7 +179,8 @@ TEST(Schema, TextForPeople) {
 TEST(Schema, WholeConfiguration) {
   const Json schema = Json::parse(json_schema({}), "schema");
   const Json* properties = schema.find("properties");
-  for (const char* section : {"run", "model", "data", "device", "host", "mesh", "network", "parameters", "plugins"})
+  for (const char* section : {"run", "model", "data", "device", "host", "mesh", "network", "sources", "parameters",
+                              "plugins"})
     EXPECT_NE(properties->find(section), nullptr) << section;
   const Json* steps = properties->find("run")->find("properties")->find("steps");
   EXPECT_EQ(steps->find("type")->string("type"), "integer");
@@ -187,7 +188,8 @@ TEST(Schema, WholeConfiguration) {
   EXPECT_EQ(backend->find("enum")->array("enum").size(), 3u);
   EXPECT_NE(properties->find("mesh")->find("properties")->find("replicate"), nullptr);
   EXPECT_NE(properties->find("network")->find("properties")->find("timeout"), nullptr);
-  EXPECT_EQ(properties->find("data")->find("required")->array("required").front().string("required"), "train");
+  const Json* source = properties->find("sources")->find("additionalProperties");
+  EXPECT_EQ(source->find("required")->array("required").front().string("required"), "files");
 }
 
 }  // namespace

@@ -259,7 +259,7 @@ TEST(OneBit, WhatCannotBeIsRefused) {
     const std::string found = test::usage_error_of(text);
     EXPECT_NE(found.find(message), std::string::npos) << found;
   };
-  expect("[run]\nreproducible = true\n" + config(2, kParallel + form()), "runs are not [run] reproducible");
+  expect("[run]\nreproducible = true\n" + config(2, kParallel + form()), "cannot work with run.reproducible, because");
   expect(config(2, kParallel + "[plugins.onebit]\nminimum = 20000\n"),
          "no gradient has minimum = 20000 elements; the largest has 10800.");
   expect(config(2, kParallel + form("start = -1\n")), "start");
