@@ -171,9 +171,8 @@ TEST(Prepare, NothingOfAnEarlierRunRemains) {
   folder.write("out/train_log.txt", "not a shard");
   folder.write("out/train_1.bin", "nor this");
   prepare({.inputs = {folder / "t.txt"}, .output_directory = folder / "out", .validation_fraction = 0});
-  EXPECT_EQ(names_in(folder / "out"),
-            (std::set<std::string>{"tokenizer.txt", "train_000.bin", "train_000.documents", "train_1.bin",
-                                   "train_log.txt"}));
+  EXPECT_EQ(names_in(folder / "out"), (std::set<std::string>{"tokenizer.txt", "train_000.bin", "train_000.documents",
+                                                             "train_1.bin", "train_log.txt"}));
 }
 
 TEST(Prepare, OldFilesGoBeforeNewOnesComeAndTheFirstShardComesLast) {

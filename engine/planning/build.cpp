@@ -402,11 +402,12 @@ class Build {
   void call_update() {
     Builder update(step());
     update.step_part = StepPart::update;
-    UpdateStage stage(update, list_, mesh_, batch_.reproducible, phases_,
-                      [this](Builder& build, std::string_view axis, const std::vector<Gradient>& gradients,
-                             const std::vector<TensorId>& tensors,
-                             int64_t bucket) { return exchanges_->sum_over(build, axis, gradients, tensors, bucket); },
-                      forward_.state_dtype);
+    UpdateStage stage(
+        update, list_, mesh_, batch_.reproducible, phases_,
+        [this](Builder& build, std::string_view axis, const std::vector<Gradient>& gradients,
+               const std::vector<TensorId>& tensors,
+               int64_t bucket) { return exchanges_->sum_over(build, axis, gradients, tensors, bucket); },
+        forward_.state_dtype);
     rewrite(plugins_, "update", step(), mesh_, checks_, [&](Plugin& plugin) {
       update.role = Role::workspace;
       plugin.update(stage);

@@ -179,8 +179,8 @@ TEST(Schema, TextForPeople) {
 TEST(Schema, WholeConfiguration) {
   const Json schema = Json::parse(json_schema({}), "schema");
   const Json* properties = schema.find("properties");
-  for (const char* section : {"run", "model", "data", "device", "host", "mesh", "network", "sources", "parameters",
-                              "plugins"})
+  for (const char* section :
+       {"run", "model", "data", "device", "host", "mesh", "network", "sources", "parameters", "plugins"})
     EXPECT_NE(properties->find(section), nullptr) << section;
   const Json* steps = properties->find("run")->find("properties")->find("steps");
   EXPECT_EQ(steps->find("type")->string("type"), "integer");

@@ -147,7 +147,9 @@ Saver::Loaded Saver::load(const std::string& path, bool everything, uint64_t see
                           const std::function<void(const CheckpointInfo&)>& check) {
   const Checkpoint checkpoint(path);
   if (check) check(checkpoint.info());
-  Loaded loaded{.info = checkpoint.info(), .begun_anew = {}, .begun_together = {},
+  Loaded loaded{.info = checkpoint.info(),
+                .begun_anew = {},
+                .begun_together = {},
                 .dropped = everything && keeps_other(checkpoint)};
   const auto lacks = [&](const Tensor& tensor, const std::string& name) {
     const auto found = checkpoint.tensors().find(name);

@@ -107,7 +107,6 @@ class Loop {
     if (const std::string note = assembly_->storage.note(); !note.empty()) tell("note: " + note);
     if (assembly_->device && world_.size() > 1)
       tell(exchanges_in_queue(assembly_->groups) ? "exchanges: between devices" : "exchanges: through host memory");
-    tell(data_->describe(steps()));
   }
 
   // Nothing is written before everything that can be wrong with the input has been looked at. Rank 0 looks at the run's
@@ -126,6 +125,7 @@ class Loop {
     if (first_rank()) log_.emplace(session_.run.directory + "/log.jsonl", step_);
     if (first_rank() && session_.run.tensorboard) events_.emplace(session_.run.directory + "/tensorboard", step_);
     stop_before_first_step();  // and all have loaded
+    if (!stopping_) tell(data_->describe(steps()));
     if (resume && !stopping_) tell(fmt::format("resuming after step {} from {}", step_, newest));
   }
   void begin() {
@@ -361,7 +361,7 @@ class Loop {
   World& world_;
   bool stopping_ = false;
   bool goes_on_ = false;  // stages leave passes to the next step
-  std::string unsaved_;  // what went wrong with the last save
+  std::string unsaved_;   // what went wrong with the last save
   std::optional<RunData> data_;
   std::optional<Assembly> assembly_;
   std::optional<StepRunner> steps_;

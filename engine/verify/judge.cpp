@@ -25,6 +25,8 @@ bool holds(const Names& names, const std::string& name) {
 constexpr std::string_view kFeedback = "feedback ", kPlainly = "plainly ";
 // A capability of forms without feedback, before the part of a gradient's norm that the sum over a few steps is off by.
 constexpr std::string_view kSumsWithin = "sums within ";
+// A capability: ranks train apart, so that what crosses is no sum of gradients.
+constexpr std::string_view kApart = "ranks apart";
 // A capability: where a device computes, some updates are the host's kernels', which may round otherwise.
 constexpr std::string_view kHostUpdates = "updates on the host";
 
@@ -205,7 +207,7 @@ std::optional<Verdict> Judge::unbalanced(const Verdict& verdict, const std::stri
   if (data == verdict.trial.mesh.end() || data->second < 2) return {};
   register_sums();
   for (const std::string& sums : verdict.trial.plugins) {
-    if (!provides(sums, "summed_gradients")) continue;
+    if (!provides(sums, "summed_gradients") || provides(sums, std::string(kApart))) continue;
     const Trial alone{.plugins = {form, sums, kSumsPlugin},
                       .mesh = {{"data", data->second}},
                       .sets = verdict.trial.sets,

@@ -59,7 +59,7 @@ class Gossip final : public strata::Plugin {
 
   // Early: neighbours are mixed in before the optimizer updates.
   strata::Capabilities capabilities() const override {
-    return {.provides = {"summed_gradients"}, .early = true, .effect = strata::Effect::lossy(0.2)};
+    return {.provides = {"summed_gradients", "ranks apart"}, .early = true, .effect = strata::Effect::lossy(0.2)};
   }
 
   void phases(strata::PhaseStage& stage) override {

@@ -115,7 +115,9 @@ class LocalSgd final : public strata::Plugin {
   }
 
   strata::Capabilities capabilities() const override {
-    return {.provides = {"summed_gradients"}, .requires_ = {"optimizer"}, .effect = strata::Effect::lossy(0.2)};
+    return {.provides = {"summed_gradients", "ranks apart"},
+            .requires_ = {"optimizer"},
+            .effect = strata::Effect::lossy(0.2)};
   }
 
   void phases(strata::PhaseStage& stage) override {

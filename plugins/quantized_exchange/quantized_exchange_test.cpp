@@ -203,7 +203,8 @@ TEST(QuantizedExchange, WhatCannotBeIsRefused) {
     const std::string found = test::usage_error_of(text);
     EXPECT_NE(found.find(message), std::string::npos) << found;
   };
-  expect("[run]\nreproducible = true\n" + config(2, kParallel + form("int8")), "cannot work with run.reproducible, because");
+  expect("[run]\nreproducible = true\n" + config(2, kParallel + form("int8")),
+         "cannot work with run.reproducible, because");
   expect(config(2, kParallel + form("int5")), "int5");
   expect(config(2, kParallel + "[plugins.quantized_exchange]\nminimum = 20000\n"),
          "no gradient has minimum = 20000 elements; the largest has 10800.");

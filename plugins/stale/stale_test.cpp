@@ -144,7 +144,8 @@ TEST(Stale, WhatCannotBeIsRefused) {
     const std::string found = test::usage_error_of(text);
     EXPECT_NE(found.find(message), std::string::npos) << found;
   };
-  expect("[run]\nreproducible = true\n" + config(2, kParallel + stale(1)), "cannot work with run.reproducible, because");
+  expect("[run]\nreproducible = true\n" + config(2, kParallel + stale(1)),
+         "cannot work with run.reproducible, because");
   expect(config(2, kParallel + stale(0)), "steps");
   expect(config(2, kParallel + stale(17)), "at most 16");
   expect(config(2, kParallel + stale(1) + "[plugins.powersgd]\n"), "form");

@@ -280,7 +280,8 @@ TEST(TopK, WhatCannotBeIsRefused) {
     const std::string found = test::usage_error_of(text);
     EXPECT_NE(found.find(message), std::string::npos) << found;
   };
-  expect("[run]\nreproducible = true\n" + config(2, kParallel + form(0.9)), "cannot work with run.reproducible, because");
+  expect("[run]\nreproducible = true\n" + config(2, kParallel + form(0.9)),
+         "cannot work with run.reproducible, because");
   expect(config(2, kParallel + form(1.0)), "sparsity");
   expect(config(2, kParallel + form(-0.1)), "sparsity");
   expect(config(2, kParallel + form(0.9, "momentum = 1.0\n")), "momentum");
