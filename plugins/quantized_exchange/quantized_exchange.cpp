@@ -129,7 +129,7 @@ class QuantizedExchange final : public strata::Plugin {
   // Of int4, the coarsest.
   strata::Capabilities capabilities() const override {
     return {
-        .provides = {"form of gradients", format_ == "int4" ? "sums within 0.3" : "sums within 0.1"},
+        .provides = {"form of gradients", format_ == "int4" ? "sums within 0.4" : "sums within 0.1"},
         .conflicts = {{"reproducible sums",
                        "how gradients are rounded depends on which rank has which of them; leave one of the two out"}},
         .effect = strata::Effect::lossy(0.05)};
