@@ -9,7 +9,7 @@
 #include <random>
 #include <vector>
 
-namespace strata {
+namespace strata::convert_test {
 namespace {
 
 // By definition: sign, exponent, fraction.
@@ -88,4 +88,4 @@ TEST(Convert, StochasticRoundingIsUnbiased) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::convert_test

@@ -6,7 +6,7 @@
 #include <cmath>
 #include <vector>
 
-namespace strata {
+namespace strata::random_test {
 namespace {
 
 // kat_vectors of Random123 (Salmon et al.), philox4x32 with 10 rounds.
@@ -57,4 +57,4 @@ TEST(FillNormal, IsNormal) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::random_test

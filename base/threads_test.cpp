@@ -14,7 +14,7 @@
 
 #include "strata/error.h"
 
-namespace strata {
+namespace strata::threads_test {
 namespace {
 
 // What `work` throws in a process that has 256 MiB of addresses to go; "" when nothing.
@@ -68,4 +68,4 @@ TEST(ThreadTeam, WhatTheSystemDoesNotGiveIsAMessage) {
 #endif
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::threads_test

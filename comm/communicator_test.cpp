@@ -12,7 +12,7 @@
 #include "comm/world.h"
 #include "strata/error.h"
 
-namespace strata {
+namespace strata::communicator_test {
 namespace {
 
 Piece piece(std::vector<float>& values, int64_t begin, int64_t end) {
@@ -249,4 +249,4 @@ TEST(Communicator, AFailingRankEndsTheOthers) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::communicator_test

@@ -18,7 +18,7 @@
 
 #include "strata/error.h"
 
-namespace strata {
+namespace strata::process_world_test {
 namespace {
 
 struct Child {
@@ -397,4 +397,4 @@ TEST(ProcessFaults, AProviderThatDoesNotExist) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::process_world_test

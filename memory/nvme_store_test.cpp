@@ -23,7 +23,7 @@
 #include "strata/error.h"
 #include "tests/random_cases.h"
 
-namespace strata {
+namespace strata::nvme_store_test {
 namespace {
 
 constexpr int64_t kPage = kNvmeAlignment;
@@ -398,4 +398,4 @@ TEST(NvmeStore, KilledRunLeavesNoDataAndNoLock) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::nvme_store_test

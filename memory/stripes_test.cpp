@@ -10,7 +10,7 @@
 #include "memory/nvme_store.h"
 #include "tests/random_cases.h"
 
-namespace strata {
+namespace strata::stripes_test {
 namespace {
 
 TEST(Stripes, OneFileIsOnePiece) {
@@ -73,4 +73,4 @@ TEST(Stripes, WhatIsTooSlowForABlockGetsNone) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::stripes_test

@@ -6,13 +6,12 @@
 #include <random>
 #include <set>
 
-#define STRATA_STATIC_PLUGIN
 #include "tests/backends.h"
 #include "tests/descent.h"
 #include "tests/harness.h"
 #include "tests/resumed_runs.h"
 
-namespace strata {
+namespace strata::begun_passes_test {
 namespace {
 
 using test::kRate, test::step_down;
@@ -339,4 +338,4 @@ TEST(BegunPasses, WhatDoesNotFitIsRefused) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::begun_passes_test

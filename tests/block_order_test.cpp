@@ -4,7 +4,7 @@
 
 #include "tests/small_runs.h"
 
-namespace strata {
+namespace strata::block_order_test {
 namespace {
 
 using test::expect_equal;
@@ -204,4 +204,4 @@ TEST(BlockOrder, GathersOnceABlock) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::block_order_test

@@ -16,7 +16,7 @@
 #include "cuda/emulated/machine.h"
 #endif
 
-namespace strata {
+namespace strata::compositions_test {
 namespace {
 
 constexpr int kSequence = 16, kVocabulary = 61;
@@ -199,4 +199,4 @@ TEST(Compositions, RandomOnesAreExactOnCuda) { check_cases("cuda", 4); }
 #endif
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::compositions_test

@@ -12,7 +12,7 @@
 #include "tests/outcome.h"
 #include "tests/random_cases.h"
 
-namespace strata {
+namespace strata::context_parallel_test {
 namespace {
 
 constexpr int kVocabulary = 61;
@@ -285,4 +285,4 @@ TEST(ContextParallel, WhatCannotBeSplitIsRefused) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::context_parallel_test

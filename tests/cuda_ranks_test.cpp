@@ -10,7 +10,7 @@
 #include "cuda/emulated/machine.h"
 #endif
 
-namespace strata {
+namespace strata::cuda_ranks_test {
 namespace {
 
 #if defined(STRATA_GPU) || defined(STRATA_EMULATED_CUDA)
@@ -233,4 +233,4 @@ TEST(CudaRanks, OneThatDoesNotComeIsNamed) {
 #endif
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::cuda_ranks_test

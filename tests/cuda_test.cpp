@@ -15,7 +15,7 @@
 #include "cuda/emulated/machine.h"
 #endif
 
-namespace strata {
+namespace strata::cuda_test {
 namespace {
 
 constexpr int kSequence = 16, kBatch = 4, kVocabulary = 61;
@@ -408,4 +408,4 @@ TEST(Cuda, RefusalsSayWhatToDo) {
 #endif
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::cuda_test

@@ -15,7 +15,7 @@
 #include "tests/harness.h"
 #include "tests/random_cases.h"
 
-namespace strata {
+namespace strata::finetuning_test {
 namespace {
 
 constexpr int kTime = 16;
@@ -380,4 +380,4 @@ TEST(FinetuningResumes, WhereItStopped) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::finetuning_test

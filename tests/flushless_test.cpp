@@ -10,7 +10,6 @@
 #include <mutex>
 #include <span>
 
-#define STRATA_STATIC_PLUGIN
 #include "engine/planning/stages_report.h"
 #include "engine/runtime/job.h"
 #include "tests/descent.h"
@@ -18,7 +17,7 @@
 #include "tests/random_cases.h"
 #include "tests/resumed_runs.h"
 
-namespace strata {
+namespace strata::flushless_test {
 namespace {
 
 using test::kRate, test::step_down, test::Random;
@@ -382,4 +381,4 @@ TEST(Flushless, WhatCannotBeIsRefused) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::flushless_test

@@ -6,7 +6,7 @@
 
 #include "tests/harness.h"
 
-namespace strata {
+namespace strata::gradient_exchange_test {
 namespace {
 
 constexpr int kVocabulary = 61, kSequence = 16, kBatch = 8, kSteps = 6;
@@ -264,4 +264,4 @@ TEST(GradientExchange, WhatContradictsIsRefusedWithBothNames) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::gradient_exchange_test

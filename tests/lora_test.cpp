@@ -10,7 +10,7 @@
 #include "tests/harness.h"
 #include "tests/resumed_runs.h"
 
-namespace strata {
+namespace strata::lora_test {
 namespace {
 
 const std::string kRecorded = STRATA_SOURCE_DIR "/tests/reference/data/";
@@ -293,4 +293,4 @@ TEST_F(LoraRuns, BeginFromTheModelAlone) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::lora_test

@@ -7,7 +7,7 @@
 #include "tests/outcome.h"
 #include "tests/resumed_runs.h"
 
-namespace strata {
+namespace strata::parameters_test {
 namespace {
 
 constexpr int kBatch = 4, kSequence = 16, kVocabulary = 61;
@@ -252,4 +252,4 @@ TEST_F(FrozenRuns, GoOnFromCheckpointsOfParts) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::parameters_test

@@ -11,7 +11,7 @@
 #include "engine/runtime/next_logits.h"
 #include "tests/harness.h"
 
-namespace strata {
+namespace strata::parity_test {
 namespace {
 
 const std::string kData = STRATA_SOURCE_DIR "/tests/reference/data/";
@@ -281,4 +281,4 @@ INSTANTIATE_TEST_SUITE_P(Models, Families,
                          [](const auto& info) { return info.param; });
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::parity_test

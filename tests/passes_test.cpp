@@ -6,7 +6,7 @@
 
 #include "tests/harness.h"
 
-namespace strata {
+namespace strata::passes_test {
 namespace {
 
 constexpr int kMicrobatches = 4, kLayers = 4, kTokens = 8 * 16;
@@ -349,4 +349,4 @@ TEST(Passes, AModelCutInTwoEqualsTheWhole) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::passes_test

@@ -3,13 +3,12 @@
 #include <cstring>
 #include <random>
 
-#define STRATA_STATIC_PLUGIN
 #include "tests/backends.h"
 #include "tests/harness.h"
 #include "tests/local_steps.h"
 #include "tests/resumed_runs.h"
 
-namespace strata {
+namespace strata::phases_test {
 namespace {
 
 using test::LocalSteps;
@@ -270,4 +269,4 @@ TEST_F(PhasesTraining, ResumesWithinEveryPhase) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::phases_test

@@ -5,7 +5,7 @@
 #include "engine/runtime/job.h"
 #include "tests/harness.h"
 
-namespace strata {
+namespace strata::pipeline_plans_test {
 namespace {
 
 struct Drawn {
@@ -51,4 +51,4 @@ TEST(PipelinePlans, StagesAgreeWhateverTheSchedule) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::pipeline_plans_test

@@ -11,7 +11,7 @@
 #include "tests/outcome.h"
 #include "tests/random_cases.h"
 
-namespace strata {
+namespace strata::pipeline_test {
 namespace {
 
 using test::Outcome, test::Random;
@@ -332,4 +332,4 @@ TEST(Pipeline, AnOverflowSkipsTheStepOnAllStages) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::pipeline_test

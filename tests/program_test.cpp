@@ -23,7 +23,7 @@ void* operator new(size_t size) {
 #define STRATA_COUNTS_ALLOCATIONS
 #endif
 
-namespace strata {
+namespace strata::program_test {
 namespace {
 
 std::string toml(int64_t micro_batch, const std::string& extra = "", const std::string& model = "") {
@@ -244,4 +244,4 @@ TEST(Programs, OnlyScalarsAreSetAndOnlyByTheirName) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::program_test

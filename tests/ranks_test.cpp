@@ -7,7 +7,7 @@
 #include "tests/harness.h"
 #include "tests/ordering.h"
 
-namespace strata {
+namespace strata::ranks_test {
 namespace {
 
 constexpr int kSequence = 16, kBatch = 8, kVocabulary = 61;
@@ -302,4 +302,4 @@ TEST(Ranks, CheckpointsFitAnyLayout) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::ranks_test

@@ -5,7 +5,7 @@
 
 #include "tests/harness.h"
 
-namespace strata {
+namespace strata::reproducible_test {
 namespace {
 
 constexpr int kSteps = 3;
@@ -173,4 +173,4 @@ TEST(Reproducible, AdafactorOnRanksIsEqual) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::reproducible_test

@@ -4,7 +4,7 @@
 
 #include "tests/small_runs.h"
 
-namespace strata {
+namespace strata::residency_test {
 namespace {
 
 using test::expect_equal;
@@ -98,4 +98,4 @@ TEST(Residency, RandomCombinationsAreExact) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::residency_test

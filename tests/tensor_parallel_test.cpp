@@ -13,7 +13,7 @@
 #include "tests/outcome.h"
 #include "tests/random_cases.h"
 
-namespace strata {
+namespace strata::tensor_parallel_test {
 namespace {
 
 constexpr int kSequence = 8, kVocabulary = 61;
@@ -475,4 +475,4 @@ TEST(TensorParallel, WhatCannotBeSplitIsRefused) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::tensor_parallel_test

@@ -27,7 +27,7 @@
 #include "comm/rendezvous/proof.h"
 #include "comm/rendezvous/server.h"
 
-namespace strata {
+namespace strata::rendezvous_test {
 namespace {
 
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
@@ -684,4 +684,4 @@ TEST(RanksUnderAttack, EndUnderAnySchedule) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::rendezvous_test

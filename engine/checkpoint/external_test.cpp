@@ -16,7 +16,7 @@
 #include "strata/json.h"
 #include "tests/harness.h"
 
-namespace strata {
+namespace strata::external_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -390,4 +390,4 @@ TEST(External, ConfigurationsRefused) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::external_test

@@ -16,7 +16,7 @@
 #include "strata/error.h"
 #include "strata/json.h"
 
-namespace strata {
+namespace strata::store_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -260,4 +260,4 @@ TEST(JsonTest, RoundTripAndRefusals) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::store_test

@@ -9,10 +9,10 @@
 #include "engine/config/sections.h"
 #include "engine/plugin/testing.h"
 
-namespace strata {
+namespace strata::config_test {
 namespace {
 
-using testing::message_of;
+using test::message_of;
 
 Config parse(const std::string& text, const std::vector<std::string>& sets = {}) {
   return Config::parse(text, "c.toml", sets);
@@ -165,4 +165,4 @@ TEST(Sections, Messages) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::config_test

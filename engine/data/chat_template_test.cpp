@@ -12,7 +12,7 @@
 #include "engine/data/tokenizer.h"
 #include "strata/json.h"
 
-namespace strata {
+namespace strata::chat_template_test {
 namespace {
 
 Json recorded_json(const std::string& name) {
@@ -200,4 +200,4 @@ TEST(ChatTemplate, TokensOfConversationsAreThoseOfTheirText) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::chat_template_test

@@ -9,7 +9,7 @@
 #include "engine/data/testing.h"
 #include "tests/random_cases.h"
 
-namespace strata {
+namespace strata::mixture_test {
 namespace {
 
 // A token file whose tokens are first, first + 1, …; `starts` of documents, and which tokens count, where given.
@@ -226,4 +226,4 @@ TEST(Marks, WhatDoesNotFitIsRefusedWithItsFile) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::mixture_test

@@ -19,7 +19,7 @@
 #include "engine/data/token_file.h"
 #include "engine/data/tokenizer.h"
 
-namespace strata {
+namespace strata::prepare_test {
 namespace {
 
 std::string lines(const std::string& word, int count) {
@@ -344,4 +344,4 @@ TEST(Prepare, KilledAtAnyMomentItLeavesTheOldFilesOrTheNew) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::prepare_test

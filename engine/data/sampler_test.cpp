@@ -9,7 +9,7 @@
 
 #include "engine/data/testing.h"
 
-namespace strata {
+namespace strata::sampler_test {
 namespace {
 
 // A data set of files with the sizes given, whose tokens count on from 0 over all files.
@@ -134,4 +134,4 @@ TEST(Sampler, TextShorterThanASequenceIsRefused) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::sampler_test

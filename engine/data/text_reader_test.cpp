@@ -8,7 +8,7 @@
 
 #include "engine/data/testing.h"
 
-namespace strata {
+namespace strata::text_reader_test {
 namespace {
 
 constexpr int64_t kPiece = TextReader::kPiece;
@@ -127,4 +127,4 @@ TEST(Utf8, WhatRfc3629ForbidsIsFoundAtItsByte) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::text_reader_test

@@ -10,7 +10,7 @@
 
 #include "engine/data/text_reader.h"
 
-namespace strata {
+namespace strata::text_stream_test {
 namespace {
 
 TEST(TextStream, HoldsBackCharactersThatAreNotWhole) {
@@ -77,4 +77,4 @@ TEST(TextStream, IsTheWholeTextInTheEnd) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::text_stream_test

@@ -9,7 +9,7 @@
 
 #include "engine/data/testing.h"
 
-namespace strata {
+namespace strata::token_file_test {
 namespace {
 
 std::string bytes_of(const std::vector<int32_t>& words) {
@@ -219,4 +219,4 @@ TEST(TokenDataset, ReadingLeavesNothingResident) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::token_file_test

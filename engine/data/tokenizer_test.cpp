@@ -11,7 +11,7 @@
 #include "engine/data/testing.h"
 #include "engine/data/token_file.h"
 
-namespace strata {
+namespace strata::tokenizer_test {
 namespace {
 
 // Text with numbers, several spaces, tabs, blank lines and characters of all lengths; enough for some hundred pieces.
@@ -245,4 +245,4 @@ TEST(LoadTokenizer, FindsBytesAndMissesNothingSilently) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::tokenizer_test

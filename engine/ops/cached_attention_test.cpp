@@ -11,7 +11,7 @@
 #include "strata/builder.h"
 #include "strata/convert.h"
 
-namespace strata {
+namespace strata::cached_attention_test {
 namespace {
 
 // One op on data, with its persistent tensors.
@@ -237,4 +237,4 @@ TEST(EmbeddingFrom, AddsThePositionsOfEachSequence) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::cached_attention_test

@@ -16,7 +16,7 @@
 #include "strata/layout.h"
 #include "tests/random_cases.h"
 
-namespace strata {
+namespace strata::context_attention_test {
 namespace {
 
 using test::cases;
@@ -180,4 +180,4 @@ TEST(ContextAttention, KindsWithoutARuleGetNoPairs) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::context_attention_test

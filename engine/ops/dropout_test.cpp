@@ -15,7 +15,7 @@
 #include "strata/layout.h"
 #include "tests/backends.h"
 
-namespace strata {
+namespace strata::dropout_test {
 namespace {
 
 std::vector<float> run(const char* backend, int64_t count, int microbatch, double seed, double step, double probability,
@@ -117,4 +117,4 @@ TEST(Dropout, SeedAndStepChangeTheMask) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::dropout_test

@@ -1,6 +1,7 @@
 // Elementwise kinds: add, scale, clamp, copy, gelu, swiglu and their gradients.
 #include <cmath>
 
+#include "engine/ops/gelu.h"
 #include "engine/ops/registration.h"
 #include "engine/ops/vector.h"
 
@@ -24,7 +25,6 @@ STRATA_SIMD void clamp(const float* x, float limit, float* y, int64_t n) {
 }
 
 // GELU in its tanh form (Hendrycks and Gimpel, arXiv 1606.08415): 0.5 x (1 + tanh(k (x + 0.044715 x³))), k = √(2/π).
-constexpr float kGelu = 0.7978845608f, kCubic = 0.044715f;
 STRATA_SIMD void gelu(const float* x, float* y, int64_t n) {
   simd::map(n, [&](int64_t i, int64_t c) STRATA_INLINE_LAMBDA {
     const F v = get(x + i, c);

@@ -20,7 +20,7 @@
 #include "tests/backends.h"
 #include "tests/random_cases.h"
 
-namespace strata {
+namespace strata::exchange_test {
 namespace {
 
 using test::cases;
@@ -501,4 +501,4 @@ TEST(Exchanges, WhatDoesNotFitIsRefused) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::exchange_test

@@ -14,7 +14,7 @@
 #include "strata/convert.h"
 #include "tests/backends.h"
 
-namespace strata {
+namespace strata::experts_test {
 namespace {
 
 struct LayerSizes {
@@ -494,4 +494,4 @@ TEST(ExpertKinds, ShapesAreChecked) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::experts_test

@@ -2,6 +2,7 @@
 // (GEGLU; Shazeer, arXiv 2002.05202): gelu(gate)·up, in the tanh form and in the exact one.
 #include <cmath>
 
+#include "engine/ops/gelu.h"
 #include "engine/ops/registration.h"
 #include "engine/ops/vector.h"
 
@@ -33,7 +34,6 @@ struct TanhGelu {
   }
 };
 
-constexpr float kGelu = 0.7978845608f, kCubic = 0.044715f;
 STRATA_SIMD void geglu(const float* gate, const float* up, float* y, int64_t n) {
   simd::map(n, [&](int64_t i, int64_t c) STRATA_INLINE_LAMBDA {
     const F v = get(gate + i, c);

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "engine/ops/norm_rows.h"
 #include "engine/ops/registration.h"
 #include "engine/ops/vector.h"
 
@@ -63,9 +64,6 @@ STRATA_SIMD void norm_head_gradient(const float* dy, const float* x, const float
   });
 }
 
-int64_t padded(int64_t columns) { return (columns + 15) / 16 * 16; }
-// Rows are cut into parts by their number alone: sums are the same for any number of threads.
-int64_t parts_of(int64_t rows) { return std::clamp<int64_t>(rows / 32, 1, 64); }
 // Floats beside: the weights, and a thread's heads, as f32 where numbers have 16 bits.
 int64_t room_for(const OpView& v, int qkv, int threads, int a_thread) {
   return is_half(v.input(qkv).dtype) ? (2 + a_thread * threads) * padded(v.attributes().integer("head_size")) : 0;

@@ -13,7 +13,7 @@
 #include "strata/builder.h"
 #include "tests/backends.h"
 
-namespace strata {
+namespace strata::noisy_gating_test {
 namespace {
 
 constexpr int64_t kGateTokens = 12, kGateWidth = 5, kGateExperts = 4;
@@ -208,4 +208,4 @@ TEST(Gating, GradientsAreThoseOfCentralDifferences) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::noisy_gating_test

@@ -2,6 +2,7 @@
 // Both are one family: RMSNorm has neither mean nor bias.
 #include <cmath>
 
+#include "engine/ops/norm_rows.h"
 #include "engine/ops/registration.h"
 #include "engine/ops/vector.h"
 
@@ -76,9 +77,6 @@ STRATA_SIMD void norm_gradient(const float* dy, const float* x, const float* w, 
   }
 }
 
-// Rows are cut into parts by their number alone: the columns' sums are the same for any number of threads.
-int64_t parts_of(int64_t rows) { return std::clamp<int64_t>(rows / 32, 1, 64); }
-
 STRATA_SIMD void add_rows(const float* parts, int64_t stride, int64_t count, float* out, int64_t n, bool accumulate) {
   simd::map(n, [&](int64_t i, int64_t c) STRATA_INLINE_LAMBDA {
     F sum = accumulate ? get(out + i, c) : F{};
@@ -132,8 +130,6 @@ void reference_gradient(const Binding& b, bool layer) {
               (dy[i] * (offset + w[i]) - total - (x[i] - mean) * inverse * dot) * inverse;
   }
 }
-
-int64_t padded(int64_t columns) { return (columns + 15) / 16 * 16; }
 
 // Scratch bytes for `shared` rows in f32 and `own` rows a thread, where what is stored has 16 bits.
 int64_t half_rows(const OpView& v, int threads, int shared, int own) {

@@ -13,7 +13,7 @@
 #include "strata/exact_sum.h"
 #include "strata/builder.h"
 
-namespace strata {
+namespace strata::op_memory_test {
 namespace {
 
 // `limit` > 0: token ids below it. dtype f64 with shape {1}: a scalar of value 3.
@@ -275,4 +275,4 @@ TEST(OpMemory, NaNStaysNaN) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::op_memory_test

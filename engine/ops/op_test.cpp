@@ -19,7 +19,7 @@
 #include "strata/convert.h"
 #include "tests/backends.h"
 
-namespace strata {
+namespace strata::op_test {
 namespace {
 
 // One input of a case; `limit` > 0 makes it i32 below that limit, kBorders (B, T) the places where documents begin,
@@ -671,4 +671,4 @@ TEST(Gemm, WithoutMemoryForItsKernelsIsAnError) {
 #endif
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::op_test

@@ -7,7 +7,7 @@
 #include <random>
 #include <vector>
 
-namespace strata {
+namespace strata::thin_product_test {
 namespace {
 
 TEST(ThinProduct, IsTheProductForAnyTeam) {
@@ -44,4 +44,4 @@ TEST(ThinProduct, IsTheProductForAnyTeam) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::thin_product_test

@@ -12,7 +12,7 @@
 #include "strata/builder.h"
 #include "strata/error.h"
 
-namespace strata {
+namespace strata::agreement_test {
 namespace {
 
 constexpr Stream kFirst = Stream::exchange, kSecond = Stream::read;  // any two serve
@@ -209,4 +209,4 @@ TEST(Agreement, WhatIsAcceptedEnds) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::agreement_test

@@ -9,7 +9,7 @@
 #include "engine/plugin/testing.h"
 #include "tests/harness.h"
 
-namespace strata {
+namespace strata::build_test {
 namespace {
 
 constexpr const char* kToml =
@@ -29,7 +29,7 @@ class Thrower final : public Plugin {
 template <class Bad>
 std::string message() {
   Bad bad;
-  return testing::message_of([&] { test::Runner(kToml, {{"culprit", &bad}}); });
+  return test::message_of([&] { test::Runner(kToml, {{"culprit", &bad}}); });
 }
 
 TEST(Build, VerifierNamesThePluginThatBrokeIt) {
@@ -46,11 +46,11 @@ TEST(Build, ExceptionsOfPluginsCarryTheirName) {
 TEST(Build, WhatIsMissingIsListed) {
   test::TemporaryFolder folder;
   const Session session(test::write_file(folder / "config.toml", std::string(kToml) + "[mesh]\ndata = 2\n"), {});
-  EXPECT_EQ(testing::message_of(
+  EXPECT_EQ(test::message_of(
                 [&] { build_program(session.plugins, session.batch(Goal::train), Goal::train, session.mesh); }),
             "mesh.data asks for several ranks, but no enabled plugin sums gradients over them; enable one that does "
             "(installed: data_parallel, gossip, local_sgd, zero), or set it to 1.");
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::build_test

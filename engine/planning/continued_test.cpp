@@ -6,7 +6,7 @@
 #include "engine/program/registering.h"
 #include "strata/builder.h"
 
-namespace strata {
+namespace strata::continued_test {
 namespace {
 
 void add_kind(const std::string& name) {
@@ -47,4 +47,4 @@ TEST(Continued, KindsOfPluginsMustSayThatTheyLeaveTokensApart) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::continued_test

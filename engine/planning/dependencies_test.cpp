@@ -6,7 +6,7 @@
 #include "strata/builder.h"
 #include "strata/op_kind.h"
 
-namespace strata {
+namespace strata::dependencies_test {
 namespace {
 
 // Whether op `index` waits for the first `count` ops of `stream`.
@@ -70,4 +70,4 @@ TEST(Dependencies, AnEmptyRangeHidesNothing) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::dependencies_test

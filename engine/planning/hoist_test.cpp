@@ -8,7 +8,7 @@
 
 #include "strata/builder.h"
 
-namespace strata {
+namespace strata::hoist_test {
 namespace {
 
 // Each movable op right behind the last op before it that touches its tensors in a conflicting way, by looking at all
@@ -83,4 +83,4 @@ TEST(Hoist, WhatAllExchangeComesAfterWhatIsSentAlongTheSameAxis) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::hoist_test

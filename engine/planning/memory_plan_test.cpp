@@ -7,7 +7,7 @@
 #include "strata/builder.h"
 #include "tests/harness.h"
 
-namespace strata {
+namespace strata::memory_plan_test {
 namespace {
 
 TEST(MemoryPlan, LiveTensorsOfAModelAreApart) {
@@ -17,7 +17,7 @@ TEST(MemoryPlan, LiveTensorsOfAModelAreApart) {
         "context = 16\ndropout = 0.1\n[data]\ntrain = [\"none\"]\nsequence_length = 16\n"
         "global_batch = 8\nmicro_batch = " +
         std::to_string(micro_batch) + "\n[plugins.adamw]\n[plugins.clip]\n");
-    testing::check_plan(runner.plan);
+    test::check_plan(runner.plan);
     EXPECT_EQ(runner.storage->bytes(Tier::device), runner.plan.device().total_bytes());
     EXPECT_LE(double(runner.plan.device().transient_bytes), 1.05 * double(runner.plan.device().live_peak_bytes));
   }
@@ -49,11 +49,11 @@ TEST(MemoryPlan, RandomProgramsNeverOverlap) {
       if (random() % 8 == 0) program[known.back()].step_output = true;
     }
     MemoryPlan plan = plan_memory(program, "cpu", 2);
-    testing::check_plan(plan);
+    test::check_plan(plan);
     const int64_t before = plan.device().total_bytes();
     plan.tiers[0].transient_bytes = 2 * before;  // as if much were lost: all ways of placement are tried
     place_closely(program, plan);
-    testing::check_plan(plan);
+    test::check_plan(plan);
     closely += plan.device().transient_bytes;
     alive += plan.device().live_peak_bytes;
   }
@@ -86,10 +86,10 @@ TEST(MemoryPlan, OpsOfManyTensorsArePlacedClosely) {
   }
   tier.live_peak_bytes = *std::max_element(live.begin(), live.end());
   place_closely(program, plan);
-  testing::check_plan(plan);
+  test::check_plan(plan);
   // One of 180 lost 7%; placement that is given up takes many times the room.
   EXPECT_LE(double(tier.transient_bytes), 1.15 * double(tier.live_peak_bytes));
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::memory_plan_test

@@ -16,7 +16,7 @@
 #include "strata/builder.h"
 #include "tests/random_cases.h"
 
-namespace strata {
+namespace strata::optimum_test {
 namespace {
 
 // Some products and cheap ops in a row, of different widths, and a backward pass that reads what they made, the last
@@ -183,4 +183,4 @@ TEST(Optimum, OfSmallProgramsIsOftenReached) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::optimum_test

@@ -2,7 +2,6 @@
 #pragma once
 #include <fmt/format.h>
 
-#include <iterator>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -40,7 +39,7 @@ class Text {
  public:
   template <class... Values>
   void put(fmt::format_string<Values...> format, Values&&... values) {
-    fmt::format_to(std::back_inserter(text_), format, std::forward<Values>(values)...);
+    text_ += fmt::format(format, std::forward<Values>(values)...);
   }
   void key(const std::vector<std::pair<std::string_view, std::string>>& entries);  // colours with their meaning
   std::string take() { return std::move(text_); }

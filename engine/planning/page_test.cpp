@@ -9,7 +9,7 @@
 #include "tests/backends.h"
 #include "tests/harness.h"
 
-namespace strata {
+namespace strata::page_test {
 namespace {
 
 // Every tag closed in order; void elements of HTML aside.
@@ -170,4 +170,4 @@ TEST(Page, SaysWhatFollows) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::page_test

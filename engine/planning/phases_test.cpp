@@ -7,7 +7,7 @@
 
 #include "strata/builder.h"
 
-namespace strata {
+namespace strata::phases_test {
 namespace {
 
 using Declarations = std::vector<std::pair<std::string, Steps>>;
@@ -39,7 +39,7 @@ std::string refusal(const Declarations& first, const Declarations& second = {}) 
 }
 
 TEST(Phases, WithoutAnyThereIsOneProgram) {
-  const PhaseTable none = table({});
+  const PhaseTable none = phases_test::table({});
   EXPECT_EQ(none.programs(), 1u);
   EXPECT_EQ(none.of_step(1), 0u);
   EXPECT_EQ(none.of_step(1'000'000'000'000), 0u);
@@ -50,7 +50,7 @@ TEST(Phases, WithoutAnyThereIsOneProgram) {
 }
 
 TEST(Phases, ProgramsAreInTheOrderOfTheirFirstSteps) {
-  const PhaseTable table = strata::table({{"warm-up", {.last = 10}}}, {{"exchange", {.first = 4, .every = 4}}});
+  const PhaseTable table = phases_test::table({{"warm-up", {.last = 10}}}, {{"exchange", {.first = 4, .every = 4}}});
   ASSERT_EQ(table.programs(), 4u);
   const std::vector<std::string> names = {"warm-up", "warm-up + exchange", "no phase", "exchange"};
   for (size_t p = 0; p < 4; ++p) EXPECT_EQ(table.of_program(p).text(), names[p]);
@@ -73,7 +73,7 @@ TEST(Phases, EveryStepHasItsProgram) {
       if (random() % 2) steps.last = steps.first + int64_t(random() % 30);
       declared.emplace_back("phase " + std::to_string(p), steps);
     }
-    const PhaseTable table = strata::table(declared);
+    const PhaseTable table = phases_test::table(declared);
     std::vector<char> ran(table.programs(), false);
     for (int64_t step = 1; step <= 250; ++step) {
       const size_t program = table.of_step(step);
@@ -121,7 +121,7 @@ TEST(Phases, WhatIsNoneIsRefused) {
 }
 
 TEST(Phases, NamesThatNobodyDeclaredAreWrong) {
-  const PhaseTable table = strata::table({{"exchange", {.every = 2}}});
+  const PhaseTable table = phases_test::table({{"exchange", {.every = 2}}});
   EXPECT_TRUE(table.of_program(0).in("exchange"));
   EXPECT_FALSE(table.none().in("exchange"));
   try {
@@ -172,4 +172,4 @@ TEST(Phases, ProgramsShareTheirPersistentTensors) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::phases_test

@@ -5,7 +5,7 @@
 
 #include "strata/builder.h"
 
-namespace strata {
+namespace strata::predict_test {
 namespace {
 
 Rates round_rates() {
@@ -175,4 +175,4 @@ TEST(Predict, TheTypeThatComputesIsWhereMostFlopsAre) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::predict_test

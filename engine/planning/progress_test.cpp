@@ -5,7 +5,7 @@
 
 #include "strata/op_kind.h"
 
-namespace strata {
+namespace strata::progress_test {
 namespace {
 
 // Ops that only have streams.
@@ -67,4 +67,4 @@ TEST(Progress, RunsAreIssuedAtOnce) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::progress_test

@@ -12,7 +12,7 @@
 #include "tests/ordering.h"
 #include "tests/random_cases.h"
 
-namespace strata {
+namespace strata::residency_test {
 namespace {
 
 // A random program: a forward part, a backward part that reads from it, updates in place; anything may rest anywhere.
@@ -365,4 +365,4 @@ TEST(Residency, RecomputationOfRecomputationIsBounded) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::residency_test

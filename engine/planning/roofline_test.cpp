@@ -3,7 +3,7 @@
 
 #include <gtest/gtest.h>
 
-namespace strata {
+namespace strata::roofline_test {
 namespace {
 
 struct Timed {
@@ -84,4 +84,4 @@ TEST(Roofline, DisksTogether) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::roofline_test

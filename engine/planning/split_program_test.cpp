@@ -20,7 +20,7 @@
 #include "strata/builder.h"
 #include "strata/layout.h"
 
-namespace strata {
+namespace strata::split_program_test {
 namespace {
 
 using Values = std::vector<double>;
@@ -184,4 +184,4 @@ TEST(SplitProgram, GradientsAreCentralDifferences) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::split_program_test

@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-namespace strata {
+namespace strata::stalls_test {
 namespace {
 
 // Ops with the spans they had, one after the other in program order.
@@ -104,4 +104,4 @@ TEST(Stalls, CountWhatRunsAgain) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::stalls_test

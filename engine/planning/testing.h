@@ -4,7 +4,7 @@
 
 #include "engine/planning/memory_plan.h"
 
-namespace strata::testing {
+namespace strata::test {
 
 // No two buffers that live at once overlap, and everything lies inside the region.
 inline void check_plan(const MemoryPlan& plan) {
@@ -22,4 +22,4 @@ inline void check_plan(const MemoryPlan& plan) {
   EXPECT_GE(plan.device().transient_bytes, plan.device().live_peak_bytes);
 }
 
-}  // namespace strata::testing
+}  // namespace strata::test

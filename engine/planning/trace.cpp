@@ -3,8 +3,6 @@
 
 #include <fmt/format.h>
 
-#include <iterator>
-
 #include "strata/json.h"
 
 namespace strata {
@@ -16,17 +14,15 @@ void append(std::string& text, const Traced& traced, int pid) {
   const Program& program = *traced.program;
   const MemoryPlan& plan = *traced.memory;
   const std::vector<Span>& spans = *traced.spans;
-  const auto out = std::back_inserter(text);
-  fmt::format_to(out, R"({{"ph": "M", "name": "process_name", "pid": {}, "args": {{"name": {}}}}},{})", pid,
-                 Json(traced.name).dump(), "\n");
+  text += fmt::format(R"({{"ph": "M", "name": "process_name", "pid": {}, "args": {{"name": {}}}}},{})", pid,
+                      Json(traced.name).dump(), "\n");
   for (int s = 0; s < kStreams; ++s)
-    fmt::format_to(out, R"({{"ph": "M", "name": "thread_name", "pid": {}, "tid": {}, "args": {{"name": "{}"}}}},{})",
-                   pid, s, name_of(Stream(s)), "\n");
+    text += fmt::format(R"({{"ph": "M", "name": "thread_name", "pid": {}, "tid": {}, "args": {{"name": "{}"}}}},{})",
+                        pid, s, name_of(Stream(s)), "\n");
   for (size_t i = 0; i < program.ops.size(); ++i) {
     const Op& op = program.ops[i];
     const std::string made = op.outputs.empty() ? "" : program[op.outputs.front()].name;
-    fmt::format_to(
-        out,
+    text += fmt::format(
         R"({{"ph": "X", "name": {}, "cat": "{}", "pid": {}, "tid": {}, "ts": {:.3f}, "dur": {:.3f}, "args": {{"op": {}, "writes": {}, "purpose": "{}", "microbatch": {}, "block": {}}}}},{})",
         Json(op.kind->name).dump(), name_of(op.step_part), pid, int(op.stream), spans[i].start * 1e6,
         (spans[i].finish - spans[i].start) * 1e6, i, Json(made).dump(), name_of(op.purpose), op.microbatch, op.block,
@@ -40,8 +36,8 @@ void append(std::string& text, const Traced& traced, int pid) {
       if (program.ops[i].stream != Stream::compute) continue;
       int64_t bytes = tier.persistent_bytes;
       for (int64_t role : live[i]) bytes += role;
-      fmt::format_to(out, R"({{"ph": "C", "name": "{} bytes", "pid": {}, "ts": {:.3f}, "args": {{"alive": {}}}}},{})",
-                     name_of(Tier(t)), pid, spans[i].start * 1e6, bytes, "\n");
+      text += fmt::format(R"({{"ph": "C", "name": "{} bytes", "pid": {}, "ts": {:.3f}, "args": {{"alive": {}}}}},{})",
+                          name_of(Tier(t)), pid, spans[i].start * 1e6, bytes, "\n");
     }
   }
 }

@@ -6,7 +6,7 @@
 
 #include "strata/builder.h"
 
-namespace strata {
+namespace strata::unroll_test {
 namespace {
 
 // Activations with names of dimensions and a name that no string holds without memory of its own.
@@ -59,4 +59,4 @@ TEST(Unroll, CopiesShareWhatIsLong) {
 #endif
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::unroll_test

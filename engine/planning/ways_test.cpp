@@ -6,7 +6,7 @@
 
 #include "engine/planning/memory_plan.h"
 
-namespace strata {
+namespace strata::ways_test {
 namespace {
 
 class Choice final : public Plugin {
@@ -65,4 +65,4 @@ TEST_F(WaysOfAPlugin, OneThatIsRefusedIsNone) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::ways_test

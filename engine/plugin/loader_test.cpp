@@ -12,11 +12,11 @@
 #include "engine/plugin/exported_symbols.h"
 #include "engine/plugin/testing.h"
 
-namespace strata {
+namespace strata::loader_test {
 namespace {
 
 namespace fs = std::filesystem;
-using testing::message_of;
+using test::message_of;
 
 std::string bytes_of(const fs::path& path) {
   std::ostringstream text;
@@ -157,4 +157,4 @@ TEST_F(Loader, DamagedLibrariesNeverReadOutOfBounds) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::loader_test

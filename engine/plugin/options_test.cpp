@@ -8,10 +8,10 @@
 #include "engine/plugin/testing.h"
 #include "strata/json.h"
 
-namespace strata {
+namespace strata::options_test {
 namespace {
 
-using testing::message_of;
+using test::message_of;
 
 struct Sample {
   bool flag = false;
@@ -193,4 +193,4 @@ TEST(Schema, WholeConfiguration) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::options_test

@@ -7,10 +7,10 @@
 
 #include "engine/plugin/testing.h"
 
-namespace strata {
+namespace strata::order_test {
 namespace {
 
-using testing::message_of;
+using test::message_of;
 
 class Fake final : public Plugin {
  public:
@@ -132,4 +132,4 @@ TEST_F(Order, ExactlyOne) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::order_test

@@ -4,7 +4,7 @@
 
 #include "strata/error.h"
 
-namespace strata::testing {
+namespace strata::test {
 
 template <class Call>
 std::string message_of(Call&& call) {
@@ -16,4 +16,4 @@ std::string message_of(Call&& call) {
   return "(no error)";
 }
 
-}  // namespace strata::testing
+}  // namespace strata::test

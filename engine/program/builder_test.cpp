@@ -6,10 +6,10 @@
 #include "engine/plugin/testing.h"
 #include "strata/mesh.h"
 
-namespace strata {
+namespace strata::builder_test {
 namespace {
 
-using testing::message_of;
+using test::message_of;
 
 TEST(DimensionNames, AreKeptAndPrinted) {
   Program program;
@@ -80,4 +80,4 @@ TEST(DimensionNames, AreOfTheWholeTensor) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::builder_test

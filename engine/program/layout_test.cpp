@@ -14,7 +14,7 @@
 #include "tests/harness.h"
 #include "tests/random_cases.h"
 
-namespace strata {
+namespace strata::layout_test {
 namespace {
 
 using test::cases;
@@ -300,4 +300,4 @@ TEST(Mesh, WhoSumsTakesItsOwnAxes) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::layout_test

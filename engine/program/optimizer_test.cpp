@@ -8,7 +8,7 @@
 
 #include "engine/plugin/testing.h"
 
-namespace strata {
+namespace strata::optimizer_test {
 namespace {
 
 // p ← p - rate · scale · g; the second state counts updates.
@@ -76,14 +76,14 @@ TEST(Optimizer, RoundedStatesGetTheirStream) {
   EXPECT_FALSE(rounded.op().attributes.has("stream.1"));
   Program without_seed = rounded.program;
   without_seed.ops.back().inputs[UpdateView::kSeed] = {};
-  EXPECT_NE(testing::message_of([&] { verify(without_seed, "test"); }).find("with states of 16 bits, seed"),
+  EXPECT_NE(test::message_of([&] { verify(without_seed, "test"); }).find("with states of 16 bits, seed"),
             std::string::npos);
 }
 
 TEST(Optimizer, WrongStatesAreRefused) {
   Built built({4}, true);
   built.program[built.counts].shape = {5};
-  const std::string message = testing::message_of([&] { verify(built.program, "test"); });
+  const std::string message = test::message_of([&] { verify(built.program, "test"); });
   EXPECT_NE(message.find("then the states: [bf16], [counts]"), std::string::npos) << message;
 }
 
@@ -110,4 +110,4 @@ TEST(Optimizer, AScaleOfNanChangesNothing) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::optimizer_test

@@ -3,7 +3,7 @@
 
 #include <gtest/gtest.h>
 
-namespace strata {
+namespace strata::pattern_test {
 namespace {
 
 TEST(Pattern, StarsStandForAnyText) {
@@ -50,4 +50,4 @@ TEST(Pattern, NamesAreTheModels) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::pattern_test

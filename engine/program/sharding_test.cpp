@@ -6,7 +6,7 @@
 #include "strata/builder.h"
 #include "strata/mesh.h"
 
-namespace strata {
+namespace strata::sharding_test {
 namespace {
 
 const std::string kTensor{kTensorAxis};
@@ -105,4 +105,4 @@ TEST(Sharding, TheVerifierFollowsPartialSums) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::sharding_test

@@ -7,7 +7,7 @@
 
 #include "strata/program.h"
 
-namespace strata {
+namespace strata::shared_test {
 namespace {
 
 TEST(Shared, CopiesAreOneUntilOneChanges) {
@@ -99,4 +99,4 @@ TEST(Name, OfEveryTensorIsItsOwnAndFindsIt) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::shared_test

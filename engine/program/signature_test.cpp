@@ -7,7 +7,7 @@
 
 #include "strata/builder.h"
 
-namespace strata {
+namespace strata::signature_test {
 namespace {
 
 Program product() {
@@ -107,4 +107,4 @@ TEST(Names, OfMicrobatchesAreFoundAndStayUnique) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::signature_test

@@ -5,7 +5,7 @@
 
 #include "strata/tensor.h"
 
-namespace strata {
+namespace strata::tensor_ids_test {
 namespace {
 
 TensorId any(std::mt19937& random) { return {int32_t(random() % 100)}; }
@@ -83,4 +83,4 @@ TEST(TensorIds, IsAVector) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::tensor_ids_test

@@ -6,7 +6,7 @@
 #include "strata/builder.h"
 #include "strata/mesh.h"
 
-namespace strata {
+namespace strata::verifier_test {
 namespace {
 
 // A small program that is right: y = gelu(x), z = y + w, then w is updated in place.
@@ -267,4 +267,4 @@ TEST(Verifier, RestingForms) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::verifier_test

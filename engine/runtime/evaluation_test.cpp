@@ -11,7 +11,7 @@
 #include "engine/runtime/trainer.h"
 #include "tests/harness.h"
 
-namespace strata {
+namespace strata::evaluation_test {
 namespace {
 
 constexpr int64_t kWindow = 16, kVocabulary = 256;
@@ -183,4 +183,4 @@ TEST(Questions, ThatCannotBeAsked) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::evaluation_test

@@ -15,7 +15,7 @@
 #include "strata/error.h"
 #include "tests/harness.h"
 
-namespace strata {
+namespace strata::event_file_test {
 namespace {
 
 // CRC-32C bit by bit, as RFC 3720 defines it.
@@ -87,4 +87,4 @@ TEST(EventFile, SaysWhereItCannotWrite) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::event_file_test

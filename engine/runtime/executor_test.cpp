@@ -11,7 +11,7 @@
 #include "engine/planning/testing.h"
 #include "strata/builder.h"
 
-namespace strata {
+namespace strata::executor_test {
 namespace {
 
 // Ops on other streams: results equal those of one stream, whatever runs beside what.
@@ -34,7 +34,7 @@ TEST(Streams, WaitsMakeAnyAssignmentSafe) {
       }
       program[known.back()].step_output = true;
       const MemoryPlan plan = plan_memory(program, "cpu", 2);
-      testing::check_plan(plan);
+      test::check_plan(plan);
       Storage storage(program, plan);
       Executor executor(program, plan, storage, "cpu", threads);
       for (int repeat = 0; repeat < 3; ++repeat) {
@@ -103,4 +103,4 @@ TEST(Streams, AStepInWhichNothingMovesEnds) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::executor_test

@@ -9,7 +9,7 @@
 
 #include "strata/error.h"
 
-namespace strata {
+namespace strata::generator_test {
 namespace {
 
 const std::vector<float> kLogits{std::log(0.05f), std::log(0.5f), std::log(0.15f), std::log(0.3f)};
@@ -86,4 +86,4 @@ TEST(Generate, RefusesTokensThatTheModelDoesNotKnow) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::generator_test

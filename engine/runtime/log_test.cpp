@@ -11,7 +11,7 @@
 
 #include "strata/error.h"
 
-namespace strata {
+namespace strata::log_test {
 namespace {
 
 class Log : public testing::Test {
@@ -61,4 +61,4 @@ TEST_F(Log, WhatCannotBeWrittenIsToldOnceAndCounted) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::log_test

@@ -9,7 +9,7 @@
 #include <cstring>
 #include <vector>
 
-namespace strata {
+namespace strata::peak_test {
 namespace {
 
 double seconds_of(auto&& work) {
@@ -69,4 +69,4 @@ TEST(Peak, TriadIsNearWhatCopyingMoves) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::peak_test

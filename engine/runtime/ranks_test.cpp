@@ -10,7 +10,7 @@
 
 #include "strata/error.h"
 
-namespace strata {
+namespace strata::ranks_test {
 namespace {
 
 // The one message that all ranks end with; "" when none does.
@@ -145,4 +145,4 @@ TEST(RanksAgree, OnTheData) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::ranks_test

@@ -9,7 +9,7 @@
 #include <fstream>
 #include <sstream>
 
-namespace strata {
+namespace strata::rates_cache_test {
 namespace {
 
 class Folder {
@@ -177,4 +177,4 @@ TEST(RatesCache, OneMeasuresAtATime) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::rates_cache_test

@@ -17,7 +17,7 @@
 #include "engine/runtime/usage.h"
 #include "tests/harness.h"
 
-namespace strata {
+namespace strata::rates_test {
 namespace {
 
 std::string toml(const std::string& plugins) {
@@ -214,4 +214,4 @@ TEST_F(MachineRates, SayWhatIsAssumed) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::rates_test

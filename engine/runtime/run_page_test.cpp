@@ -11,7 +11,7 @@
 #include "strata/error.h"
 #include "tests/harness.h"
 
-namespace strata {
+namespace strata::run_page_test {
 namespace {
 
 int64_t count(const std::string& text, const std::string& what) {
@@ -103,4 +103,4 @@ TEST(RunPage, TakesAnyHistory) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::run_page_test

@@ -3,10 +3,10 @@
 #include "engine/runtime/same_model.h"
 #include "tests/harness.h"
 
-namespace strata {
+namespace strata::same_model_test {
 namespace {
 
-using testing::message_of;
+using test::message_of;
 
 const std::string kModel =
     "[model]\nplugin = \"gpt\"\nlayers = 5\nhidden = 64\nheads = 4\nvocabulary = 61\ncontext = 32\n"
@@ -52,4 +52,4 @@ TEST(SameModel, WhatIsTheSameIsTaken) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::same_model_test

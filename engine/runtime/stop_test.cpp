@@ -9,7 +9,7 @@
 #include <cstdlib>
 #include <thread>
 
-namespace strata {
+namespace strata::stop_test {
 namespace {
 
 void pause_a_little() { std::this_thread::sleep_for(std::chrono::milliseconds(5)); }
@@ -87,8 +87,8 @@ TEST(Stop, WhatWasIgnoredStaysIgnoredAndTheRestEndsNothing) {
         block_stop_signals();
         kill(getpid(), SIGHUP);
         StopSignals stop(true);
-        raise(SIGPIPE);
-        raise(SIGXFSZ);
+        ::raise(SIGPIPE);
+        ::raise(SIGXFSZ);
         for (int i = 0; i < 20; ++i) pause_a_little();
         if (stop.asked()) std::_Exit(1);
         kill(getpid(), SIGINT);
@@ -112,4 +112,4 @@ TEST(Stop, UnblockedTheyEndTheProcess) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::stop_test

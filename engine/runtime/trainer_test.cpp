@@ -5,13 +5,12 @@
 #include <fstream>
 #include <sstream>
 
-#define STRATA_STATIC_PLUGIN
 #include "engine/checkpoint/store.h"
 #include "engine/data/token_file.h"
 #include "engine/runtime/trainer.h"
 #include "tests/harness.h"
 
-namespace strata {
+namespace strata::trainer_test {
 namespace {
 
 std::vector<std::string> calls;
@@ -144,4 +143,4 @@ TEST_F(Training, AskedBeforeTheFirstStepNothingIsWritten) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::trainer_test

@@ -5,7 +5,7 @@
 
 #include <atomic>
 
-namespace strata {
+namespace strata::watchdog_test {
 namespace {
 
 struct Work {
@@ -58,4 +58,4 @@ TEST(Watchdog, LeavesAloneWhatGoesOn) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::watchdog_test

@@ -229,7 +229,7 @@ TEST_F(Verify, ThePlainProgramMaySetAnOptionOtherwise) {
 }
 
 TEST_F(Verify, RefusesWhatCannotBeHeldToAnything) {
-  const auto message = [&](const std::string& more) { return strata::testing::message_of([&] { report(more); }); };
+  const auto message = [&](const std::string& more) { return strata::test::message_of([&] { report(more); }); };
   EXPECT_EQ(
       message("[plugins.test_mistaken]\neffect = \"nothing\"\n"),
       "plugin \"test_mistaken\" does not say what it does to the numbers of a run, so it cannot be held to it; set "

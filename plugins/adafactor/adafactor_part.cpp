@@ -35,7 +35,7 @@ Launch bind_row_sums(const Binding& b) {
 // parameter, gradient, row, [sums of whole rows]; step, factor, [scale] -> row in place; sums over this part's columns,
 // of moments and squares over its rows. Workspace: a double a row.
 template <class T>
-Launch bind_statistics(const Binding& b) {
+Launch bind_part_statistics(const Binding& b) {
   return [b, part = Part(b, b.input(1))] {
     const Settings s = settings(b, 4);
     const T *parameter = b.in<T>(0), *gradient = b.in<T>(1);
@@ -125,9 +125,9 @@ Launch bind_update_squares(const Binding& b) {
 
 // What the sums decide for one matrix: step size over clipping, what the parameter keeps, the mean of the rows'
 // moments.
-struct Decision {
+struct PartDecision {
   double scale, keep, mean;
-  Decision(const Part& part, const Settings& s, const double* sums, const double* updates, int64_t k) {
+  PartDecision(const Part& part, const Settings& s, const double* sums, const double* updates, int64_t k) {
     const double count = part.rows_of(k) * double(part.whole.columns);
     const double rate = step_size(s, std::sqrt(part.value(sums, part.squares(k)) / count));
     const double clip = std::max(1.0, std::sqrt(part.value(updates, k) / count) / s.clip_threshold);
@@ -139,7 +139,7 @@ struct Decision {
 
 // parameter, gradient, row, column, [m], sums, squares; step, factor, [scale] -> parameter, [m] in place.
 template <class T>
-Launch bind_apply(const Binding& b) {
+Launch bind_part_apply(const Binding& b) {
   return [b, part = Part(b, b.input(1))] {
     const Settings s = settings(b, 7);
     T *parameter = b.out<T>(0), *m = b.has_input(4) ? b.out<T>(1) : nullptr;
@@ -150,7 +150,7 @@ Launch bind_apply(const Binding& b) {
     b.threads().split(part.rows, 16, [&](int64_t i, int64_t end) {
       for (; i < end; ++i) {
         const int64_t k = part.matrix_of(i);
-        const Decision decision(part, s, b.in<double>(5), b.in<double>(6), k);
+        const PartDecision decision(part, s, b.in<double>(5), b.in<double>(6), k);
         const T scale = T(decision.scale * s.gradient_scale / std::sqrt(double(row[i]) / decision.mean)),
                 keep = T(decision.keep);
         for (int64_t j = 0; j < columns; ++j) {
@@ -217,7 +217,7 @@ void register_part_kinds() {
         const Part part(v, v.input(1));
         return {like(v.input(2)), sums(part.sums(), part)};
       },
-      bind_statistics<float>, bind_statistics<double>, [](const OpView& v, int) { return v.rows(1) * 8; });
+      bind_part_statistics<float>, bind_part_statistics<double>, [](const OpView& v, int) { return v.rows(1) * 8; });
   add_part_kind(
       "adafactor_update_squares", "gradient, row, column, sums, step, factor, [scale] -> column, squares of this part",
       [](const OpView& v) -> std::vector<TensorSpec> {
@@ -233,7 +233,7 @@ void register_part_kinds() {
         if (v.has_input(4)) specs.push_back(like(v.input(4)));
         return specs;
       },
-      bind_apply<float>, bind_apply<double>);
+      bind_part_apply<float>, bind_part_apply<double>);
   register_vector_kinds();
 }
 

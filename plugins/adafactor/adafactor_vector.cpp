@@ -1,5 +1,5 @@
-// Adafactor for a vector of which ranks hold parts; see adafactor_part.h. Second moments are a number an element, so what
-// ranks have to tell each other is two sums of squares: of the parameter, and of the raw update.
+// Adafactor for a vector of which ranks hold parts; see adafactor_part.h. Second moments are a number an element, so
+// what ranks have to tell each other is two sums of squares: of the parameter, and of the raw update.
 #include "plugins/adafactor/adafactor_sums.h"
 
 namespace strata::adafactor {
@@ -10,7 +10,7 @@ int64_t update_squares(const Part& part, int64_t k) { return part.matrices() + k
 
 // parameter, gradient, v; step, factor, [scale] -> v in place; sums over this part. Workspace: two doubles an element.
 template <class T>
-Launch bind_statistics(const Binding& b) {
+Launch bind_vector_statistics(const Binding& b) {
   return [b, part = Part(b, b.input(1))] {
     const Settings s = settings(b, 3);
     const T *parameter = b.in<T>(0), *gradient = b.in<T>(1);
@@ -39,7 +39,7 @@ Launch bind_statistics(const Binding& b) {
 
 // parameter, gradient, v, [m], sums; step, factor, [scale] -> parameter, [m] in place.
 template <class T>
-Launch bind_apply(const Binding& b) {
+Launch bind_vector_apply(const Binding& b) {
   return [b, part = Part(b, b.input(1))] {
     const Settings s = settings(b, 5);
     const T *gradient = b.in<T>(1), *v = b.in<T>(2);
@@ -74,7 +74,7 @@ void register_vector_kinds() {
         const Part part(v, v.input(1));
         return {like(v.input(2)), sums(2 * part.matrices(), part)};
       },
-      bind_statistics<float>, bind_statistics<double>,
+      bind_vector_statistics<float>, bind_vector_statistics<double>,
       [](const OpView& v, int) { return 2 * elements(v.input(1).shape) * 8; });
   add_part_kind(
       "adafactor_vector_apply", "parameter, gradient, v, [m], sums, step, factor, [scale] -> parameter, [m]",
@@ -83,7 +83,7 @@ void register_vector_kinds() {
         if (v.has_input(3)) specs.push_back(like(v.input(3)));
         return specs;
       },
-      bind_apply<float>, bind_apply<double>);
+      bind_vector_apply<float>, bind_vector_apply<double>);
 }
 
 void update_vectors(UpdateStage& stage, const std::vector<VectorPart>& vectors) {

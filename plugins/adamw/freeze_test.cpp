@@ -4,7 +4,7 @@
 #include "tests/apart_runs.h"
 #include "tests/resumed_runs.h"
 
-namespace strata {
+namespace strata::freeze_test {
 namespace {
 
 using test::kParallel, test::run_losses, test::zero_stage;
@@ -94,4 +94,4 @@ TEST(OneBitAdam, WhatCannotBeIsRefused) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::freeze_test

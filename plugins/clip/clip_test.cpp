@@ -5,7 +5,7 @@
 #include "strata/exact_sum.h"
 #include "tests/small_runs.h"
 
-namespace strata {
+namespace strata::clip_test {
 namespace {
 
 std::string toml(const std::string& plugins) {
@@ -78,4 +78,4 @@ TEST(Clip, TakesWhatIsPendingIntoTheNorm) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::clip_test

@@ -1,7 +1,7 @@
 // Where data parallelism's exchanges stand in the program. That sums are right: tests/ranks_test.cpp.
 #include "tests/harness.h"
 
-namespace strata {
+namespace strata::data_parallel_test {
 namespace {
 
 // Compute has the time between two exchanges to hide the first one behind.
@@ -26,4 +26,4 @@ TEST(DataParallel, WhatNeedsAnExchangeComesAfterTheNextHasBegun) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::data_parallel_test

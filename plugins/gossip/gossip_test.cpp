@@ -3,7 +3,7 @@
 #include "tests/apart_runs.h"
 #include "tests/resumed_runs.h"
 
-namespace strata {
+namespace strata::gossip_test {
 namespace {
 
 using test::expect_near, test::kParallel, test::run_apart, test::run_losses, test::zero_stage;
@@ -90,4 +90,4 @@ TEST(Gossip, WhatCannotBeIsRefused) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::gossip_test

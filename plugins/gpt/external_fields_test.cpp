@@ -4,7 +4,7 @@
 #include "plugins/gpt/external_families.h"
 #include "tests/harness.h"
 
-namespace strata {
+namespace strata::external_fields_test {
 namespace {
 
 std::string config_of(const std::string& type, const std::string& more) {
@@ -176,4 +176,4 @@ TEST(GptFields, ExportSaysAllOrIsRefused) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::external_fields_test

@@ -6,7 +6,7 @@
 
 #include "tests/harness.h"
 
-namespace strata {
+namespace strata::gpt_test {
 namespace {
 
 Program program_of(const std::string& model) {
@@ -44,4 +44,4 @@ TEST(Gpt, NamesAllDimensions) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::gpt_test

@@ -3,7 +3,7 @@
 #include "tests/apart_runs.h"
 #include "tests/resumed_runs.h"
 
-namespace strata {
+namespace strata::local_sgd_test {
 namespace {
 
 using test::expect_near, test::kParallel, test::run_apart, test::run_losses, test::zero_stage;
@@ -219,4 +219,4 @@ TEST(LocalSgd, WhatCannotBeIsRefused) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::local_sgd_test

@@ -8,7 +8,7 @@
 #include "strata/convert.h"
 #include "tests/harness.h"
 
-namespace strata {
+namespace strata::mixed_precision_test {
 namespace {
 
 constexpr int kSequence = 16, kBatch = 8, kVocabulary = 61;
@@ -282,4 +282,4 @@ TEST(MixedPrecision, WrongOptionsAreRefused) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::mixed_precision_test

@@ -20,7 +20,7 @@
 #include "tests/outcome.h"
 #include "tests/random_cases.h"
 
-namespace strata {
+namespace strata::moe_test {
 namespace {
 
 using test::Random;
@@ -623,4 +623,4 @@ TEST(Experts, WrongOptionsAreErrors) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::moe_test

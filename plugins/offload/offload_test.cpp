@@ -15,7 +15,7 @@
 #include "tests/harness.h"
 #include "tests/random_cases.h"
 
-namespace strata {
+namespace strata::offload_test {
 namespace {
 
 class Offload : public testing::Test {
@@ -363,4 +363,4 @@ TEST_F(Offload, PoorDisksGiveTheSameLosses) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::offload_test

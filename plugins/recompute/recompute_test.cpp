@@ -2,7 +2,7 @@
 // memory changes: tests/residency_test.cpp.
 #include "tests/harness.h"
 
-namespace strata {
+namespace strata::recompute_test {
 namespace {
 
 constexpr int kHidden = 32, kSequence = 16, kBatch = 4;
@@ -30,4 +30,4 @@ TEST(Recompute, ActivationBytesFollowTheFormula) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::recompute_test

@@ -4,7 +4,7 @@
 
 #include "tests/small_runs.h"
 
-namespace strata {
+namespace strata::reversible_test {
 namespace {
 
 using test::expect_equal;
@@ -46,4 +46,4 @@ TEST(Reversible, NeedsNoMemoryForDepth) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::reversible_test

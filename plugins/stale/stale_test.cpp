@@ -6,7 +6,7 @@
 #include "tests/exchange_runs.h"
 #include "tests/resumed_runs.h"
 
-namespace strata {
+namespace strata::stale_test {
 namespace {
 
 using test::expect_near, test::kParallel, test::run_losses, test::zero_stage;
@@ -152,4 +152,4 @@ TEST(Stale, WhatCannotBeIsRefused) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::stale_test

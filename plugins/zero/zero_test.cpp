@@ -8,7 +8,7 @@
 #include "strata/layout.h"
 #include "tests/harness.h"
 
-namespace strata {
+namespace strata::zero_test {
 namespace {
 
 std::string toml(int ranks, const std::string& plugins) {
@@ -262,4 +262,4 @@ TEST(Zero, PartsKnowTheirPlaceAndTheirParametersName) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::zero_test

@@ -16,6 +16,7 @@ function(strata_add_plugin name)
   set_target_properties(plugin_${name} PROPERTIES PREFIX "" OUTPUT_NAME ${name} CXX_VISIBILITY_PRESET hidden
     LIBRARY_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/lib/strata/plugins INSTALL_RPATH "$ORIGIN/../..")
   if(TARGET strata)
+    strata_unite(plugin_${name} 10)
     target_include_directories(plugin_${name} PRIVATE ${CMAKE_SOURCE_DIR})  # "plugins/NAME/…", as the tests include it
     install(TARGETS plugin_${name} LIBRARY DESTINATION lib/strata/plugins)
   endif()

@@ -19,7 +19,7 @@ namespace {
 
 constexpr size_t kLeast = 16, kMost = 4096;  // characters
 
-std::string variable(const char* name) {
+std::string variable_or_empty(const char* name) {
   const char* value = std::getenv(name);
   return value ? value : "";
 }
@@ -73,7 +73,7 @@ std::string make_secret() {
 }
 
 std::string shared_secret(bool one_host, std::string& note) {
-  const std::string given = variable("STRATA_SECRET"), path = variable("STRATA_SECRET_FILE");
+  const std::string given = variable_or_empty("STRATA_SECRET"), path = variable_or_empty("STRATA_SECRET_FILE");
   if (!given.empty() && !path.empty()) throw Error("STRATA_SECRET and STRATA_SECRET_FILE are both set; set one.");
   if (!given.empty() && given.size() < kLeast)
     throw refused("STRATA_SECRET", "is shorter than 16 characters, so others could guess it");

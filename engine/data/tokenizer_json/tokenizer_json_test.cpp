@@ -14,7 +14,7 @@
 #include "engine/data/tokenizer_json/unicode.h"
 #include "strata/json.h"
 
-namespace strata {
+namespace strata::tokenizer_json_test {
 namespace {
 
 const std::string kRecorded = STRATA_SOURCE_DIR "/tests/reference/data/tokenizers/";
@@ -326,4 +326,4 @@ TEST(TokenizerJson, ExpressionsThatWouldBeReadOtherwiseAreRefused) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::tokenizer_json_test
