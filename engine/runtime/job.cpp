@@ -22,13 +22,6 @@ void require_agreement_of(const std::vector<RunPlans>& stages, size_t program, c
   require_agreement(ranks);
 }
 
-double end_of(const std::vector<std::vector<Span>>& programs) {
-  double seconds = 0;
-  for (const std::vector<Span>& spans : programs)
-    for (const Span& span : spans) seconds = std::max(seconds, span.finish);
-  return seconds;
-}
-
 void predict_together(std::vector<RunPlans>& stages, size_t program, const Mesh& mesh) {
   std::vector<TimedProgram> all;
   for (const RunPlans& plans : stages) {
@@ -36,11 +29,10 @@ void predict_together(std::vector<RunPlans>& stages, size_t program, const Mesh&
     if (!planned.prediction) return;
     all.push_back(timed(planned.program(), planned.memory, planned.rates));
   }
-  std::vector<std::vector<Span>> spans = run_together(all, mesh);
-  const double seconds = end_of(spans);
+  const Timeline timeline = run_together(all, mesh);
   for (size_t s = 0; s < stages.size(); ++s) {
     PlannedProgram& planned = stages[s].programs[program];
-    planned.prediction = prediction_of(planned.program(), all[s], planned.rates, std::move(spans[s]), seconds);
+    planned.prediction = prediction_of(planned.program(), all[s], planned.rates, timeline, s);
   }
 }
 
@@ -59,16 +51,16 @@ std::optional<double> predict_with_others(World& world, const Mesh& mesh, RunPla
     std::vector<TimedProgram> all;
     for (int program = 0; program < count; ++program)
       all.push_back(timed_from(texts.at(size_t(mesh.planner(program).rank()))));
-    std::vector<std::vector<Span>> spans = run_together(all, mesh);
+    const Timeline timeline = run_together(all, mesh);
     for (int program = 0; p == 0 && program < count; ++program) {
       double busy = 0;
       for (size_t i = 0; i < all[size_t(program)].ops.size(); ++i)
         if (all[size_t(program)][i].stream == Stream::compute)
-          busy += spans[size_t(program)][i].finish - spans[size_t(program)][i].start;
+          busy +=
+              timeline.programs[size_t(program)].spans[i].finish - timeline.programs[size_t(program)].spans[i].start;
       busiest = std::max(busiest, busy);
     }
-    const double seconds = end_of(spans);
-    planned.prediction = prediction_of(planned.program(), all[0], planned.rates, std::move(spans[0]), seconds);
+    planned.prediction = prediction_of(planned.program(), all[0], planned.rates, timeline, 0);
   }
   return world.rank() == 0 ? std::optional(busiest) : std::nullopt;
 }

@@ -141,7 +141,8 @@ class Rank {
     }
   }
 
-  double step(int64_t step) {
+  // `last`: nothing goes on behind it. Between the others steps overlap as in training.
+  double step(int64_t step, bool last) {
     double loss = 0;
     const BatchShape batch = session_.batch(Goal::train);
     const int64_t first = session_.mesh["data"].coordinate * batch.microbatches;
@@ -159,7 +160,8 @@ class Rank {
           if (session_.mesh.programs().size > 1) losses.resize(size_t(batch.microbatches), 0.0);
           if (!session_.mesh.counts()) std::fill(losses.begin(), losses.end(), 0.0);
           loss = sum_over_ranks(assembly_.groups, std::move(losses));
-        });
+        },
+        last ? StepMode::whole : StepMode::in_loop);
     return loss;
   }
 
@@ -229,7 +231,7 @@ Outcome run(const Setup& setup, const std::vector<std::string>& more, int64_t st
       Rank rank(setup, sets, world, device.get());
       if (disturbance > 0) rank.disturb(disturbance, which);
       for (int64_t step = 1; step <= steps; ++step) {
-        const double loss = rank.step(step);
+        const double loss = rank.step(step, step == steps);
         if (number == 0) outcome.losses.push_back(loss);
       }
       rank.collect(collection);
