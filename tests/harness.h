@@ -110,7 +110,9 @@ class Runner final {
           if (!session_.mesh.counts()) std::fill(losses.begin(), losses.end(), 0.0);
           loss = sum_over_ranks(groups, std::move(losses)) * weight;
         },
-        poisoned);
+        poisoned  ? StepMode::poisoned
+        : in_loop ? StepMode::in_loop
+                  : StepMode::whole);
     return loss;
   }
 
@@ -130,6 +132,8 @@ class Runner final {
   double scalar(std::string_view name) const { return steps_.scalar(name); }
   void set_scalar(std::string_view name, double value) { steps_.set_scalar(name, value); }
 
+  bool in_loop = false;  // steps overlap: drain() comes before anybody looks at what lasts
+  void drain() { steps_.drain(); }
   bool poisoned = false;  // released memory is overwritten: slow, in the order of the program
   const std::vector<NamedPlugin>& plugins = session_.plugins;
   const RunPlans& plans = assembly_.plans;

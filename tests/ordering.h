@@ -48,44 +48,83 @@ inline std::vector<Touched> touched_by(const Program& program, const MemoryPlan&
   return all;
 }
 
-// By op: which ops are certain to be over when it begins.
-inline std::vector<std::vector<bool>> over_before(const Program& program, const Waits& waits) {
+// Of the ops of `steps` steps after each other: which are certain to be over when one begins. `awaited`: how many of
+// each stream are over when the next step begins.
+inline std::vector<std::vector<bool>> over_before(const Program& program, const Waits& waits, int steps = 1,
+                                                  const VectorClock& awaited = {}) {
   const size_t count = program.ops.size();
-  std::vector<std::vector<bool>> over(count, std::vector<bool>(count, false));
+  std::vector<std::vector<bool>> over(count * size_t(steps), std::vector<bool>(count * size_t(steps), false));
   std::vector<std::vector<size_t>> streams(kStreams);
-  for (size_t i = 0; i < count; ++i) {
+  const VectorClock counts = ops_by_stream(program);
+  for (size_t i = 0; i < over.size(); ++i) {
+    const size_t step = i / count;
     const auto after = [&](size_t op) {
       for (size_t k = 0; k < op; ++k) over[i][k] = over[i][k] || over[op][k];
       over[i][op] = true;
     };
-    std::vector<size_t>& stream = streams[size_t(program.ops[i].stream)];
+    const Op& op = program.ops[i % count];
+    std::vector<size_t>& stream = streams[size_t(op.stream)];
+    const bool begins_step = stream.empty() || stream.back() / count < step;
     if (!stream.empty()) after(stream.back());
-    for (const Wait& wait : waits[i]) after(streams[size_t(wait.stream)].at(size_t(wait.count) - 1));
+    for (const Wait& wait : waits[i % count]) {
+      const int64_t of_all = int64_t(step) * counts[size_t(wait.stream)] + wait.count;
+      if (of_all > 0) after(streams[size_t(wait.stream)].at(size_t(of_all) - 1));
+    }
+    for (size_t s = 0; step > 0 && begins_step && s < awaited.size(); ++s)
+      if (awaited[s] > 0) after(streams[s].at(size_t(counts[s]) * (step - 1) + size_t(awaited[s]) - 1));
     stream.push_back(i);
   }
   return over;
 }
 
-inline void expect_ordered(const Program& program, const MemoryPlan& plan) {
-  const auto over = over_before(program, plan_waits(program, plan));
-  std::vector<std::vector<Touched>> touched;
-  for (size_t i = 0; i < program.ops.size(); ++i) touched.push_back(touched_by(program, plan, i));
+// What two ops of one program share in a way that does not let them run at once.
+inline void expect_order(const Program& program, const std::vector<std::vector<bool>>& over,
+                         const std::vector<std::vector<Touched>>& touched) {
+  const size_t count = program.ops.size();
   int told = 0;
-  for (size_t i = 0; i < touched.size(); ++i)
+  for (size_t i = 0; i < over.size(); ++i)
     for (size_t k = 0; k < i && told < 5; ++k) {
       if (over[i][k]) continue;
-      for (const Touched& a : touched[k])
-        for (const Touched& b : touched[i])
+      const Op &first = program.ops[k % count], &second = program.ops[i % count];
+      for (const Touched& a : touched[k % count])
+        for (const Touched& b : touched[i % count])
           if ((a.written || b.written) && a.tier == b.tier && a.begin < b.end && b.begin < a.end) {
             ++told;
-            ADD_FAILURE() << "nothing orders op " << k << " (" << program.ops[k].kind->name << " on the stream "
-                          << name_of(program.ops[k].stream) << ", " << (a.written ? "writes " : "reads ") << a.name
-                          << ") before op " << i << " (" << program.ops[i].kind->name << " on the stream "
-                          << name_of(program.ops[i].stream) << ", " << (b.written ? "writes " : "reads ") << b.name
-                          << "), which share bytes from " << std::max(a.begin, b.begin) << " of the tier "
-                          << name_of(a.tier);
+            ADD_FAILURE() << "nothing orders op " << k % count << " (" << first.kind->name << " on the stream "
+                          << name_of(first.stream) << ", " << (a.written ? "writes " : "reads ") << a.name
+                          << ") before op " << i % count << (i / count > k / count ? " of the next step (" : " (")
+                          << second.kind->name << " on the stream " << name_of(second.stream) << ", "
+                          << (b.written ? "writes " : "reads ") << b.name << "), which share bytes from "
+                          << std::max(a.begin, b.begin) << " of the tier " << name_of(a.tier);
           }
     }
+}
+
+// Within a step, and where steps overlap (threads run all streams) over two of them: then what the host looks at
+// between steps has been written, and what it writes has been read.
+inline void expect_ordered(const Program& program, const MemoryPlan& plan) {
+  std::vector<std::vector<Touched>> touched;
+  for (size_t i = 0; i < program.ops.size(); ++i) touched.push_back(touched_by(program, plan, i));
+  expect_order(program, over_before(program, plan_waits(program, plan)), touched);
+  if (!steps_overlap(program)) return;
+  const StepWaits steps = plan_overlapping_waits(program, plan);
+  expect_order(program, over_before(program, steps.waits, 2, steps.awaited), touched);
+  VectorClock begun{};
+  for (const Op& op : program.ops) {
+    const bool awaited = ++begun[size_t(op.stream)] <= steps.awaited[size_t(op.stream)];
+    const auto of_host = [&](TensorId id, bool written) {
+      if (!id) return false;
+      const Tensor& whole = program[program.whole(id)];
+      return written ? program[id].step_output || whole.step_output
+                     : whole.role == Role::data && !whole.persistent && !whole.copy_of;
+    };
+    for (TensorId id : op.outputs) {
+      EXPECT_TRUE(awaited || !of_host(id, true)) << program[id].name << " is read by the host before it is written";
+    }
+    for (TensorId id : op.inputs) {
+      EXPECT_TRUE(awaited || !of_host(id, false)) << program[id].name << " is written by the host before it is read";
+    }
+  }
 }
 
 }  // namespace strata::test

@@ -41,42 +41,136 @@ class Ranges {
   std::pmr::map<int64_t, Clocks> state_{&memory_};
 };
 
-}  // namespace
+bool all_on_compute(const Program& program) {
+  return std::all_of(program.ops.begin(), program.ops.end(), [](const Op& op) { return op.stream == Stream::compute; });
+}
 
-Waits plan_waits(const Program& program, const std::function<std::vector<Access>(int32_t)>& accesses) {
-  Waits waits;
-  const auto on_compute = [](const Op& op) { return op.stream == Stream::compute; };
-  if (std::all_of(program.ops.begin(), program.ops.end(), on_compute)) return waits;
-  Ranges ranges;
-  std::array<VectorClock, kStreams> seen{};  // what each stream knows to be finished
-  std::array<int32_t, kStreams> issued{};
-  std::array<std::vector<VectorClock>, kStreams> after;  // what is known once op n of a stream has finished
-  for (int32_t i = 0; i < int32_t(program.ops.size()); ++i) {
-    const int stream = int(program.ops[i].stream);
+// Goes over the ops of one step after the other.
+class Conflicts {
+ public:
+  Conflicts(const Program& program, AccessesOf accesses) : program_(program), accesses_(std::move(accesses)) {}
+
+  // Calls found(waits of the op), with counts from the first step on, for one op after the other.
+  template <class Found>
+  void step(Found&& found) {
+    for (int32_t i = 0; i < int32_t(program_.ops.size()); ++i) found(waits_of(i));
+  }
+
+  // Whatever comes begins after so many ops of each stream.
+  void all_await(const VectorClock& counts) {
+    VectorClock known = counts;
+    for (size_t s = 0; s < counts.size(); ++s)
+      if (counts[s] > 0) raise(known, after_[s][size_t(counts[s]) - 1]);
+    for (VectorClock& clock : seen_) raise(clock, known);
+  }
+
+ private:
+  std::vector<Wait> waits_of(int32_t op) {
+    const int stream = int(program_.ops[size_t(op)].stream);
     VectorClock needed{};
-    const std::vector<Access> list = accesses(i);
+    const std::vector<Access> list = accesses_(op);
     for (const Access& access : list)
-      ranges.over(access.begin, access.end, [&](const Ranges::Clocks& piece) {
+      ranges_.over(access.begin, access.end, [&](const Ranges::Clocks& piece) {
         raise(needed, piece.write);
         if (access.write) raise(needed, piece.read);
       });
-    VectorClock& clock = seen[stream];
+    VectorClock& clock = seen_[size_t(stream)];
     std::vector<Wait> own;
     for (int s = 0; s < kStreams; ++s)
       if (s != stream && needed[s] > clock[s]) {
         own.push_back({Stream(s), needed[s]});
-        raise(clock, after[s][needed[s] - 1]);
+        raise(clock, after_[s][needed[s] - 1]);
       }
-    waits.push_back(own);
     VectorClock mine{};
-    mine[stream] = clock[stream] = ++issued[stream];
-    after[stream].push_back(clock);
+    mine[stream] = clock[stream] = ++issued_[stream];
+    after_[stream].push_back(clock);
     for (const Access& access : list)
-      if (access.write) ranges.written(access.begin, access.end, mine);
+      if (access.write) ranges_.written(access.begin, access.end, mine);
     for (const Access& access : list)
-      if (!access.write) ranges.over(access.begin, access.end, [&](Ranges::Clocks& piece) { raise(piece.read, mine); });
+      if (!access.write)
+        ranges_.over(access.begin, access.end, [&](Ranges::Clocks& piece) { raise(piece.read, mine); });
+    return own;
   }
+
+  const Program& program_;
+  AccessesOf accesses_;
+  Ranges ranges_;
+  std::array<VectorClock, kStreams> seen_{};  // what each stream knows to be finished
+  VectorClock issued_{};
+  std::array<std::vector<VectorClock>, kStreams> after_;  // what is known once op n of a stream has finished
+};
+
+}  // namespace
+
+Waits plan_waits(const Program& program, const AccessesOf& accesses) {
+  Waits waits;
+  if (all_on_compute(program)) return waits;
+  Conflicts(program, accesses).step([&](const std::vector<Wait>& own) { waits.push_back(own); });
   return waits;
+}
+
+// Two steps are enough: what an op of the step before the last shares with one of this step, the same op of the last
+// step shares too, and each op of a stream comes after itself in the step before.
+StepWaits plan_overlapping_waits(const Program& program, const VectorClock& awaited, const AccessesOf& accesses) {
+  StepWaits result{.waits = {}, .awaited = awaited};
+  if (all_on_compute(program)) return result;
+  const VectorClock counts = ops_by_stream(program);
+  Conflicts conflicts(program, accesses);
+  conflicts.step([](const std::vector<Wait>&) {});
+  conflicts.all_await(awaited);
+  conflicts.step([&](std::vector<Wait> own) {
+    for (Wait& wait : own) wait.count -= counts[size_t(wait.stream)];
+    result.waits.push_back(own);
+  });
+  return result;
+}
+
+StepWaits plan_overlapping_waits(const Program& program, const MemoryPlan& plan) {
+  return plan_overlapping_waits(program, awaited_by_host(program),
+                                [&](int32_t i) { return accesses_of(program, plan, i); });
+}
+
+VectorClock ops_by_stream(const Program& program) {
+  VectorClock counts{};
+  for (const Op& op : program.ops) ++counts[size_t(op.stream)];
+  return counts;
+}
+
+bool steps_overlap(const Program& program) { return program.one_memory && !all_on_compute(program); }
+
+std::vector<bool> set_by_host(const Program& program) {
+  std::vector<bool> is_set(program.tensors.size(), false);
+  for (size_t t = 0; t < is_set.size(); ++t) {
+    const Tensor& tensor = program.tensors[t];
+    is_set[t] = tensor.persistent && tensor.role == Role::scalar && elements(tensor.shape) == 1;
+  }
+  for (const Op& op : program.ops)
+    for (TensorId id : op.outputs) is_set[size_t(program.whole(id).value)] = false;
+  return is_set;
+}
+
+VectorClock awaited_by_host(const Program& program) {
+  const std::vector<bool> held = set_by_host(program);
+  const auto may_be_read = [&](TensorId id) {
+    const Tensor& whole = program[program.whole(id)];
+    return program[id].step_output || whole.step_output || (whole.persistent && elements(whole.shape) == 1);
+  };
+  const auto may_be_written = [&](TensorId id) {
+    if (!id) return false;
+    const TensorId whole = program.whole(id);
+    return (program[whole].role == Role::data && !program[whole].copy_of) ||
+           (program[whole].role == Role::scalar && !held[size_t(whole.value)]);
+  };
+  VectorClock counts{}, awaited{};
+  for (const Op& op : program.ops) {
+    const size_t stream = size_t(op.stream);
+    ++counts[stream];
+    if (op.stream == Stream::compute || is_exchange(op.stream) ||
+        std::any_of(op.outputs.begin(), op.outputs.end(), may_be_read) ||
+        std::any_of(op.inputs.begin(), op.inputs.end(), may_be_written))
+      awaited[stream] = counts[stream];
+  }
+  return awaited;
 }
 
 std::vector<Access> accesses_of(const Program& program, const MemoryPlan& plan, int32_t index) {

@@ -1,5 +1,6 @@
 // Which ops of other streams an op has to wait for, so that streams need no guessing at run time.
-// Follows bytes, not tensors, so reuse of memory across streams is covered like any other conflict.
+// Follows bytes, not tensors, so reuse of memory across streams is covered like any other conflict. A step is a loop:
+// where steps overlap, ops also wait for ops of the step before.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -13,7 +14,7 @@
 
 namespace strata {
 
-// "Stream s must have finished its first `count` ops."
+// "Stream s must have finished its first `count` ops." 0 or less: ops of the step before, all but the last `-count`.
 struct Wait {
   Stream stream;
   int32_t count;
@@ -53,12 +54,35 @@ struct Access {
   bool write = false;
 };
 
+using AccessesOf = std::function<std::vector<Access>(int32_t op)>;
+
 // waits[i]: for op i, what is not already implied by the order of its own stream and by earlier waits.
-Waits plan_waits(const Program& program, const std::function<std::vector<Access>(int32_t op)>& accesses);
+Waits plan_waits(const Program& program, const AccessesOf& accesses);
 
 // The ranges of an op: its tensors and its workspace, where the plan put them; for the NVMe tier's moves whole blocks.
 std::vector<Access> accesses_of(const Program& program, const MemoryPlan& plan, int32_t op);
 
 Waits plan_waits(const Program& program, const MemoryPlan& plan);
+
+// The waits of steps that follow each other.
+struct StepWaits {
+  Waits waits;
+  VectorClock awaited{};  // how many ops of each stream must be over before the next step may begin
+};
+
+// Steps that overlap: the next one begins when all is there that the host looks at between two steps, and all is read
+// that it writes for the next; what is left of the other streams goes on behind it, and ops wait for what they touch.
+StepWaits plan_overlapping_waits(const Program& program, const MemoryPlan& plan);
+StepWaits plan_overlapping_waits(const Program& program, const VectorClock& awaited, const AccessesOf& accesses);
+// What is awaited there: compute; exchanges, since the host has some of its own; what writes a step output or a number
+// that lasts, which hooks may read; what reads data. Numbers that the host alone writes are held twice (executor.h).
+VectorClock awaited_by_host(const Program& program);
+
+// How many ops each stream has.
+VectorClock ops_by_stream(const Program& program);
+// Whether the steps of a training run overlap as it is predicted: where threads of the host run all streams.
+bool steps_overlap(const Program& program);
+// A number that the host may set before a step and that no op changes.
+std::vector<bool> set_by_host(const Program& program);
 
 }  // namespace strata

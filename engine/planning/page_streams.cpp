@@ -75,18 +75,21 @@ void key_of(Text& text, const PageRun& run, bool stalls) {
 void stream_timeline(Text& text, const PageRun& run) {
   constexpr double kRow = 26, kTop = 4;
   const double length = length_of(run), gap = length / kPlot / 2;
+  const double step =
+      run.seconds > 0 && !run.measured ? std::min(run.seconds, length) : length;  // the next begins then
   const Slices slices = slices_of(run, gap);
   double busy = 0;
   for (size_t i = 0; i < run.program->ops.size(); ++i)
     if (run.program->ops[i].stream == Stream::compute) busy += run.spans[i].finish - run.spans[i].start;
   const auto rows = std::count_if(slices.begin(), slices.end(), [](const auto& s) { return !s.empty(); });
-  const bool stalled = length - busy > 0.01 * length;
+  const bool stalled = step - busy > 0.01 * step;
   const Frame frame{
       .left = kLeft, .top = kTop, .width = kPlot, .height = kTop + kRow * double(rows), .seconds = length, .bytes = 1};
   text.put(
-      "<h3>What ran when</h3>\n<p>{} step of {}; compute runs {:.0f}% of it. {} Hover over a piece for its figures."
+      "<h3>What ran when</h3>\n<p>{} step of {}; compute runs {:.0f}% of it. {}{} Hover over a piece for its figures."
       "</p>\n",
-      run.measured ? "Measured" : "Predicted", seconds_text(length), 100 * busy / length,
+      run.measured ? "Measured" : "Predicted", seconds_text(step), 100 * busy / step,
+      step < 0.999 * length ? "What ends later goes on behind the beginning of the next step. " : "",
       !stalled ? (rows > 1 ? "Transfers hide behind it." : "")
                : "It waits where the top row is marked" + waits(run.stalls) + ".");
   key_of(text, run, stalled);
@@ -113,11 +116,11 @@ void stream_timeline(Text& text, const PageRun& run) {
           escaped(what(run, slice.first)), slice.count > 1 ? fmt::format(" and {} more", slice.count - 1) : "",
           seconds_text(slice.finish - slice.start), seconds_text(slice.start));
     }
-    if (Stream(s) == Stream::compute && length - before > gap)
+    if (Stream(s) == Stream::compute && step - before > gap)
       text.put(
           "<rect x=\"{:.2f}\" y=\"{}\" width=\"{:.2f}\" height=\"20\" fill=\"{}\"><title>waits {} for the end of the "
           "step</title></rect>\n",
-          frame.x(before), y, frame.x(length) - frame.x(before), kStall, seconds_text(length - before));
+          frame.x(before), y, frame.x(step) - frame.x(before), kStall, seconds_text(step - before));
     y += kRow;
   }
   text.put("</svg>\n");

@@ -36,12 +36,13 @@ double processors_of(const Op& op, const Rates& rates) {
   }
 }
 
-// The streams of one rank side by side. Each works on one op at a time, which begins when what it waits for is done;
-// ops that together ask for more processors than there are get their share. Who runs the clock begins what other ranks
-// take part in.
+// The streams of one rank side by side, over some steps. Each works on one op at a time, which begins when what it
+// waits for is done; ops that together ask for more processors than there are get their share. Who runs the clock
+// begins what other ranks take part in, and each step.
 class RankStreams {
  public:
-  RankStreams(const TimedProgram& program, const Mesh& mesh) : program_(program), spans_(program.ops.size()) {
+  RankStreams(const TimedProgram& program, const Mesh& mesh, int steps)
+      : program_(program), spans_(size_t(steps), std::vector<Span>(program.ops.size())) {
     for (size_t i = 0; i < program.ops.size(); ++i) streams_[int(program[i].stream)].ops.push_back(int32_t(i));
     for (const std::string& name : program.axes) axes_.push_back(mesh[name]);
   }
@@ -57,18 +58,15 @@ class RankStreams {
   // The op that other ranks take part in and that a stream has come to; null: none.
   const TimedProgram::Op* waits_for_others(Stream stream) const {
     const Lane& lane = streams_[size_t(stream)];
-    if (lane.running || lane.done == lane.ops.size()) return nullptr;
-    const auto op = size_t(lane.ops[lane.done]);
-    return meets(op) && ready(op) ? &program_[op] : nullptr;
+    if (lane.running || !has_next(lane)) return nullptr;
+    return meets(lane.op()) && ready(lane) ? &program_[lane.op()] : nullptr;
   }
 
   // Begins what can begin but that.
   void begin(double now) {
     go_to(now);
     for (Lane& lane : streams_)
-      if (!lane.running && lane.done < lane.ops.size() && !meets(size_t(lane.ops[lane.done])) &&
-          ready(size_t(lane.ops[lane.done])))
-        start(lane);
+      if (!lane.running && has_next(lane) && !meets(lane.op()) && ready(lane)) start(lane);
     share();
   }
   void begin_with_others(Stream stream, double now) {
@@ -87,44 +85,58 @@ class RankStreams {
       const bool over = now_ + lane.left / lane.speed <= now;
       lane.left -= (now - now_) * lane.speed;
       if (!over) continue;
-      spans_[size_t(lane.ops[lane.done++])].finish = now;
+      spans_[lane.step()][lane.op()].finish = now;
+      ++lane.done;
       lane.running = false;
     }
     now_ = now;
     share();
   }
 
+  // Whether a step is at its end for whoever begins the next: two are under way at most.
+  bool at_end(size_t step) const {
+    for (size_t s = 0; s < streams_.size(); ++s)
+      if (streams_[s].done < step * streams_[s].ops.size() + size_t(program_.awaited[s])) return false;
+    return true;
+  }
+  void begin_step() { ++begun_; }
+
   bool is_done() const {
-    return std::all_of(streams_.begin(), streams_.end(), [](const Lane& lane) { return lane.done == lane.ops.size(); });
+    return std::none_of(streams_.begin(), streams_.end(), [&](const Lane& lane) { return has_next(lane); });
   }
   double now() const { return now_; }
-  std::vector<Span> take() { return std::move(spans_); }
+  std::vector<std::vector<Span>> take() { return std::move(spans_); }
 
  private:
   static constexpr double kNever = std::numeric_limits<double>::infinity();
   struct Lane {
     std::vector<int32_t> ops;
-    size_t done = 0;
+    size_t done = 0;  // of all steps
     bool running = false;
     double left = 0, processors = 0, speed = 1;  // of the op that runs: seconds alone, what it takes, its share
+    size_t op() const { return size_t(ops[done % ops.size()]); }
+    size_t step() const { return done / ops.size(); }
   };
 
+  bool has_next(const Lane& lane) const { return lane.done < begun_ * lane.ops.size(); }
   bool meets(size_t op) const {
     const int axis = program_[op].axis;
     return axis >= 0 && axes_[size_t(axis)].size > 1;
   }
-  bool ready(size_t op) const {
-    const std::span<const Wait> waits = program_.waits[op];
-    return std::all_of(waits.begin(), waits.end(),
-                       [&](const Wait& wait) { return streams_[int(wait.stream)].done >= size_t(wait.count); });
+  bool ready(const Lane& lane) const {
+    const std::span<const Wait> waits = program_.waits[lane.op()];
+    return std::all_of(waits.begin(), waits.end(), [&, step = int64_t(lane.step())](const Wait& wait) {
+      const Lane& other = streams_[size_t(wait.stream)];
+      return int64_t(other.done) >= step * int64_t(other.ops.size()) + wait.count;
+    });
   }
 
   void start(Lane& lane) {
-    const size_t op = size_t(lane.ops[lane.done]);
+    const size_t op = lane.op();
     lane.running = true;
     lane.left = program_[op].seconds;
     lane.processors = program_[op].processors;
-    spans_[op].start = now_;
+    spans_[lane.step()][op].start = now_;
   }
 
   // To a time before the next end of an op.
@@ -149,35 +161,43 @@ class RankStreams {
 
   const TimedProgram& program_;
   std::vector<Axis> axes_;
-  std::vector<Span> spans_;
+  std::vector<std::vector<Span>> spans_;  // by step
   std::array<Lane, kStreams> streams_;
+  size_t begun_ = 1;  // steps
   double now_ = 0, next_ = kNever;
 };
 
 // All ranks, from one end of an op to the next.
 class Clock {
  public:
-  Clock(std::span<const TimedProgram> programs, const Mesh& mesh) {
+  Clock(std::span<const TimedProgram> programs, const Mesh& mesh, int steps) : steps_(size_t(steps)) {
     for (size_t p = 0; p < programs.size(); ++p)
-      ranks_.push_back(
-          std::make_unique<RankStreams>(programs[p], programs.size() > 1 ? one_rank_each(mesh, int(p)) : Mesh()));
+      ranks_.push_back(std::make_unique<RankStreams>(
+          programs[p], programs.size() > 1 ? one_rank_each(mesh, int(p)) : Mesh(), steps));
   }
 
-  std::vector<std::vector<Span>> run() {
-    for (auto& rank : ranks_) rank->begin(0);
-    for (size_t r = 0; r < ranks_.size(); ++r) meet(int(r));
+  // What ran when, by rank and step; when each step ended goes to `ends`.
+  std::vector<std::vector<std::vector<Span>>> run(std::vector<double>& ends) {
+    double now = 0;
+    begin_all(now);
     for (;;) {
+      while (ends.size() < steps_ && all_at_end(ends.size())) {
+        ends.push_back(now);
+        if (ends.size() == steps_) break;
+        for (auto& rank : ranks_) rank->begin_step();
+        begin_all(now);
+      }
       const auto next = std::min_element(ranks_.begin(), ranks_.end(),
                                          [](const auto& a, const auto& b) { return a->next() < b->next(); });
-      const double now = (*next)->next();
+      now = (*next)->next();
       if (now == std::numeric_limits<double>::infinity()) break;
       (*next)->end();
       (*next)->begin(now);
       meet(int(next - ranks_.begin()));
     }
-    std::vector<std::vector<Span>> spans;
+    std::vector<std::vector<std::vector<Span>>> spans;
     for (size_t r = 0; r < ranks_.size(); ++r) {
-      if (!ranks_[r]->is_done())
+      if (ends.size() < steps_ || !ranks_[r]->is_done())
         throw Error("program " + std::to_string(r) + " of the job would wait for the others for ever.",
                     ExitCode::failed);
       spans.push_back(ranks_[r]->take());
@@ -186,6 +206,14 @@ class Clock {
   }
 
  private:
+  bool all_at_end(size_t step) const {
+    return std::all_of(ranks_.begin(), ranks_.end(), [&](const auto& rank) { return rank->at_end(step); });
+  }
+  void begin_all(double now) {
+    for (auto& rank : ranks_) rank->begin(now);
+    for (size_t r = 0; r < ranks_.size(); ++r) meet(int(r));
+  }
+
   // Begins what the rank has come to if the others have, too.
   void meet(int rank) {
     const RankStreams& own = *ranks_[size_t(rank)];
@@ -210,13 +238,34 @@ class Clock {
   }
 
   std::vector<std::unique_ptr<RankStreams>> ranks_;
+  const size_t steps_;
 };
+
+VectorClock counts_of(const TimedProgram& program) {  // ops by stream
+  VectorClock counts{};
+  for (size_t i = 0; i < program.ops.size(); ++i) ++counts[size_t(program[i].stream)];
+  return counts;
+}
+
+bool overlaps(const TimedProgram& program) { return program.awaited != counts_of(program); }
+
+// By stream, what its ops take in a step.
+std::array<double, kStreams> busy_in(const TimedProgram& program, const std::vector<Span>& spans) {
+  std::array<double, kStreams> busy{};
+  for (size_t i = 0; i < spans.size(); ++i) busy[size_t(program[i].stream)] += spans[i].finish - spans[i].start;
+  return busy;
+}
 
 }  // namespace
 
 TimedProgram timed(const Program& program, const MemoryPlan& plan, const Rates& rates) {
-  TimedProgram result{
-      .ops = {}, .alike = {}, .waits = plan_waits(program, plan), .axes = {}, .processors = rates.processors};
+  TimedProgram result{.ops = {}, .alike = {}, .waits = {}, .axes = {}, .processors = rates.processors};
+  if (steps_overlap(program)) {
+    StepWaits planned = plan_overlapping_waits(program, plan);
+    result.waits = std::move(planned.waits), result.awaited = planned.awaited;
+  } else {
+    result.waits = plan_waits(program, plan), result.awaited = ops_by_stream(program);
+  }
   std::unordered_map<uint64_t, int32_t> known;  // by signature: which of them
   result.ops.reserve(program.ops.size());
   for (const Op& op : program.ops) {
@@ -244,29 +293,47 @@ Mesh one_rank_each(const Mesh& mesh, int program) {
   return Mesh(program, std::move(sizes));
 }
 
-std::vector<std::vector<Span>> run_together(std::span<const TimedProgram> programs, const Mesh& mesh) {
-  return Clock(programs, mesh).run();
+// Of steps that overlap the second is taken. What a stream puts off from step to step, without ever waiting for it in
+// two of them, shows in what it has to do.
+Timeline run_together(std::span<const TimedProgram> programs, const Mesh& mesh) {
+  const bool overlap = std::any_of(programs.begin(), programs.end(), overlaps);
+  std::vector<double> ends;
+  std::vector<std::vector<std::vector<Span>>> all = Clock(programs, mesh, overlap ? 2 : 1).run(ends);
+  const double began = overlap ? ends.front() : 0;
+  Timeline result{.programs = {}, .end = ends.back() - began, .seconds = ends.back() - began};
+  for (size_t p = 0; p < all.size(); ++p) {
+    for (std::vector<Span>& step : all[p])
+      for (Span& span : step) span = {span.start - began, span.finish - began};
+    for (const double busy : busy_in(programs[p], all[p].back())) result.seconds = std::max(result.seconds, busy);
+    result.programs.push_back({.spans = std::move(all[p].back())});
+    if (overlap) result.programs.back().before = std::move(all[p].front());
+  }
+  return result;
 }
 
 namespace {
 
-// So many steps in a row: the first op of a step on each stream waits for all of the step before.
+// So many steps in a row: the first op of a step on each stream waits for what must be over before it begins.
 TimedProgram in_a_row(const TimedProgram& program, int steps) {
-  TimedProgram all{
-      .ops = {}, .alike = program.alike, .waits = {}, .axes = program.axes, .processors = program.processors};
-  VectorClock ends{};  // by stream: ops of a step
-  for (size_t i = 0; i < program.ops.size(); ++i) ++ends[size_t(program[i].stream)];
+  TimedProgram all{.ops = {},
+                   .alike = program.alike,
+                   .waits = {},
+                   .awaited = {},
+                   .axes = program.axes,
+                   .processors = program.processors};
+  const VectorClock counts = counts_of(program);
+  for (size_t s = 0; s < counts.size(); ++s) all.awaited[s] = counts[s] * steps;
   for (int step = 0; step < steps; ++step) {
     std::array<bool, kStreams> begun{};
     for (size_t i = 0; i < program.ops.size(); ++i) {
       std::vector<Wait> waits;
       for (Wait wait : program.waits[i]) {
-        wait.count += step * ends[size_t(wait.stream)];
+        wait.count += step * counts[size_t(wait.stream)];
         waits.push_back(wait);
       }
       if (step > 0 && !std::exchange(begun[size_t(program[i].stream)], true))
-        for (size_t s = 0; s < ends.size(); ++s)
-          if (ends[s] > 0) waits.push_back({Stream(s), step * ends[s]});
+        for (size_t s = 0; s < counts.size(); ++s)
+          if (program.awaited[s] > 0) waits.push_back({Stream(s), (step - 1) * counts[s] + program.awaited[s]});
       all.ops.push_back(program.ops[i]);
       all.waits.push_back(waits);
     }
@@ -276,46 +343,58 @@ TimedProgram in_a_row(const TimedProgram& program, int steps) {
 
 }  // namespace
 
-std::vector<std::vector<Span>> run_on_and_on(std::span<const TimedProgram> programs, const Mesh& mesh,
-                                             double& seconds) {
-  constexpr int kSteps = 4;  // the last two take the same time: what fills the stages is over with the first
+Timeline run_on_and_on(std::span<const TimedProgram> programs, const Mesh& mesh) {
+  constexpr size_t kSteps = 4;  // the last two take the same time: what fills the stages is over with the first
   std::vector<TimedProgram> all;
   for (const TimedProgram& program : programs) all.push_back(in_a_row(program, kSteps));
-  std::vector<std::vector<Span>> spans = run_together(all, mesh);
-  seconds = 0;
-  for (std::vector<Span>& of_one : spans) {
-    const auto end = [&](int steps) {
+  std::vector<double> ends;
+  std::vector<std::vector<std::vector<Span>>> ran = Clock(all, mesh, 1).run(ends);
+  Timeline result;
+  for (size_t p = 0; p < programs.size(); ++p) {
+    const std::vector<Span>& spans = ran[p].front();
+    const size_t count = programs[p].ops.size();
+    const auto end = [&](size_t step) {  // when the one after it begins
       double last = 0;
-      for (size_t i = 0; i < of_one.size() / kSteps * size_t(steps); ++i) last = std::max(last, of_one[i].finish);
+      VectorClock seen{};
+      for (size_t i = 0; i < count; ++i) {
+        const size_t stream = size_t(programs[p][i].stream);
+        if (seen[stream]++ < programs[p].awaited[stream]) last = std::max(last, spans[step * count + i].finish);
+      }
       return last;
     };
-    const double begin = end(kSteps - 1);
-    seconds = std::max(seconds, end(kSteps) - begin);
-    of_one.erase(of_one.begin(), of_one.begin() + int64_t(of_one.size() / kSteps * (kSteps - 1)));
-    for (Span& span : of_one) span.start -= begin, span.finish -= begin;
+    const double begin = end(kSteps - 2);
+    result.seconds = std::max(result.seconds, end(kSteps - 1) - begin);
+    const auto step_of = [&](size_t step) {
+      std::vector<Span> of_step(spans.begin() + int64_t(step * count), spans.begin() + int64_t((step + 1) * count));
+      for (Span& span : of_step) span = {span.start - begin, span.finish - begin};
+      return of_step;
+    };
+    result.programs.push_back({.spans = step_of(kSteps - 1)});
+    if (overlaps(programs[p])) result.programs.back().before = step_of(kSteps - 2);
   }
-  return spans;
+  result.end = result.seconds;
+  return result;
 }
 
-Prediction prediction_of(const Program& program, const TimedProgram& timed, const Rates& rates, std::vector<Span> spans,
-                         double seconds) {
-  Prediction result{.spans = std::move(spans), .stalls = {}, .seconds = seconds};
+Prediction prediction_of(const Program& program, const TimedProgram& timed, const Rates& rates,
+                         const Timeline& timeline, size_t number) {
+  const Timeline::OfProgram& ran = timeline.programs.at(number);
+  Prediction result{.spans = ran.spans, .before = ran.before, .stalls = {}, .seconds = timeline.seconds};
   result.dtype = compute_dtype(program);
-  result.stalls = StallFinder(program, timed.waits).find(result.spans);
-  for (size_t i = 0; i < program.ops.size(); ++i) {
-    const Span& span = result.spans[i];
-    result.busy[int(program.ops[i].stream)] += span.finish - span.start;
-    result.wire_bytes += wire_bytes(OpView(program, program.ops[i]), rates);
-  }
+  result.stalls = StallFinder(program, timed.waits)
+                      .find({.spans = result.spans, .over = ops_by_stream(program), .awaited = timed.awaited},
+                            result.before.empty() ? nullptr : &result.before);
+  result.busy = busy_in(timed, result.spans);
+  const auto busiest = std::max_element(result.busy.begin(), result.busy.end());
+  if (busiest != result.busy.begin())
+    result.stalls.waited[size_t(busiest - result.busy.begin())] += timeline.seconds - timeline.end;
+  for (const Op& op : program.ops) result.wire_bytes += wire_bytes(OpView(program, op), rates);
   return result;
 }
 
 Prediction predict(const Program& program, const MemoryPlan& plan, const Rates& rates) {
   const TimedProgram alone = timed(program, plan, rates);
-  std::vector<Span> spans = std::move(run_together({&alone, 1}, {}).front());
-  double seconds = 0;
-  for (const Span& span : spans) seconds = std::max(seconds, span.finish);
-  return prediction_of(program, alone, rates, std::move(spans), seconds);
+  return prediction_of(program, alone, rates, run_together({&alone, 1}, {}), 0);
 }
 
 std::string text_of(const TimedProgram& program) {
@@ -331,7 +410,10 @@ std::string text_of(const TimedProgram& program) {
     ops.push_back(std::move(one));
   }
   for (const std::string& axis : program.axes) axes.push_back(axis);
-  return Json(Json::Array{std::move(alike), std::move(ops), std::move(axes), program.processors}).dump();
+  Json::Array awaited;
+  for (const int32_t count : program.awaited) awaited.push_back(int64_t{count});
+  return Json(Json::Array{std::move(alike), std::move(ops), std::move(axes), program.processors, std::move(awaited)})
+      .dump();
 }
 
 TimedProgram timed_from(const std::string& text) {
@@ -345,8 +427,11 @@ TimedProgram timed_from(const std::string& text) {
   };
   const Json json = Json::parse(text, "times of a program");
   const Json::Array& parts = json.array("times");
-  require(parts.size() == 4, "not four parts");
+  require(parts.size() == 5, "not five parts");
   TimedProgram program;
+  const Json::Array& awaited = parts[4].array("awaited");
+  require(awaited.size() == program.awaited.size(), "streams of another build");
+  for (size_t s = 0; s < awaited.size(); ++s) program.awaited[s] = int32_t(awaited[s].integer("count"));
   for (const Json& axis : parts[2].array("axes")) program.axes.push_back(axis.string("axis"));
   program.processors = parts[3].number("processors");
   for (const Json& one : parts[0].array("alike")) {

@@ -1,7 +1,8 @@
 // Predicts a step on a virtual clock: every op by its cost, the machine's rates and samples of its kernel, streams side
 // by side with the waits that the executor will have, ops of one machine sharing its processors. Where ranks have
 // programs of their own, such as the stages of a pipeline, these run on one clock: what they exchange begins when all
-// that take part have come to it. What the runtime measures stands beside it.
+// that take part have come to it. Where steps overlap it is a step of many: the one after another, whose last ops go on
+// behind its beginning as its own do behind the next. What the runtime measures stands beside it.
 #pragma once
 #include <array>
 #include <span>
@@ -25,9 +26,10 @@ struct KindTime {
 };
 
 struct Prediction {
-  std::vector<Span> spans;  // by op
+  std::vector<Span> spans;   // by op, since the step began; of ops behind the next step's beginning longer than it
+  std::vector<Span> before;  // the same of the step before, where steps overlap
   Stalls stalls;
-  double seconds = 0;                   // of the step, to the end of the last op on any stream of any program
+  double seconds = 0;                   // of the step of all programs, until the next begins
   std::array<double, kStreams> busy{};  // seconds that each stream runs ops
   double wire_bytes = 0;                // that this rank hands to others
   DType dtype = DType::f32;             // in which most FLOPs are computed
@@ -47,6 +49,7 @@ struct TimedProgram {
   std::vector<int32_t> ops;  // each an index in `alike`: of other microbatches and blocks they take as long
   std::vector<Op> alike;
   Waits waits;
+  VectorClock awaited{};  // how many ops of each stream must be over before the next step begins
   std::vector<std::string> axes;
   double processors = 0;  // of the machine; 0: no op takes any from another
 };
@@ -58,17 +61,26 @@ TimedProgram timed_from(const std::string& text);
 // A mesh of one rank of each program: the others that have it make the same exchanges, and wait for nobody else.
 Mesh one_rank_each(const Mesh& mesh, int program);
 
-// When the ops run of programs that run together, by coordinate of the mesh's programs (Mesh::programs), or of one
-// alone. Throws Error where they would wait for each other for ever.
-std::vector<std::vector<Span>> run_together(std::span<const TimedProgram> programs, const Mesh& mesh);
+// When the ops of programs run that run together.
+struct Timeline {
+  struct OfProgram {
+    std::vector<Span> spans, before{};  // as in a Prediction
+  };
+  std::vector<OfProgram> programs;
+  double end = 0;      // when the next step begins
+  double seconds = 0;  // of a step, were there many: what a stream has to do in each of them it takes at least
+};
+// By coordinate of the mesh's programs (Mesh::programs), or one alone. Throws Error where they would wait for each
+// other for ever.
+Timeline run_together(std::span<const TimedProgram> programs, const Mesh& mesh);
 
-// The same for programs of which each begins its next step when it has ended the one before, whatever the others do:
-// a step among many, each program's from its own start. `seconds` becomes what a step takes.
-std::vector<std::vector<Span>> run_on_and_on(std::span<const TimedProgram> programs, const Mesh& mesh, double& seconds);
+// The same for programs of which each begins its next step as soon as it may, whatever the others do: a step among
+// many, each program's from its own start.
+Timeline run_on_and_on(std::span<const TimedProgram> programs, const Mesh& mesh);
 
-// A prediction from when ops run. `seconds`: of the step of all programs.
-Prediction prediction_of(const Program& program, const TimedProgram& timed, const Rates& rates, std::vector<Span> spans,
-                         double seconds);
+// The prediction of one of the programs.
+Prediction prediction_of(const Program& program, const TimedProgram& timed, const Rates& rates,
+                         const Timeline& timeline, size_t number);
 
 // What kinds took in `spans`, predicted or measured, the longest first.
 std::vector<KindTime> time_by_kind(const Program& program, const std::vector<Span>& spans);

@@ -137,6 +137,53 @@ TEST(Predict, StreamsShareProcessors) {
   EXPECT_NEAR(predict(program, plan, rates).seconds, 12e-3, 1e-9);
 }
 
+// An update behind the next step's beginning, until the next product overwrites what it reads.
+TEST(Predict, StepsOverlapWhereThreadsRunAllStreams) {
+  Program program;
+  Builder build(program);
+  const TensorId x = build.data("x", {1000, 1000}, DType::f32);
+  const TensorId sum = build.parameter("sum", {1000, 1000}, {});
+  const TensorId first = build.emit("add", {x, x});
+  const TensorId second = build.emit("add", {first, x});
+  program[first].step_output = true;  // so that the second has memory of its own
+  build.stream = Stream::host;
+  build.emit_all("add", {sum, second}, {}, {sum});
+  const MemoryPlan plan = plan_memory(program, "cpu", 1);
+  Rates rates = round_rates();
+  rates.host_memory = rates.memory;
+  EXPECT_NEAR(predict(program, plan, rates).seconds, 36e-3, 1e-9);  // a device
+  program.one_memory = true;
+  Prediction prediction = predict(program, plan, rates);
+  EXPECT_NEAR(prediction.seconds, 24e-3, 1e-9);
+  EXPECT_NEAR(prediction.stalls.total(), 0, 1e-9);
+  EXPECT_NEAR(prediction.spans[2].finish, 36e-3, 1e-9);  // behind the next
+  EXPECT_NEAR(prediction.before[2].finish, 12e-3, 1e-9);
+  rates.host_memory = rates.memory / 3;  // 36 ms: the second product waits 24 of them
+  prediction = predict(program, plan, rates);
+  EXPECT_NEAR(prediction.seconds, 48e-3, 1e-9);
+  EXPECT_NEAR(prediction.stalls.host(), 24e-3, 1e-9);
+  const TimedProgram alone = timed(program, plan, rates), sent = timed_from(text_of(alone));
+  EXPECT_NEAR(run_together({&sent, 1}, {}).seconds, 48e-3, 1e-9);
+}
+
+// A stream that has more to do than the step takes, and that nothing waits for within two of them, bounds it all the
+// same.
+TEST(Predict, WhatIsPutOffFromStepToStepCounts) {
+  Program program;
+  Builder build(program);
+  const TensorId x = build.data("x", {1000, 1000}, DType::f32);
+  const TensorId sum = build.parameter("sum", {1000, 1000}, {});
+  build.emit("add", {x, x});
+  build.stream = Stream::host;
+  build.emit_all("add", {sum, sum}, {}, {sum});
+  program.one_memory = true;
+  Rates rates = round_rates();
+  rates.host_memory = rates.memory / 4;  // 48 ms beside 12
+  const Prediction prediction = predict(program, plan_memory(program, "cpu", 1), rates);
+  EXPECT_NEAR(prediction.seconds, 48e-3, 1e-9);
+  EXPECT_NEAR(prediction.stalls.host(), 36e-3, 1e-9);
+}
+
 TEST(Predict, CountsTheEndOfTheStepAndTheWire) {
   Program program;
   Builder build(program);

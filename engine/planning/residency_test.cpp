@@ -2,6 +2,8 @@
 // promises. With real models and strategies: tests/residency_test.cpp.
 #include "engine/planning/residency.h"
 
+#include <atomic>
+#include <cerrno>
 #include <cmath>
 #include <cstring>
 #include <random>
@@ -68,18 +70,27 @@ struct RandomProgram {
     }
   }
 
-  // Every persistent tensor and step output after three steps.
-  std::vector<std::vector<float>> results(const MemoryPlan& plan, bool poisoned, const std::string& backend) {
+  enum class Way { whole, poisoned, in_loop };
+
+  // Every persistent tensor and step output after some steps, each on other data.
+  std::vector<std::vector<float>> results(const MemoryPlan& plan, Way way, const std::string& backend) {
     Threads threads(2);
     Storage storage(program, plan, {}, {}, test::device_of(backend));
-    storage.initialize(5, threads);
     Executor executor(program, plan, storage, backend, threads);
-    for (int step = 0; step < 3; ++step) {
+    return results(plan, way, storage, executor, threads);
+  }
+  std::vector<std::vector<float>> results(const MemoryPlan& plan, Way way, Storage& storage, Executor& executor,
+                                          Threads& threads) {
+    storage.initialize(5, threads);
+    if (way == Way::in_loop && !storage.device())
+      std::memset(storage.transient(Tier::device), 0xFF, size_t(plan.device().transient_bytes));
+    constexpr int kSteps = 4;
+    for (int step = 0; step < kSteps; ++step) {
       for (size_t t = 0; t < program.tensors.size(); ++t)
-        if (program.tensors[t].role == Role::data)
+        if (program.tensors[t].role == Role::data && !program.tensors[t].copy_of)
           for (int64_t i = 0; i < elements(program.tensors[t].shape); ++i)
-            static_cast<float*>(executor.pointer({int32_t(t)}))[i] = 0.01f * float(i % 97) - 0.3f;
-      poisoned ? executor.run_poisoned() : executor.run();
+            static_cast<float*>(executor.pointer({int32_t(t)}))[i] = 0.01f * float((i + 5 * step) % 97) - 0.3f;
+      way == Way::poisoned ? executor.run_poisoned() : executor.run({}, way == Way::in_loop && step + 1 < kSteps);
     }
     std::vector<std::vector<float>> all;
     for (size_t t = 0; t < program.tensors.size(); ++t) {
@@ -105,11 +116,11 @@ void check_random_programs(const std::string& backend, int count) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     RandomProgram plain(seed), resting(seed);
     const MemoryPlan without = plan_memory(plain.program, backend, 2);
-    const auto expected = plain.results(without, false, backend);
+    const auto expected = plain.results(without, RandomProgram::Way::whole, backend);
     resting.let_rest(folder.path());
     ResidencySettings settings{.backend = backend,
                                .threads = 2,
-                               .host_stream = backend == "cuda",
+                               .host_stream = backend == "cuda" || seed % 3 == 0,
                                .direct_storage = backend == "cuda" && seed % 2 == 0,
                                .rates = {}};
     // What is read from a disk is aligned as disks need it, here and in what it is compared with.
@@ -142,12 +153,13 @@ void check_random_programs(const std::string& backend, int count) {
     } else if (settings.host_budget > 0) {
       EXPECT_LE(plan[Tier::host].total_bytes(), settings.host_budget);
     }
-    for (bool poisoned : {false, true}) {
-      if (poisoned && backend == "cuda") continue;
-      const auto actual = resting.results(plan, poisoned, backend);
+    using Way = RandomProgram::Way;
+    for (const Way way : {Way::whole, Way::poisoned, Way::in_loop}) {
+      if (way == Way::poisoned && backend == "cuda") continue;
+      const auto actual = resting.results(plan, way, backend);
       ASSERT_EQ(actual.size(), expected.size());
       for (size_t i = 0; i < actual.size(); ++i)
-        ASSERT_EQ(std::memcmp(actual[i].data(), expected[i].data(), actual[i].size() * 4), 0) << i << poisoned;
+        ASSERT_EQ(std::memcmp(actual[i].data(), expected[i].data(), actual[i].size() * 4), 0) << i << " " << int(way);
     }
   }
   EXPECT_GT(refused, 0);  // budgets were tight enough to be worth the test
@@ -158,6 +170,41 @@ TEST(Residency, RandomProgramsUnderRandomBudgets) { check_random_programs("cpu",
 // On a device that the host cannot look into and a disk cannot reach, with streams served in random order.
 TEST(Residency, RandomProgramsOnADevice) { check_random_programs("cuda", 40); }
 #endif
+
+// A disk that fails while steps overlap ends the run with a tensor's name; the same executor then begins anew.
+TEST(Residency, ADiskThatFailsWhileStepsOverlap) {
+  test::TemporaryFolder folder;
+  const uint32_t base =
+      std::getenv("STRATA_SEED") ? uint32_t(std::atoll(std::getenv("STRATA_SEED"))) : std::random_device{}();
+  int failed = 0;
+  for (uint32_t seed = base; seed < base + 30; ++seed) {
+    SCOPED_TRACE("STRATA_SEED=" + std::to_string(seed));
+    RandomProgram plain(seed), resting(seed);
+    const auto expected = plain.results(plan_memory(plain.program, "cpu", 2), RandomProgram::Way::whole, "cpu");
+    resting.let_rest(folder.path());
+    for (Tensor& tensor : resting.program.tensors)
+      if (tensor.persistent) tensor.nearest = tensor.farthest = Tier::nvme;
+    const MemoryPlan plan = plan_residency(resting.program, {.threads = 2, .host_stream = seed % 2 == 0, .rates = {}});
+    std::atomic<int> left{INT32_MAX};
+    Threads threads(2);
+    Storage storage(resting.program, plan, {}, {.request = [&](int64_t) { return --left == 0 ? -EIO : 0; }});
+    Executor executor(resting.program, plan, storage, "cpu", threads);
+    storage.initialize(5, threads);
+    left = 10 + int(resting.random() % 80);
+    try {
+      for (int step = 0; step < 4; ++step) executor.run({}, true);
+      executor.drain();
+    } catch (const Error& error) {
+      ++failed;
+      EXPECT_NE(std::string(error.what()).find("tensor \""), std::string::npos) << error.what();
+    }
+    left = INT32_MAX;
+    const auto actual = resting.results(plan, RandomProgram::Way::in_loop, storage, executor, threads);
+    for (size_t i = 0; i < actual.size(); ++i)
+      ASSERT_EQ(std::memcmp(actual[i].data(), expected[i].data(), actual[i].size() * 4), 0) << i;
+  }
+  EXPECT_GT(failed, 0);
+}
 
 // Plans of random programs over a series of budgets: a larger budget never gives a slower plan, the smallest that a
 // refusal names does, and with a byte less the refusal names it again.

@@ -14,6 +14,13 @@ struct Span {
   double start = 0, finish = 0;
 };
 
+// A step of several that overlap, as far as it has gone: of each stream the first `over` ops have run, and the step
+// ends, for whoever begins the next, with the first `awaited` of them.
+struct PartOfStep {
+  const std::vector<Span>& spans;
+  VectorClock over{}, awaited{};
+};
+
 // What a step loses to residency and ranks, in seconds of the compute stream, its end included.
 struct Stalls {
   std::array<double, kStreams> waited{};  // for each other stream: read and write are NVMe, to_… copies between arenas
@@ -32,7 +39,7 @@ struct Stalls {
 
 class StallFinder {
  public:
-  // `waits` by op, as plan_waits gives them.
+  // `waits` by op, as plan_waits or plan_overlapping_waits give them.
   StallFinder(const Program& program, const Waits& waits);
 
   // Follows each wait of the compute stream, and the end of the step, back over the ops that were late: an op started
@@ -40,22 +47,32 @@ class StallFinder {
   // that compute itself released, or that waited for nothing. The wait is shared among the streams of the chain by the
   // time that their ops in it took. Allocates nothing.
   const Stalls& find(const std::vector<Span>& spans);
+  // The same of a step that began while the one before was not over: `before`, on the same clock, is by now. What it
+  // left is charged where this step waits for it. Null: nothing came before.
+  const Stalls& find(const PartOfStep& step, const std::vector<Span>* before);
 
  private:
   struct Chain {
     std::array<double, kStreams> seconds{};  // that ops of each stream ran in it
   };
+  struct Released {  // by what, and when that was over
+    int32_t by;
+    double at;
+  };
+  static constexpr int32_t kNothing = INT32_MAX;  // of causes; negative ones, from -1 on, are ops of the step before
   bool on_compute(int32_t op) const { return chain_of_.empty() || chain_of_[size_t(op)] < 0; }
-  Chain& chain(int32_t op) { return chains_[size_t(chain_of_[size_t(op)])]; }
-  int32_t released_by(int32_t op, const std::vector<Span>& spans) const;
+  const Chain* chain(int32_t cause) const;
+  Released released(int32_t op, const std::vector<Span>& spans, const std::vector<Span>* before) const;
+  void follow(int32_t op, const Chain* from, double seconds);
   void charge(double seconds, const Chain& chain);
 
   const Program& program_;
+  const VectorClock counts_;        // ops by stream
   std::vector<int32_t> causes_;     // of each op: those it waits for, and the one before it on its stream
   std::vector<uint32_t> first_{0};  // by op: of its causes
   // By op: which chain; -1: on the compute stream, where chains end. Empty: all are, and nothing ever waits.
   std::vector<int32_t> chain_of_;
-  std::vector<Chain> chains_;  // by op of another stream: that ended with it
+  std::vector<Chain> chains_, chains_before_;  // by op of another stream: that ended with it
   Stalls stalls_;
 };
 

@@ -94,6 +94,31 @@ TEST(Stalls, CountTheEndOfTheStep) {
   EXPECT_NEAR(stalls.copies(), 4 * 1.0 / 6, 1e-12);
 }
 
+// A step whose write goes on behind the beginning of the next, for which that one's product waits.
+TEST(Stalls, AreChargedToTheStepBefore) {
+  Steps steps;
+  steps.add(Stream::compute, 2);
+  const size_t product = steps.add(Stream::compute, 4);
+  steps.add(Stream::write, 10, {product});
+  steps.waits[product].push_back({Stream::write, 0});  // all of the step before
+  StallFinder finder(steps.program, steps.waits);
+  VectorClock all = ops_by_stream(steps.program), awaited = all;
+  awaited[size_t(Stream::write)] = 0;
+  // The step before ends at 0 but for its write; its own write has not begun.
+  const std::vector<Span> before{{-6, -4}, {-4, 0}, {0, 10}}, now{{0, 2}, {10, 14}, {-1, 1e9}};
+  Stalls stalls = finder.find({.spans = now, .over = awaited, .awaited = awaited}, &before);
+  EXPECT_DOUBLE_EQ(stalls.storage(), 8);
+  EXPECT_DOUBLE_EQ(stalls.total(), 8);
+  // Two steps are under way at most: this one ends with the write of the one before.
+  const std::vector<Span> at_once{{0, 2}, {2, 6}, {-1, 1e9}};
+  stalls = finder.find({.spans = at_once, .over = awaited, .awaited = awaited}, &before);
+  EXPECT_DOUBLE_EQ(stalls.storage(), 4);
+  // And the last of all with its own.
+  const std::vector<Span> last{{0, 2}, {10, 14}, {14, 24}};
+  stalls = finder.find({.spans = last, .over = all, .awaited = all}, &before);
+  EXPECT_DOUBLE_EQ(stalls.storage(), 18);
+}
+
 TEST(Stalls, CountWhatRunsAgain) {
   Steps steps;
   steps.add(Stream::compute, 4);

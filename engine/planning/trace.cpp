@@ -19,15 +19,18 @@ void append(std::string& text, const Traced& traced, int pid) {
   for (int s = 0; s < kStreams; ++s)
     text += fmt::format(R"({{"ph": "M", "name": "thread_name", "pid": {}, "tid": {}, "args": {{"name": "{}"}}}},{})",
                         pid, s, name_of(Stream(s)), "\n");
-  for (size_t i = 0; i < program.ops.size(); ++i) {
+  const auto put = [&](size_t i, const Span& span, std::string_view step) {
     const Op& op = program.ops[i];
     const std::string made = op.outputs.empty() ? "" : program[op.outputs.front()].name;
     text += fmt::format(
-        R"({{"ph": "X", "name": {}, "cat": "{}", "pid": {}, "tid": {}, "ts": {:.3f}, "dur": {:.3f}, "args": {{"op": {}, "writes": {}, "purpose": "{}", "microbatch": {}, "block": {}}}}},{})",
-        Json(op.kind->name).dump(), name_of(op.step_part), pid, int(op.stream), spans[i].start * 1e6,
-        (spans[i].finish - spans[i].start) * 1e6, i, Json(made).dump(), name_of(op.purpose), op.microbatch, op.block,
+        R"({{"ph": "X", "name": {}, "cat": "{}", "pid": {}, "tid": {}, "ts": {:.3f}, "dur": {:.3f}, "args": {{"op": {}, "writes": {}, "purpose": "{}", "microbatch": {}, "block": {}{}}}}},{})",
+        Json(op.kind->name).dump(), name_of(op.step_part), pid, int(op.stream), span.start * 1e6,
+        (span.finish - span.start) * 1e6, i, Json(made).dump(), name_of(op.purpose), op.microbatch, op.block, step,
         "\n");
-  }
+  };
+  for (size_t i = 0; i < program.ops.size(); ++i) put(i, spans[i], "");
+  for (size_t i = 0; traced.before && i < traced.before->size(); ++i)
+    if (const Span& span = (*traced.before)[i]; span.finish > 0) put(i, span, R"(, "step": "the one before")");
   for (int t = 0; t < kTiers; ++t) {
     const TierPlan& tier = plan.tiers[t];
     if (tier.total_bytes() == 0) continue;
@@ -51,8 +54,9 @@ std::string chrome_trace(std::span<const Traced> programs) {
   return text + "\n]}\n";
 }
 
-std::string chrome_trace(const Program& program, const MemoryPlan& plan, const std::vector<Span>& spans) {
-  const Traced traced{"strata step", &program, &plan, &spans};
+std::string chrome_trace(const Program& program, const MemoryPlan& plan, const std::vector<Span>& spans,
+                         const std::vector<Span>& before) {
+  const Traced traced{"strata step", &program, &plan, &spans, &before};
   return chrome_trace({&traced, 1});
 }
 

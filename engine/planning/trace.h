@@ -9,8 +9,10 @@
 
 namespace strata {
 
-// `spans` by op, predicted or measured.
-std::string chrome_trace(const Program& program, const MemoryPlan& plan, const std::vector<Span>& spans);
+// `spans` by op, predicted or measured. `before`, where steps overlap: of the step before, of which what went on behind
+// this one's beginning is shown.
+std::string chrome_trace(const Program& program, const MemoryPlan& plan, const std::vector<Span>& spans,
+                         const std::vector<Span>& before = {});
 
 // Programs that ran side by side on one clock, each a process of the trace.
 struct Traced {
@@ -18,6 +20,7 @@ struct Traced {
   const Program* program = nullptr;
   const MemoryPlan* memory = nullptr;
   const std::vector<Span>* spans = nullptr;
+  const std::vector<Span>* before = nullptr;  // null or empty: nothing of a step before
 };
 std::string chrome_trace(std::span<const Traced> programs);
 

@@ -35,30 +35,30 @@ bool finite(const Tensor& tensor, const void* data) {
 
 }  // namespace
 
-void Executor::copy_addends(Step& step, const OpView& view, const std::vector<void*>& outputs, Threads& threads,
-                            const std::string& backend) {
+// With a copy before, where an addend could not share its output's memory.
+Launch Executor::with_addends(Launch launch, const OpView& view, const std::vector<void*>& outputs,
+                              Threads& threads) const {
   std::vector<std::tuple<void*, const void*, size_t>> copies;
   for (int o = 0; o < view.outputs(); ++o)
     if (view.accumulates(o) && pointers_[view.addend(o).value] != outputs[size_t(o)])
       copies.push_back({outputs[size_t(o)], pointers_[view.addend(o).value], size_t(view.output(o).bytes())});
-  if (copies.empty()) return;
+  if (copies.empty()) return launch;
   if (in_queue(view.op().stream)) {  // by the device's own kernel of `move`, in the op's queue
     static const OpKind& kind = find_kind("move");
     std::vector<Launch> launches;
     for (int o = 0; o < view.outputs(); ++o)
       if (const TensorId addend = view.addend(o); addend && pointers_[addend.value] != outputs[size_t(o)]) {
         const Op copy{.kind = &kind, .inputs = {addend}, .outputs = {view.op().outputs[size_t(o)]}};
-        launches.push_back(kind.kernels.find(backend)->second.bind(
+        launches.push_back(kind.kernels.find(backend_)->second.bind(
             Binding(OpView(program_, copy), {pointers_[addend.value]}, {outputs[size_t(o)]}, nullptr, threads, nullptr,
                     device_->queue(view.op().stream))));
       }
-    step.launch = [launches, launch = std::move(step.launch)] {
+    return [launches, launch = std::move(launch)] {
       for (const Launch& copy : launches) copy();
       launch();
     };
-    return;
   }
-  step.launch = [copies, &threads, launch = std::move(step.launch)] {
+  return [copies, &threads, launch = std::move(launch)] {
     for (const auto& [to, from, bytes] : copies)
       threads.split(int64_t(bytes), 1 << 16, [&, to = to, from = from](int64_t begin, int64_t end) {
         std::memcpy(static_cast<char*>(to) + begin, static_cast<const char*>(from) + begin, size_t(end - begin));
@@ -83,16 +83,22 @@ Executor::Executor(const Program& program, const MemoryPlan& plan, Storage& stor
     streams_->host = std::make_unique<Threads>(host_threads, compute.cut());
   place_tensors();
   if (device_) find_sent();
-  const Waits waits = plan_waits(program, plan);
+  counts_ = ops_by_stream(program);
+  const StepWaits planned = device_ ? StepWaits{.waits = plan_waits(program, plan), .awaited = counts_}
+                                    : plan_overlapping_waits(program, plan);
+  const Waits& waits = planned.waits;
+  awaited_ = planned.awaited;
   stall_finder_.emplace(program, waits);
-  if (!device_) spans_.resize(program.ops.size());
+  if (!device_)
+    for (std::vector<Span>& spans : spans_) spans.resize(program.ops.size());
   uint64_t* next_fault = make_faults();
   part_span_.assign(6, {-1, -1});
   steps_.resize(program.ops.size());
+  hold_scalars();
   for (int32_t i = 0; i < int32_t(program.ops.size()); ++i) {
     steps_[size_t(i)].waits.assign(waits[size_t(i)].begin(), waits[size_t(i)].end());
-    bind_op(i, compute, next_fault);
     put_into_stream(i);
+    bind_op(i, compute, next_fault);
   }
   if (device_) make_events();
   check_progress();
@@ -138,13 +144,33 @@ uint64_t* Executor::make_faults() const {
   return faults > 0 ? reinterpret_cast<uint64_t*>(storage_.shared_memory(faults * 8)) : nullptr;
 }
 
-std::vector<void*> Executor::inputs_of(const Op& op) const {
+std::vector<void*> Executor::inputs_of(int32_t index, size_t parity) const {
+  const Op& op = program_.ops[size_t(index)];
   std::vector<void*> inputs;
   for (TensorId id : op.inputs) inputs.push_back(id ? pointers_[size_t(id.value)] : nullptr);
   for (const Sent& sent : sent_)
     for (size_t k = 0; k < inputs.size() && in_queue(op.stream); ++k)
       if (op.inputs[k] == sent.tensor) inputs[k] = sent.to;
+  if (reads_held(index))
+    for (size_t k = 0; k < inputs.size(); ++k)
+      if (Held* const held = op.inputs[k] ? held_of_[size_t(op.inputs[k].value)] : nullptr)
+        inputs[k] = &held->values[parity];
   return inputs;
+}
+
+// What the host sets before a step is read in its place by ops that are over when it sets the next step's.
+void Executor::hold_scalars() {
+  if (awaited_ == counts_) return;
+  held_of_.assign(program_.tensors.size(), nullptr);
+  const std::vector<bool> is_set = set_by_host(program_);
+  for (size_t t = 0; t < is_set.size(); ++t)
+    if (is_set[t]) held_of_[t] = &held_.emplace_back(Held{static_cast<const double*>(pointers_[t]), {}});
+}
+
+bool Executor::reads_held(int32_t index) const {
+  const Op& op = program_.ops[size_t(index)];
+  return !held_of_.empty() && steps_[size_t(index)].position >= awaited_[size_t(op.stream)] &&
+         std::any_of(op.inputs.begin(), op.inputs.end(), [&](TensorId id) { return id && held_of_[size_t(id.value)]; });
 }
 
 // Null where there is none: a kernel that asks for it says so.
@@ -155,6 +181,13 @@ Communicator* Executor::group_of(const Op& op) const {
 }
 
 void Executor::bind_op(int32_t index, Threads& compute, uint64_t*& next_fault) {
+  Step& step = steps_[size_t(index)];
+  if (in_queue(step.stream) && kernel_of(program_.ops[size_t(index)]).fault) step.fault = next_fault++;
+  step.launch = bind(index, 0, compute, const_cast<uint64_t*>(step.fault));
+  if (reads_held(index)) step.odd = bind(index, 1, compute, nullptr);
+}
+
+Launch Executor::bind(int32_t index, size_t parity, Threads& compute, uint64_t* fault) {
   const Op& op = program_.ops[size_t(index)];
   const OpView view(program_, op);
   std::vector<void*> outputs;
@@ -169,15 +202,13 @@ void Executor::bind_op(int32_t index, Threads& compute, uint64_t*& next_fault) {
   if (kernel.workspace)
     STRATA_CHECK(kernel.workspace(view, threads.count()) <= (w < 0 ? 0 : plan_.buffers[size_t(w)].bytes));
   void* const queue = in_queue(op.stream) ? device_->queue(op.stream) : nullptr;
-  Step& step = steps_[size_t(index)];
-  uint64_t* const fault = queue && kernel.fault ? next_fault++ : nullptr;
-  step.fault = fault;
   try {
-    step.launch = kernel.bind(Binding(view, inputs_of(op), outputs, workspace, threads, group_of(op), queue, fault));
+    return with_addends(
+        kernel.bind(Binding(view, inputs_of(index, parity), outputs, workspace, threads, group_of(op), queue, fault)),
+        view, outputs, threads);
   } catch (const Error& error) {
     throw Error("op " + std::to_string(index) + " (" + op.kind->name + "): " + error.what(), error.code());
   }
-  copy_addends(step, view, outputs, threads, backend_);  // where an addend could not share its output's memory
 }
 
 void Executor::put_into_stream(int32_t index) {
@@ -216,12 +247,11 @@ void Executor::make_events() {
 // A thread for each stream beside this thread's.
 void Executor::start_streams(double patience) {
   const auto follow = [this](int s) {
-    int64_t round = 0;
-    for (;;) {
-      streams_->started.wait(round);
-      round = streams_->started.load();
-      if (streams_->stop) return;
-      run_stream(s, nullptr);
+    for (int64_t step = 1;; ++step) {
+      int64_t started = streams_->started.load();
+      for (; started < step; started = streams_->started.load()) streams_->started.wait(started);
+      if (streams_->stop && started == step) return;  // what began before is brought to its end
+      run_stream(s, step, nullptr);
       if (streams_->running.fetch_sub(1) == 1) streams_->running.notify_all();
     }
   };
@@ -239,6 +269,7 @@ void Executor::start_streams(double patience) {
 Executor::~Executor() {
   watchdog_.reset();
   streams_->end();
+  if (goes_on_) storage_.hold(nullptr);
 }
 
 void Executor::watch(double patience) {
@@ -289,17 +320,17 @@ bool Executor::in_queue(Stream stream) const {
 
 // Whether the next step is captured as one graph, or runs as one.
 bool Executor::is_one_graph() const {
-  return device_ && graphs_ && streams_->has_graph && streams_->steps > 0 && spans_.empty();
+  return device_ && graphs_ && streams_->has_graph && streams_->steps > 0 && !timed();
 }
 
-double Executor::now() const { return seconds_now() - step_began_; }
+double Executor::now(int64_t step) const { return seconds_now() - step_began_[parity(step)]; }
 
-void Executor::run_op(int32_t index) {
+void Executor::run_op(int32_t index, int64_t step_number) {
   Step& step = steps_[index];
-  const bool timed = !spans_.empty() && !in_queue(step.stream);
-  const double start = timed ? now() : 0;
+  const bool timed = this->timed() && !in_queue(step.stream);
+  const double start = timed ? now(step_number) : 0;
   try {
-    step.launch();
+    step_number % 2 && step.odd ? step.odd() : step.launch();
   } catch (const Error& error) {
     throw Error("op " + std::to_string(index) + " (" + program_.ops[index].kind->name + "): " + error.what(),
                 error.code());
@@ -310,39 +341,43 @@ void Executor::run_op(int32_t index) {
     throw Error("op " + std::to_string(index) + " (" + program_.ops[index].kind->name + "): " + error.what(),
                 ExitCode::failed);
   }
-  if (timed) spans_[size_t(index)] = {start, now()};
+  if (timed) spans_[parity(step_number)][size_t(index)] = {start, now(step_number)};
   if (in_queue(step.stream)) return;
   for (TensorId id : step.watched)
     if (!finite(program_[id], pointer(id))) throw NonFinite(program_[id].name);
 }
 
-void Executor::run_stream(int stream, const PartHook* hook) {
+// Ops of a stream in the steps before; on a device counts are of one step.
+int64_t Executor::count_before(int stream, int64_t step) const {
+  return device_ ? 0 : (step - 1) * int64_t(counts_[size_t(stream)]);
+}
+
+int64_t Executor::last_step() const { return streams_->begun; }
+
+void Executor::run_stream(int stream, int64_t step, const PartHook* hook) {
   Streams& streams = *streams_;
   try {
-    int32_t finished = 0;
+    int64_t finished = count_before(stream, step);
     for (int32_t i : streams.ops[stream]) {
-      for (const Wait& wait : steps_[i].waits) {
-        auto& done = streams.done[int(wait.stream)];
-        int32_t count = done.load(std::memory_order_acquire);
-        for (; count < wait.count; count = done.load(std::memory_order_acquire)) done.wait(count);
-      }
+      for (const Wait& wait : steps_[i].waits)
+        streams.wait(int(wait.stream), count_before(int(wait.stream), step) + wait.count);
       if (device_)
         for (const Wait& wait : steps_[i].waits)
           if (in_queue(wait.stream))
             wait_for_event(steps_[size_t(streams.ops[int(wait.stream)][size_t(wait.count) - 1])].event);
-      if (streams.failed.load(std::memory_order_acquire)) {
+      if (streams.failed_in.load(std::memory_order_acquire) <= step) {
         streams.release(stream);
         return;
       }
       const auto& [first, last] = part_span_[int(program_.ops[i].step_part)];
       if (hook && i == first) (*hook)(program_.ops[i].step_part, true);
-      run_op(i);
+      run_op(i, step);
       if (hook && i == last) (*hook)(program_.ops[i].step_part, false);
       streams.done[stream].store(++finished);  // not release alone: notify_all looks afterwards whether anybody waits
       if (!streams.threads.empty()) streams.done[stream].notify_all();
     }
   } catch (...) {
-    streams.fail(std::current_exception());
+    streams.fail(std::current_exception(), device_ ? 0 : step);
   }
 }
 
@@ -354,7 +389,8 @@ int64_t Executor::progress() {
   int64_t sum = step;
   for (int s = 0; s < kStreams; ++s) {
     const auto& ops = streams.ops[s];
-    const int32_t done = std::min(streams.done[s].load(std::memory_order_acquire), int32_t(ops.size()));
+    const auto end = count_before(s, step) + int64_t(ops.size());
+    const int64_t done = std::min(streams.done[s].load(std::memory_order_acquire), end);
     sum += done;
     if (!in_queue(Stream(s))) continue;
     int32_t& reached = streams.reached[s];
@@ -369,9 +405,14 @@ int64_t Executor::progress() {
   return sum;
 }
 
+// For ops of one step alone: the step before ends by itself.
 Waits Executor::waits() const {
   Waits waits;
-  for (const Step& step : steps_) waits.push_back(step.waits);
+  for (const Step& step : steps_) {
+    std::vector<Wait> within = step.waits;
+    std::erase_if(within, [](const Wait& wait) { return wait.count <= 0; });
+    waits.push_back(within);
+  }
   return waits;
 }
 
@@ -395,79 +436,161 @@ std::string Executor::positions() const {
     const auto& ops = streams_->ops[s];
     if (ops.empty()) continue;
     const bool queue = in_queue(Stream(s));
-    const int32_t done = streams_->done[s].load(std::memory_order_acquire);
-    const int32_t at = queue ? streams_->reached[s] : done;
+    const int64_t done = streams_->done[s].load(std::memory_order_acquire) - count_before(s, last_step());
+    int64_t at = queue ? streams_->reached[s] : done;
     text += (text.empty() ? "" : "; ") + std::string(name_of(Stream(s)));
-    if (size_t(at) >= ops.size()) {
+    if (at >= int64_t(ops.size())) {
       text += " is done";
       continue;
     }
+    if (at < 0) text += ", in the step before,", at += int64_t(ops.size());
     const Op& op = program_.ops[size_t(ops[size_t(at)])];
     text += " stands at op " + std::to_string(ops[size_t(at)]) + " (" + op.kind->name +
             (op.outputs.empty() ? "" : ", makes " + program_[op.outputs[0]].name) + ")";
-    if (queue) text += ", with " + std::to_string(std::max(done - at, 0)) + " more in its queue";
+    if (queue) text += ", with " + std::to_string(std::max<int64_t>(done - at, 0)) + " more in its queue";
   }
   return text + ".";
 }
 
-void Executor::run(const PartHook& hook) {
+namespace {
+
+// From here on: of what was counted in the step before, the watchdog would ask for events of a captured graph.
+struct Watched {
+  explicit Watched(Watchdog* dog) : dog(dog) {
+    if (dog) dog->begin();
+  }
+  ~Watched() {
+    if (dog) dog->end();
+  }
+  Watchdog* dog;
+};
+
+}  // namespace
+
+void Executor::run(const PartHook& hook, bool goes_on) {
   Streams& streams = *streams_;
-  streams.failed = false;
-  streams.error = nullptr;
-  stalls_ = {};
-  step_began_ = 0;
-  step_began_ = now();
-  for (auto& count : streams.done) count.store(0, std::memory_order_relaxed);
-  ++streams.begun;
-  // From here on: of what was counted in the step before, the watchdog would ask for events of a captured graph.
-  const struct Watched {
-    explicit Watched(Watchdog* dog) : dog(dog) {
-      if (dog) dog->begin();
-    }
-    ~Watched() {
-      if (dog) dog->end();
-    }
-    Watchdog* dog;
-  } watched(is_one_graph() ? nullptr : watchdog_.get());
-  streams.running = int(streams.threads.size());
+  begin_step();
+  const int64_t step = last_step();
+  const Watched watched(is_one_graph() ? nullptr : watchdog_.get());
   if (!streams.threads.empty()) {
+    streams.running += int(streams.threads.size());
     ++streams.started;
     streams.started.notify_all();
   }
   if (device_)
     run_on_device(hook ? &hook : nullptr);
   else
-    run_stream(0, hook ? &hook : nullptr);
-  for (int s = 1; s < kStreams && !streams.threads.empty(); ++s) {  // what is left when nothing is left to compute
-    if (in_queue(Stream(s))) continue;
-    try {
-      wait_for_thread({Stream(s), int32_t(streams.ops[s].size())});
-    } catch (...) {
-      streams.fail(std::current_exception());
-    }
-  }
-  for (int left = streams.running; left > 0; left = streams.running) streams.running.wait(left);
-  if (device_) {
-    try {
-      wait_for_device();
-      if (!spans_.empty()) read_spans();
-    } catch (...) {
-      if (!streams.error) streams.fail(std::current_exception());
-    }
-    for (size_t i = 0; i < steps_.size(); ++i)
-      if (Step& step = steps_[i]; step.fault && *step.fault != 0 && !streams.error) {
-        const OpView view(program_, program_.ops[i]);
-        const std::string what = view.op().kind->kernels.find(backend_)->second.fault(view, *step.fault);
-        streams.fail(std::make_exception_ptr(
-            Error("op " + std::to_string(i) + " (" + view.op().kind->name + "): " + what, ExitCode::failed)));
+    run_stream(0, step, hook ? &hook : nullptr);
+  if (goes_on && !streams.threads.empty() && awaited_ != counts_) {
+    for (int s = 1; s < kStreams; ++s) streams.wait(s, count_before(s, step) + awaited_[size_t(s)]);
+    goes_on_ = true;
+    storage_.hold(this);
+  } else {
+    for (int s = 1; s < kStreams && !streams.threads.empty(); ++s) {  // what is left when nothing is left to compute
+      if (in_queue(Stream(s))) continue;
+      try {
+        wait_for_thread({Stream(s), counts_[size_t(s)]});
+      } catch (...) {
+        streams.fail(std::current_exception());
       }
-    for (const Step& step : steps_)
-      for (TensorId id : step.watched)
-        if (!streams.error && in_queue(step.stream) && !finite(program_[id], pointer(id)))
-          streams.fail(std::make_exception_ptr(NonFinite(program_[id].name)));
+    }
+    end_threads();
+    if (device_) end_on_device();
   }
-  if (streams.error) std::rethrow_exception(streams.error);
-  if (!spans_.empty()) stalls_ = stall_finder_->find(spans_);
+  if (streams.failed) end_failed();
+  if (timed()) find_stalls(!goes_on_);
+}
+
+void Executor::drain() {
+  if (!goes_on_) return;
+  const Watched watched(watchdog_.get());
+  end_threads();
+  if (streams_->failed) end_failed();
+}
+
+void Executor::begin_step() {
+  Streams& streams = *streams_;
+  after_another_ = goes_on_;
+  goes_on_ = false;
+  stalls_ = {};
+  STRATA_CHECK(storage_.holder() == nullptr || storage_.holder() == this);
+  const int64_t step = ++streams.begun;
+  if (device_)
+    for (auto& count : streams.done) count.store(0, std::memory_order_relaxed);
+  step_began_[parity(step)] = seconds_now();
+  for (Held& held : held_) held.values[size_t(step % 2)] = *held.from;
+}
+
+// Nothing is left of any step.
+void Executor::end_threads() {
+  for (int left = streams_->running; left > 0; left = streams_->running) streams_->running.wait(left);
+  goes_on_ = false;
+  storage_.hold(nullptr);
+}
+
+// The executor is as before its first step, but for what the storage holds.
+void Executor::end_failed() {
+  Streams& streams = *streams_;
+  end_threads();
+  for (int s = 0; s < kStreams; ++s) streams.done[s] = count_before(s, last_step() + 1);
+  streams.failed = false;
+  streams.failed_in = INT64_MAX;
+  const std::exception_ptr error = std::exchange(streams.error, nullptr);
+  std::rethrow_exception(error);
+}
+
+void Executor::end_on_device() {
+  Streams& streams = *streams_;
+  try {
+    wait_for_device();
+    if (timed()) read_spans();
+  } catch (...) {
+    if (!streams.error) streams.fail(std::current_exception());
+  }
+  for (size_t i = 0; i < steps_.size(); ++i)
+    if (Step& step = steps_[i]; step.fault && *step.fault != 0 && !streams.error) {
+      const OpView view(program_, program_.ops[i]);
+      const std::string what = view.op().kind->kernels.find(backend_)->second.fault(view, *step.fault);
+      streams.fail(std::make_exception_ptr(
+          Error("op " + std::to_string(i) + " (" + view.op().kind->name + "): " + what, ExitCode::failed)));
+    }
+  for (const Step& step : steps_)
+    for (TensorId id : step.watched)
+      if (!streams.error && in_queue(step.stream) && !finite(program_[id], pointer(id)))
+        streams.fail(std::make_exception_ptr(NonFinite(program_[id].name)));
+}
+
+// What is not over yet has no spans; the step before is over.
+void Executor::find_stalls(bool drained) {
+  const int64_t step = last_step();
+  PartOfStep part{.spans = spans_[parity(step)], .over = counts_, .awaited = counts_};
+  if (!drained) {
+    part.awaited = awaited_;
+    for (int s = 0; s < kStreams; ++s)
+      part.over[size_t(s)] = int32_t(std::clamp<int64_t>(
+          streams_->done[s].load(std::memory_order_acquire) - count_before(s, step), 0, counts_[size_t(s)]));
+  }
+  if (!after_another_) {
+    stalls_ = stall_finder_->find(part, nullptr);
+    return;
+  }
+  // On the clock of this step while the finder looks.
+  std::vector<Span>& before = spans_[parity(step - 1)];
+  const double earlier = step_began_[parity(step - 1)] - step_began_[parity(step)];
+  const auto shift = [&](double by) {
+    for (Span& span : before) span = {span.start + by, span.finish + by};
+  };
+  shift(earlier);
+  stalls_ = stall_finder_->find(part, &before);
+  shift(-earlier);
+}
+
+std::vector<Span> Executor::spans_before() const {
+  if (!after_another_ || !timed()) return {};
+  std::vector<Span> before = spans_[parity(last_step() - 1)];
+  const double earlier = step_began_[parity(last_step() - 1)] - step_began_[parity(last_step())];
+  for (Span& span : before) span = {span.start + earlier, span.finish + earlier};
+  return before;
 }
 
 void Executor::run_poisoned() {
@@ -481,14 +604,15 @@ void Executor::run_poisoned() {
     const Buffer& buffer = plan_.buffers[b];
     if (size_t(buffer.last) + 1 < steps_.size()) ends[buffer.last].push_back(b);
   }
+  for (Held& held : held_) held.values.fill(*held.from);
   for (int32_t i = 0; i < int32_t(steps_.size()); ++i) {
-    run_op(i);
+    run_op(i, last_step());
     for (int32_t b : ends[i]) poison(plan_.buffers[b]);
   }
 }
 
 void Executor::trace() {
-  spans_.resize(steps_.size());
+  spans_[0].resize(steps_.size());
   for (Step& step : steps_)
     if (in_queue(step.stream) && step.begun < 0)
       step.begun = device_->make_event(true), step.finished = device_->make_event(true);
@@ -500,6 +624,7 @@ std::string Executor::first_non_finite() {
     if (program_.tensors[t].persistent && program_.tensors[t].home != Tier::nvme &&
         !finite(program_.tensors[t], pointers_[t]))
       return program_.tensors[t].name;
+  for (Held& held : held_) held.values.fill(*held.from);
   for (int32_t i = 0; i < int32_t(steps_.size()); ++i) {
     if (program_.ops[i].step_part == StepPart::update) continue;
     if (is_exchange(program_.ops[i].stream)) return "";  // other ranks do not come along

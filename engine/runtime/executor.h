@@ -1,7 +1,10 @@
 // Runs a planned program over storage, the same list every step. Each stream of the program is a thread that runs its
-// ops in order; waits between streams come from the plan. The step path allocates nothing.
+// ops in order; waits between streams come from the plan. The step path allocates nothing. Steps may overlap: what is
+// left of one on other streams than compute goes on behind the beginning of the next.
 #pragma once
 #include <array>
+#include <deque>
+#include <exception>
 #include <functional>
 #include <map>
 #include <memory>
@@ -60,7 +63,13 @@ class Executor {
   //
   // Runs one step and returns when every op is done. The hook is called on this thread before the first and after the
   // last op of each part of the step on the compute stream. Rethrows what a kernel threw, with the op's name.
-  void run(const PartHook& hook = {});
+  // `goes_on`: another step of this executor comes next. Where threads run all streams it then returns when all is
+  // there that the host looks at between steps and all has been read that it writes (awaited_by_host), and the step
+  // before is over; what is left goes on until the end of the next step, or drain(). Until then nobody else may look at
+  // the storage's tensors (Storage::hold). A step that fails ends when the one before is over.
+  void run(const PartHook& hook = {}, bool goes_on = false);
+  // Returns when nothing is left of the last step; rethrows what an op threw meanwhile.
+  void drain();
 
   // Runs the ops up to the first one that gives a value that is not finite, and names that tensor; empty if none does.
   // Parameters that are already not finite come first. Updates are not run.
@@ -72,8 +81,11 @@ class Executor {
 
   void without_graphs() { graphs_ = false; }  // ops are put into the device's queues one by one in every step
   // When each op ran in the last step (two readings of the clock an op), and what compute waited for. On a device both
-  // are known only for steps after trace(), and the program is no graph any more from then on.
-  const std::vector<Span>& spans() const { return spans_; }
+  // are known only for steps after trace(), and the program is no graph any more from then on. All spans are there when
+  // nothing is left of the step; those of the compute stream at once.
+  const std::vector<Span>& spans() const { return spans_[parity(last_step())]; }
+  // The same of the step before, where it went on behind this one's beginning; else empty.
+  std::vector<Span> spans_before() const;
   const Stalls& stalls() const { return stalls_; }
   void trace();
 
@@ -89,18 +101,29 @@ class Executor {
   void place_tensors();
   const Kernel& kernel_of(const Op& op) const;
   uint64_t* make_faults() const;
-  std::vector<void*> inputs_of(const Op& op) const;
+  std::vector<void*> inputs_of(int32_t index, size_t parity) const;
   Communicator* group_of(const Op& op) const;
+  void hold_scalars();
+  bool reads_held(int32_t index) const;
   void bind_op(int32_t index, Threads& compute, uint64_t*& next_fault);
+  Launch bind(int32_t index, size_t parity, Threads& compute, uint64_t* fault);
   void put_into_stream(int32_t index);
   void make_events();
   void start_streams(double patience);
-  void run_stream(int stream, const PartHook* hook);
+  void run_stream(int stream, int64_t step, const PartHook* hook);
+  void begin_step();
+  void end_threads();
+  void end_on_device();
+  void end_failed();
+  void find_stalls(bool drained);
+  int64_t last_step() const;
+  int64_t count_before(int stream, int64_t step) const;
+  size_t parity(int64_t step) const { return device_ ? 0 : size_t(step % 2); }
+  bool timed() const { return !spans_[0].empty(); }
   void run_on_device(const PartHook* hook);
   void put_into_queue(int32_t index, Segment* segment);
-  void copy_addends(Step& step, const OpView& view, const std::vector<void*>& outputs, Threads& threads,
-                    const std::string& backend);
-  void run_op(int32_t index);
+  Launch with_addends(Launch launch, const OpView& view, const std::vector<void*>& outputs, Threads& threads) const;
+  void run_op(int32_t index, int64_t step);
   bool in_queue(Stream stream) const;  // of the device
   bool is_one_graph() const;
   void find_sent();
@@ -114,7 +137,7 @@ class Executor {
   int64_t progress();
   std::string positions() const;
   void read_spans();
-  double now() const;
+  double now(int64_t step) const;
 
   const Program& program_;
   const MemoryPlan& plan_;
@@ -132,15 +155,27 @@ class Executor {
     void* to;
   };
   std::vector<Sent> sent_;
+  // A number that the host sets before a step, as steps see it whose ops go on behind the beginning of the next: one
+  // for each of two steps.
+  struct Held {
+    const double* from;
+    std::array<double, 2> values;
+  };
+  std::deque<Held> held_;
+  std::vector<Held*> held_of_;  // by tensor; none: empty
   std::vector<std::unique_ptr<StorageSlot>> slots_;
   std::vector<Step> steps_;
   std::vector<std::pair<int32_t, int32_t>> part_span_;  // first and last op of each part of the step
   std::unique_ptr<Streams> streams_;
   std::optional<StallFinder> stall_finder_;
   Stalls stalls_;
-  std::vector<Span> spans_;                   // by op; empty: nobody asked
-  double step_began_ = 0, device_began_ = 0;  // of the device's queue, since the step began
-  std::unique_ptr<Watchdog> watchdog_;        // the last, for it looks at the rest
+  std::array<std::vector<Span>, 2> spans_;  // of this step and the one before, by op; empty: nobody asked
+  std::array<double, 2> step_began_{};      // … of these
+  double device_began_ = 0;                 // of the device's queue, since the step began
+  VectorClock counts_{}, awaited_{};        // ops of each stream; those that the next step waits for
+  bool after_another_ = false;              // the last step began before the one before was over
+  bool goes_on_ = false;                    // something is left of the last step
+  std::unique_ptr<Watchdog> watchdog_;      // the last, for it looks at the rest
 };
 
 }  // namespace strata

@@ -54,11 +54,11 @@ void Executor::put_into_queue(int32_t index, Segment* segment) {
       device_->wait(step.stream, steps_[size_t(streams_->ops[int(wait.stream)][size_t(wait.count) - 1])].event);
   if (step.begun >= 0) device_->record(step.begun, step.stream);
   if (!segment) {
-    run_op(index);
+    run_op(index, last_step());
   } else {
     if (segment->graph < 0) {
       device_->begin_capture();
-      for (int32_t i : segment->ops) run_op(i);
+      for (int32_t i : segment->ops) run_op(i, last_step());
       segment->graph = device_->end_capture();
     }
     device_->run_graph(segment->graph);
@@ -71,12 +71,12 @@ void Executor::put_into_queue(int32_t index, Segment* segment) {
 // Ops of the device in the order of the program; those of the host run on their threads meanwhile.
 void Executor::run_on_device(const PartHook* hook) {
   Streams& streams = *streams_;
-  const bool graphs = graphs_ && streams.steps > 0 && spans_.empty(), in_segments = graphs && !streams.has_graph;
+  const bool graphs = graphs_ && streams.steps > 0 && !timed(), in_segments = graphs && !streams.has_graph;
   const auto queue_all = [&] {
     for (const Sent& sent : sent_)
       device_->copy(sent.to, pointer(sent.tensor), program_[sent.tensor].bytes(), Stream::compute);
     device_->record(streams.start, Stream::compute);
-    device_began_ = now();
+    device_began_ = now(last_step());
     for (int s = 1; s < kStreams; ++s)
       if (in_queue(Stream(s)) && !streams.ops[s].empty()) device_->wait(Stream(s), streams.start);
     for (int32_t i = 0; i < int32_t(steps_.size()); ++i) {
@@ -131,7 +131,8 @@ void Executor::wait_for_event(int event) {
 // operations in a queue: one that waits for a rank that is gone would wait for ever, and what waits for it too.
 void Executor::wait_for_thread(const Wait& wait) {
   auto& done = streams_->done[int(wait.stream)];
-  for (int32_t count; (count = done.load(std::memory_order_acquire)) < wait.count;)
+  const int64_t wanted = count_before(int(wait.stream), last_step()) + wait.count;
+  for (int64_t count; (count = done.load(std::memory_order_acquire)) < wanted;)
     if (exchanges_in_queue_) {
       for (const auto& [axis, group] : *groups_) group->watch();
       std::this_thread::sleep_for(std::chrono::microseconds(20));
@@ -160,8 +161,8 @@ void Executor::wait_for_device() {
 void Executor::read_spans() {
   for (size_t i = 0; i < steps_.size(); ++i)
     if (steps_[i].begun >= 0)
-      spans_[i] = {device_began_ + device_->seconds_between(streams_->start, steps_[i].begun),
-                   device_began_ + device_->seconds_between(streams_->start, steps_[i].finished)};
+      spans_[0][i] = {device_began_ + device_->seconds_between(streams_->start, steps_[i].begun),
+                      device_began_ + device_->seconds_between(streams_->start, steps_[i].finished)};
 }
 
 }  // namespace strata

@@ -14,6 +14,7 @@ namespace strata {
 
 struct Executor::Step {
   Launch launch;
+  Launch odd;  // of every other step, where the op reads what is held of two steps; else none
   std::vector<Wait> waits;
   std::vector<TensorId> watched;
   Stream stream;
@@ -31,7 +32,7 @@ struct Executor::Segment {
   int graph = -1;
 };
 
-// Progress of each stream in this step, and the threads of the streams beside compute.
+// Progress of each stream, and the threads of the streams beside compute.
 struct Executor::Streams {
   std::array<std::vector<int32_t>, kStreams> ops;
   int graph = -1;                                     // the whole step as a graph of the device, once there is one
@@ -39,14 +40,16 @@ struct Executor::Streams {
   bool has_graph = false;                             // the program may become one
   int start = -1;                                     // event at the start of a step
   int64_t steps = 0;                                  // run so far
-  std::array<std::atomic<int32_t>, kStreams> done{};  // of a queue: put into it
+  std::array<std::atomic<int64_t>, kStreams> done{};  // of all steps; on a device of this one, of a queue: put into it
   std::array<int32_t, kStreams> reached{};  // of a queue: ops known to be over, for the watchdog; only its thread's
   int64_t reached_in = -1;                  // … in this step
   std::atomic<int64_t> begun{0};            // steps
   std::atomic<int64_t> started{0};
   std::atomic<int> running{0};
   std::atomic<bool> failed{false}, stop{false};
+  std::atomic<int64_t> failed_in{INT64_MAX};  // the first step that no stream goes on with
   std::exception_ptr error;
+  int64_t error_step = 0;
   std::mutex error_mutex;
   std::vector<std::thread> threads;
   Threads alone{1};  // a team of one has no state: the streams that move bytes share it
@@ -59,18 +62,24 @@ struct Executor::Streams {
     for (std::thread& thread : threads) thread.join();
   }
 
-  void fail(std::exception_ptr what) {
+  // Ends a step, the one before runs to its end first: nothing of it waits for this one. 0: all that runs.
+  void fail(std::exception_ptr what, int64_t step = 0) {
     {
       std::lock_guard lock(error_mutex);
-      if (!error) error = what;
+      if (!error || (step > 0 && step < error_step)) error = what, error_step = step;
+      failed_in = std::min(failed_in.load(), step);
     }
     failed = true;
+    for (int s = 0; s < kStreams && step > 1; ++s) wait(s, int64_t(ops[s].size()) * (step - 1));
     for (int s = 0; s < kStreams; ++s) release(s);
   }
   // Wakes whoever waits for a stream that will not go on.
   void release(int stream) {
-    done[stream] = INT32_MAX;
+    done[stream] = INT64_MAX;
     done[stream].notify_all();
+  }
+  void wait(int stream, int64_t count) {
+    for (int64_t now; (now = done[stream].load(std::memory_order_acquire)) < count;) done[stream].wait(now);
   }
 };
 

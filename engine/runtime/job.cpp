@@ -11,15 +11,9 @@
 namespace strata {
 namespace {
 
-// When the ops of a step run; `seconds`: what it takes. Steps that leave passes to the next follow each other closely.
-std::vector<std::vector<Span>> spans_of(std::span<const TimedProgram> programs, const Mesh& mesh, bool goes_on,
-                                        double& seconds) {
-  if (goes_on) return run_on_and_on(programs, mesh, seconds);
-  std::vector<std::vector<Span>> all = run_together(programs, mesh);
-  seconds = 0;
-  for (const std::vector<Span>& spans : all)
-    for (const Span& span : spans) seconds = std::max(seconds, span.finish);
-  return all;
+// When the ops of a step run. Steps that leave passes to the next follow each other closely.
+Timeline timeline_of(std::span<const TimedProgram> programs, const Mesh& mesh, bool goes_on) {
+  return goes_on ? run_on_and_on(programs, mesh) : run_together(programs, mesh);
 }
 
 // Whether a program is of steps in the middle of a run in which stages leave passes to the next step.
@@ -40,11 +34,10 @@ void check_together(std::vector<RunPlans>& stages, size_t program, const Mesh& m
   require_agreement(ranks);
   ranks.clear();
   if (all.size() < stages.size()) return;
-  double seconds = 0;
-  std::vector<std::vector<Span>> spans = spans_of(all, mesh, goes_on(stages[0].programs[program]), seconds);
+  const Timeline timeline = timeline_of(all, mesh, goes_on(stages[0].programs[program]));
   for (size_t s = 0; s < stages.size(); ++s) {
     PlannedProgram& planned = stages[s].programs[program];
-    planned.prediction = prediction_of(planned.program(), all[s], planned.rates, std::move(spans[s]), seconds);
+    planned.prediction = prediction_of(planned.program(), all[s], planned.rates, timeline, s);
   }
 }
 
@@ -63,16 +56,16 @@ std::optional<double> predict_with_others(World& world, const Mesh& mesh, RunPla
     std::vector<TimedProgram> all;
     for (int program = 0; program < count; ++program)
       all.push_back(timed_from(texts.at(size_t(mesh.planner(program).rank()))));
-    double seconds = 0;
-    std::vector<std::vector<Span>> spans = spans_of(all, mesh, goes_on(planned), seconds);
+    const Timeline timeline = timeline_of(all, mesh, goes_on(planned));
     for (int program = 0; p == plans.usual() && program < count; ++program) {
       double busy = 0;
       for (size_t i = 0; i < all[size_t(program)].ops.size(); ++i)
         if (all[size_t(program)][i].stream == Stream::compute)
-          busy += spans[size_t(program)][i].finish - spans[size_t(program)][i].start;
+          busy +=
+              timeline.programs[size_t(program)].spans[i].finish - timeline.programs[size_t(program)].spans[i].start;
       busiest = std::max(busiest, busy);
     }
-    planned.prediction = prediction_of(planned.program(), all[0], planned.rates, std::move(spans[0]), seconds);
+    planned.prediction = prediction_of(planned.program(), all[0], planned.rates, timeline, 0);
   }
   return world.rank() == 0 ? std::optional(busiest) : std::nullopt;
 }

@@ -44,7 +44,8 @@ class Loop {
       const bool traced = assembly_.device && step == count;  // events around each op cost time there
       if (traced) assembly_.executor_of(assembly_.plans.of_step(step)).trace();
       steps_.run(
-          step, [&] { feed(step); }, [&] { result.losses.push_back(feeds_[steps_.program()].loss()); });
+          step, [&] { feed(step); }, [&] { result.losses.push_back(feeds_[steps_.program()].loss()); },
+          step < count ? StepMode::in_loop : StepMode::whole);
       if (count == 1 || (step > 1 && !(traced && count > 2)))
         seconds.push_back(std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count());
     }

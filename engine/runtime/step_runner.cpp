@@ -10,9 +10,11 @@
 namespace strata {
 
 void StepRunner::run(int64_t step, const std::function<void()>& load, const std::function<void()>& publish,
-                     bool poisoned) {
+                     StepMode mode) {
+  const size_t program = assembly_.plans.of_step(step);
+  if (program != program_) drain();
   step_ = step;
-  program_ = assembly_.plans.of_step(step);
+  program_ = program;
   logged_.clear();
   set_scalar(kStepScalar, double(step));
   set_scalar(kSeedScalar, double(session_.run.seed));
@@ -24,10 +26,10 @@ void StepRunner::run(int64_t step, const std::function<void()>& load, const std:
   at_part(StepPart::load, true);
   load();
   at_part(StepPart::load, false);
-  if (poisoned)
+  if (mode == StepMode::poisoned)
     executor().run_poisoned();
   else
-    executor().run([&](StepPart part, bool start) { at_part(part, start); });
+    executor().run([&](StepPart part, bool start) { at_part(part, start); }, mode == StepMode::in_loop);
   at_part(StepPart::publish, true);
   if (publish) publish();
   at_part(StepPart::publish, false);

@@ -10,16 +10,21 @@
 
 namespace strata {
 
+// How a step is run: to its end; as one of a loop, so that what is left of it may go on behind the next
+// (Executor::run); with released memory overwritten (Executor::run_poisoned).
+enum class StepMode { whole, in_loop, poisoned };
+
 class StepRunner final : public StepContext {
  public:
   // Both must outlive it.
   StepRunner(const Session& session, Assembly& assembly) : session_(session), assembly_(assembly) {}
 
   // Runs step `step` (1 is the first of a run): `load` gives the program its data, `publish` takes what the step made.
-  // Throws what an op threw, NonFinite among it, and what a plugin's hook threw with its name. `poisoned`: see
-  // Executor::run_poisoned.
+  // Throws what an op threw, NonFinite among it, and what a plugin's hook threw with its name.
   void run(int64_t step, const std::function<void()>& load, const std::function<void()>& publish = {},
-           bool poisoned = false);
+           StepMode mode = StepMode::whole);
+  // Nothing is left of the last step afterwards: before anybody but the next step looks at tensors.
+  void drain() { executor().drain(); }
   const StepLog::Fields& logged() const { return logged_; }  // by plugins in the last step
   size_t program() const { return program_; }                // of the plans, that ran or is running; at first the first
   Executor& executor() const { return assembly_.executor_of(program_); }

@@ -161,6 +161,7 @@ std::byte* Storage::piece() {
 }
 
 void Storage::each(const Tensor& tensor, const Take& take) {
+  STRATA_CHECK(!holder_);
   auto* const place = static_cast<std::byte*>(persistent(tensor.name.text()));
   if (tensor.home != Tier::nvme && !away(tensor)) return take({place, size_t(tensor.bytes())});
   for (int64_t first = 0; first < tensor.bytes(); first += kPiece) {
@@ -174,6 +175,7 @@ void Storage::each(const Tensor& tensor, const Take& take) {
 }
 
 void Storage::fill(const Tensor& tensor, const Write& write) {
+  STRATA_CHECK(!holder_);
   auto* const place = static_cast<std::byte*>(persistent(tensor.name.text()));
   const int64_t size = size_of(tensor.dtype);
   if (tensor.home != Tier::nvme && !away(tensor)) return write(place, 0, elements(tensor.shape));

@@ -52,6 +52,10 @@ class Storage {
   std::vector<std::byte> copy(const Tensor& tensor);
   static constexpr int64_t kPiece = 4 << 20;
   void release_piece() { piece_ = Arena(); }
+  // An executor holds the storage while ops of its last step go on: tensors are for nobody else then, nor does another
+  // executor run. Null: nobody holds it.
+  void hold(const void* executor) { holder_ = executor; }
+  const void* holder() const { return holder_; }
 
   // Start of a tier's arena in RAM, and of its transient region.
   std::byte* base(Tier tier) const { return bases_[int(tier)]; }
@@ -94,6 +98,7 @@ class Storage {
   std::vector<Arena> shared_arenas_;
   std::unique_ptr<Nvme> nvme_;
   std::string note_;
+  const void* holder_ = nullptr;
   Arena piece_;  // what moves between NVMe or the device and host memory, at start, load and save
 };
 

@@ -177,6 +177,7 @@ class Loop {
 
   // What went wrong is told when more steps follow; the end of the run says it otherwise.
   void save() {
+    steps_->drain();
     std::map<std::string, std::string> values;
     Notes notes(values);
     for (const NamedPlugin& named : session_.plugins) {
@@ -252,6 +253,13 @@ class Loop {
     return line;
   }
 
+  // Whether nothing but the next step comes after this one, as far as that is known before it: then it may begin while
+  // the last transfers of this one go on. A signal to stop comes later.
+  bool goes_on() const {
+    return !last_step() && !due(session_.run.checkpoint_every) && !(validation_ && due(session_.run.validate_every)) &&
+           assembly_->plans.of_step(step_) == assembly_->plans.of_step(step_ + 1);
+  }
+
   void run_program() {
     try {
       steps_->run(
@@ -259,7 +267,8 @@ class Loop {
           [&] {
             share_loss();
             samples_ += session_.data.global_batch;
-          });
+          },
+          goes_on() ? StepMode::in_loop : StepMode::whole);
     } catch (const NonFinite& what) {
       std::string first = steps_->executor().first_non_finite();
       if (first.empty()) first = "none on a second run";
@@ -348,7 +357,8 @@ class Loop {
   void write_trace() {
     if (!trace_file_ || steps_->executor().spans().empty()) return;
     const PlannedProgram& planned = assembly_->plans.programs[steps_->program()];
-    trace_file_->write(chrome_trace(planned.program(), planned.memory, steps_->executor().spans()));
+    trace_file_->write(
+        chrome_trace(planned.program(), planned.memory, steps_->executor().spans(), steps_->executor().spans_before()));
     trace_file_->commit();
     tell(trace_ + ": the last step; open it in ui.perfetto.dev or chrome://tracing");
   }

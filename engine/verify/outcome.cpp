@@ -103,7 +103,8 @@ class Rank {
     }
   }
 
-  double step(int64_t step) {
+  // `last`: nothing goes on behind it. Between the others steps overlap as in training.
+  double step(int64_t step, bool last) {
     double loss = 0;
     const BatchShape batch = session_.batch(Goal::train);
     const int64_t first = session_.mesh["data"].coordinate * batch.microbatches;
@@ -121,7 +122,8 @@ class Rank {
           if (session_.mesh.programs().size > 1) losses.resize(size_t(batch.microbatches), 0.0);
           if (!session_.mesh.counts()) std::fill(losses.begin(), losses.end(), 0.0);
           loss = sum_over_ranks(assembly_.groups, std::move(losses));
-        });
+        },
+        last ? StepMode::whole : StepMode::in_loop);
     return loss;
   }
 
@@ -198,7 +200,7 @@ void run_steps(Rank& rank, int number, int64_t steps, double disturbance, uint64
                Parts& parts) {
   if (disturbance > 0) rank.disturb(disturbance, which);
   for (int64_t step = 1; step <= steps; ++step) {
-    const double loss = rank.step(step);
+    const double loss = rank.step(step, step == steps);
     if (number == 0) outcome.losses.push_back(loss);
   }
   rank.collect(parts);

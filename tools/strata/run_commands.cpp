@@ -170,7 +170,7 @@ std::string trace_of(const std::vector<RunPlans>& stages) {
   for (size_t s = 0; s < stages.size(); ++s) {
     const PlannedProgram& planned = stages[s].programs[stages[s].usual()];
     programs.push_back({stages.size() == 1 ? "strata step" : stage_name(s, stages.size()), &planned.program(),
-                        &planned.memory, &planned.prediction->spans});
+                        &planned.memory, &planned.prediction->spans, &planned.prediction->before});
   }
   return chrome_trace(programs);
 }
