@@ -187,7 +187,7 @@ TEST(Residency, ADiskThatFailsWhileStepsOverlap) {
     const MemoryPlan plan = plan_residency(resting.program, {.threads = 2, .host_stream = seed % 2 == 0, .rates = {}});
     std::atomic<int> left{INT32_MAX};
     Threads threads(2);
-    Storage storage(resting.program, plan, {}, {.request = [&](int64_t) { return --left == 0 ? -EIO : 0; }});
+    Storage storage(resting.program, plan, {}, {.request = [&](size_t, int64_t) { return --left == 0 ? -EIO : 0; }});
     Executor executor(resting.program, plan, storage, "cpu", threads);
     storage.initialize(5, threads);
     left = 10 + int(resting.random() % 80);

@@ -11,7 +11,7 @@
 #include "tests/harness.h"
 #include "tests/ordering.h"
 
-namespace strata {
+namespace strata::overlap_test {
 namespace {
 
 uint32_t first_seed() {
@@ -273,4 +273,4 @@ TEST(Overlap, AnyAssignmentToStreamsGivesTheSameBits) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::overlap_test
