@@ -4,6 +4,7 @@
 #include <cstring>
 #include <random>
 #include <thread>
+#include <utility>
 
 #include "engine/planning/residency.h"
 #include "engine/runtime/executor.h"
@@ -24,7 +25,10 @@ std::atomic<bool> fails{false};
 
 // Both hand on their input. test_begin says that a step has begun; test_follow ends when the step after its own has,
 // and throws if it is to fail.
+// reduce_for_test hands on its first element.
 void register_kinds() {
+  static bool done = false;
+  if (std::exchange(done, true)) return;
   const auto kind = [](const char* name, void (*act)()) {
     register_kind({.name = name,
                    .summary = "",
@@ -45,6 +49,13 @@ void register_kinds() {
     if (fails) throw Error("as asked");
   });
   kind("test_lag", [] { std::this_thread::yield(); });
+  register_kind(
+      {.name = "reduce_for_test",
+       .summary = "",
+       .shape = [](const OpView& v) -> std::vector<TensorSpec> {
+         return {{{1}, v.input(0).dtype}};
+       },
+       .kernels = {{"cpu", {[](const Binding& b) -> Launch { return [b] { *b.out<float>(0) = *b.in<float>(0); }; }}}}});
 }
 
 // A step whose update on the stream `host` cannot end before the next step has begun: sum += factor * x.
@@ -85,17 +96,6 @@ struct Following {
     const std::vector<std::byte> bytes = storage->copy(program[sum]);
     return *reinterpret_cast<const float*>(bytes.data());
   }
-  // One of its own, since what is watched has one element.
-  static void register_reduce() {
-    register_kind({.name = "reduce_for_test",
-                   .summary = "",
-                   .shape = [](const OpView& v) -> std::vector<TensorSpec> {
-                     return {{{1}, v.input(0).dtype}};
-                   },
-                   .kernels = {{"cpu", {[](const Binding& b) -> Launch {
-                                  return [b] { *b.out<float>(0) = *b.in<float>(0); };
-                                }}}}});
-  }
   static float gelu_of(float value) {
     Program one;
     Builder build(one);
@@ -111,10 +111,7 @@ struct Following {
     return *static_cast<const float*>(executor.pointer(out));
   }
 
-  static bool prepare() {
-    register_reduce();
-    return true;
-  }
+  static bool prepare() { return true; }
   const bool prepared = prepare();
   Program program;
   MemoryPlan plan;
