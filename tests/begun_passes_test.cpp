@@ -71,7 +71,7 @@ STRATA_PLUGIN(Delayed, "delayed", "1", "leaves passes to the next step")
 }
 
 std::string toml(int batch, int ranks, const std::string& plugins, const std::string& run = "",
-                 const std::string& model = "dropout = 0.1\n") {
+                 const std::string& model = "dropout = 0.1\nattention_dropout = 0.1\n") {
   return "[run]\n" + run + "[model]\nplugin = \"gpt\"\nlayers = 2\nhidden = 32\nheads = 4\nffn = 71\nvocabulary = " +
          std::to_string(kVocabulary) + "\ncontext = 16\n" + model +
          "[data]\ntrain = [\"none\"]\nsequence_length = 16\nglobal_batch = " + std::to_string(batch) +
@@ -207,14 +207,16 @@ TEST(BegunPasses, AnyPlaceInTheNextStepGivesTheSame) {
         return toml(3, 1,
                     "[plugins.adamw]\n" + more + "[plugins.delayed]\nwhat = \"" + what + "\"\nmicrobatches = " + count +
                         "\nwhen = \"" + when + "\"\n",
-                    run, "tied = false\ndropout = 0.1\n");
+                    run, "tied = false\ndropout = 0.1\nattention_dropout = 0.1\n");
       };
       const Outcome first = outcome(text("first"), 3, 4);
       expect_equal(outcome(text("last"), 3, 4), first);
       expect_equal(outcome(text("middle"), 3, 4, nullptr, "", true), first);
       // It is not what it would be without delay.
-      EXPECT_NE(outcome(toml(3, 1, "[plugins.adamw]\n", run, "tied = false\ndropout = 0.1\n"), 3, 4).parameters,
-                first.parameters);
+      EXPECT_NE(
+          outcome(toml(3, 1, "[plugins.adamw]\n", run, "tied = false\ndropout = 0.1\nattention_dropout = 0.1\n"), 3, 4)
+              .parameters,
+          first.parameters);
     }
 }
 

@@ -56,8 +56,9 @@ Case draw(test::Random& random, const std::string& folder) {
   c.model = "hidden = " + std::to_string(test::draw(random, 19, 27)) + "\nhead_size = " + pick(random, {"4", "6"}) +
             "\nheads = " + std::to_string(groups * per_group) + "\nkv_heads = " + std::to_string(groups) +
             "\nffn = " + std::to_string(c.tensor * test::draw(random, 9, 16)) + "\n" +
-            pick(random, {"", "dropout = 0.1\n"}) + pick(random, {"tied = true\n", "tied = false\n"}) +
-            pick(random, {"", "positions = \"rotary\"\n"}) + pick(random, {"", "norm = \"rms_norm\"\n"}) +
+            pick(random, {"", "dropout = 0.1\nattention_dropout = 0.1\n"}) +
+            pick(random, {"tied = true\n", "tied = false\n"}) + pick(random, {"", "positions = \"rotary\"\n"}) +
+            pick(random, {"", "norm = \"rms_norm\"\n"}) +
             pick(random, {"", "activation = \"swiglu\"\n", "activation = \"relu\"\n"}) +
             pick(random, {"", "bias = false\n", "bias = false\nqkv_bias = true\n"}) +
             pick(random, {"", "window = 3\nscore_cap = 2\nlogit_cap = 3\nscore_scalar = 5\n",
@@ -115,7 +116,7 @@ TEST(ContextParallel, MixedPrecisionLearnsAlike) {
   for (const std::string form : {"gather", "ulysses", "ring"})
     for (const std::string dtype : {"bf16", "fp16"}) {
       Case c;
-      c.model = "hidden = 32\nheads = 4\nkv_heads = 2\nffn = 71\ndropout = 0.1\n";
+      c.model = "hidden = 32\nheads = 4\nkv_heads = 2\nffn = 71\ndropout = 0.1\nattention_dropout = 0.1\n";
       c.optimizer = "[plugins.adamw]\nlearning_rate = 1e-3\n[plugins.mixed_precision]\ndtype = \"" + dtype + "\"\n";
       c.strategies = "[plugins.context_parallel]\nattention = \"" + form + "\"\n";
       c.sequence = 4;
@@ -132,7 +133,8 @@ TEST(ContextParallel, MixedPrecisionLearnsAlike) {
 TEST(ContextParallel, UlyssesOnCudaAgreesWithTheCpu) {
   for (const std::string positions : {"learned", "rotary"}) {
     Case c;
-    c.model = "hidden = 32\nheads = 4\nffn = 64\ndropout = 0.1\npositions = \"" + positions + "\"\n";
+    c.model =
+        "hidden = 32\nheads = 4\nffn = 64\ndropout = 0.1\nattention_dropout = 0.1\npositions = \"" + positions + "\"\n";
     c.optimizer = "[plugins.adamw]\nlearning_rate = 1e-3\nepsilon = 1e-5\n[plugins.clip]\nmax_norm = 0.1\n";
     c.strategies = "[plugins.context_parallel]\nattention = \"ulysses\"\n";
     c.batch = 2;

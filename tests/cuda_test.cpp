@@ -20,7 +20,7 @@ namespace {
 
 constexpr int kSequence = 16, kBatch = 4, kVocabulary = 61;
 
-const std::string kGpt2 = "layers = 2\nhidden = 32\nheads = 2\ndropout = 0.1\n";
+const std::string kGpt2 = "layers = 2\nhidden = 32\nheads = 2\ndropout = 0.1\nattention_dropout = 0.1\n";
 const std::string kLlama =
     "layers = 1\nhidden = 32\nheads = 4\nkv_heads = 2\nffn = 40\npositions = \"rotary\"\nnorm = "
     "\"rms_norm\"\nactivation "

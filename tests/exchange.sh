@@ -151,10 +151,13 @@ expect 2 'adapter/adapter_config.json: "r" is 3, but plugins.lora.rank = 4' "$st
 expect 2 'is a checkpoint of another model' "$strata" export one.toml nothing --checkpoint adapted
 absent nothing
 
-# What is not so here is said, and is no difference between models.
-cp -r "$tests/reference/data/gpt2" dropout && sed -i 's/"attn_pdrop": 0.0/"attn_pdrop": 0.1/' dropout/config.json
-expect 0 "note: dropout/config.json's \"attn_pdrop\" of 0.1 is left out" "$strata" import dropout with-dropout
+# Dropout of attention is read and written, and is no difference between models.
+cp -r "$tests/reference/data/gpt2" dropout && sed -i 's/"attn_pdrop": 0.0/"attn_pdrop": 0.25/' dropout/config.json
+expect 0 '' "$strata" import dropout with-dropout
+grep -q '^attention_dropout = 0.25$' with-dropout/model.toml || fail "attn_pdrop was not read"
+rm -r with-dropout/external
 expect 0 '' "$strata" export with-dropout/model.toml without --checkpoint with-dropout
+grep -q '"attn_pdrop": 0.25' without/config.json || fail "attn_pdrop was not written"
 
 # What cannot be imported.
 wrong() { sed "s/$1/$2/" small/config.json >bad/config.json; }

@@ -78,6 +78,8 @@ PY
 expect 0 "" "$strata" evaluate config.toml data/validation_000.bin --set data.packed=false
 
 # One message each.
+"$strata" data prepare prepared --output bytes-of-text --validation 0 >/dev/null
+expect 2 "bytes-of-text/train_000.bin: was made with another tokenizer than data/train_000.bin" "$strata" check config.toml --set data.packed=false --set 'data.validation=["bytes-of-text/train_*.bin"]'
 expect 2 "run.steps and run.epochs both say how long to train" "$strata" check config.toml --set run.steps=5
 expect 2 "data.train and [sources.NAME] both say what to train on" "$strata" check config.toml --set 'sources.a.files=["data/train_000.bin"]'
 sed '/^train =/d' config.toml >sources.toml

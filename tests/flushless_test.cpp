@@ -239,7 +239,7 @@ TEST(Flushless, IsTheUpdateRuleByHand) {
     for (const auto& [stages, microbatches, data] :
          {Size{2, 1}, {2, 8}, {3, 1}, {3, 2}, {3, 5}, {4, 2}, {4, 7}, {2, 4, 2}}) {
       Case c{.schedule = schedule,
-             .model = "tied = false\ndropout = 0.1\n",
+             .model = "tied = false\ndropout = 0.1\nattention_dropout = 0.1\n",
              .optimizer = "[plugins.test_descent]\n",
              .beside = data > 1 ? "[plugins.data_parallel]\n" : "",
              .stages = stages,
@@ -267,8 +267,9 @@ Case draw_case(Random& random, const std::string& folder) {
   // Over several ranks a reproducible sum is a tree of a power of two.
   if (c.data > 1) c.microbatches = c.microbatches > 4 ? 8 : c.microbatches > 2 || c.schedule == "pipedream" ? 4 : 2;
   c.layers = c.stages + int(test::draw(random, 0, 3));
-  c.model = pick({"tied = false\n", "tied = false\n", "tied = true\n"}) + pick({"", "dropout = 0.1\n"}) +
-            pick({"", "positions = \"rotary\"\n"}) + pick({"", "activation = \"swiglu\"\n"});
+  c.model = pick({"tied = false\n", "tied = false\n", "tied = true\n"}) +
+            pick({"", "dropout = 0.1\nattention_dropout = 0.1\n"}) + pick({"", "positions = \"rotary\"\n"}) +
+            pick({"", "activation = \"swiglu\"\n"});
   c.optimizer = pick({"[plugins.adamw]\nlearning_rate = 1e-2\n", "[plugins.adafactor]\nlearning_rate = 1e-2\n",
                       "[plugins.sm3]\nlearning_rate = 1e-2\n"}) +
                 pick({"", "[plugins.clip]\nmax_norm = 0.1\n"}) + pick({"", "[plugins.mixed_precision]\n"});
@@ -316,7 +317,7 @@ using FlushlessTraining = test::ResumedRuns;
 
 Case in_flight(const std::string& schedule, int stages, int data) {
   return {.schedule = schedule,
-          .model = "tied = true\ndropout = 0.1\n",
+          .model = "tied = true\ndropout = 0.1\nattention_dropout = 0.1\n",
           .beside = data > 1 ? "[plugins.data_parallel]\n" : "",
           .stages = stages,
           .data = data};

@@ -277,7 +277,8 @@ INSTANTIATE_TEST_SUITE_P(Models, ExpertFamilies, testing::Values("mixtral", "qwe
                          [](const auto& info) { return info.param; });
 INSTANTIATE_TEST_SUITE_P(Models, Families,
                          testing::Values("llama3", "llama_linear", "llama_dynamic", "llama_yarn", "qwen3",
-                                         "qwen2_window", "mistral", "phi3", "gemma2", "gemma3"),
+                                         "qwen2_window", "mistral", "phi3", "phi3_short", "phi3_long", "gemma2",
+                                         "gemma3"),
                          [](const auto& info) { return info.param; });
 
 }  // namespace

@@ -13,7 +13,7 @@ constexpr int kMicrobatches = 4, kLayers = 4, kTokens = 8 * 16;
 
 std::string toml(const std::string& run = "", const std::string& plugins = "", const std::string& model = "") {
   return "[run]\n" + run + "[model]\nplugin = \"gpt\"\nlayers = " + std::to_string(kLayers) +
-         "\nhidden = 32\nheads = 4\nvocabulary = 64\ncontext = 16\ndropout = 0.1\n" + model +
+         "\nhidden = 32\nheads = 4\nvocabulary = 64\ncontext = 16\ndropout = 0.1\nattention_dropout = 0.1\n" + model +
          "[data]\ntrain = [\"none\"]\nsequence_length = 16\nglobal_batch = 8\nmicro_batch = 2\n[plugins.adamw]\n" +
          plugins;
 }

@@ -54,7 +54,7 @@ Case draw(Random& random, const std::string& folder) {
   c.batch = c.micro_batch * c.data * microbatches;
   c.model = "hidden = 24\nheads = 6\nffn = " + std::to_string(36 + 6 * test::draw(random, 0, 3)) +
             "\nlayers = " + std::to_string(c.stages + test::draw(random, 0, 3)) + "\n" +
-            pick({"tied = true\n", "tied = false\n"}) + pick({"", "dropout = 0.1\n"}) +
+            pick({"tied = true\n", "tied = false\n"}) + pick({"", "dropout = 0.1\nattention_dropout = 0.1\n"}) +
             pick({"", "positions = \"rotary\"\n"}) + pick({"", "norm = \"rms_norm\"\n"}) +
             pick({"", "activation = \"swiglu\"\n", "activation = \"relu\"\n"}) +
             pick({"", "",
@@ -121,7 +121,7 @@ TEST(Pipeline, RandomStagesAgreeWithOneRank) {
 Case reversible() {
   Case c;
   c.stages = 3;
-  c.model = "hidden = 24\nheads = 6\nlayers = 7\ndropout = 0.1\n[plugins.reversible]\n";
+  c.model = "hidden = 24\nheads = 6\nlayers = 7\ndropout = 0.1\nattention_dropout = 0.1\n[plugins.reversible]\n";
   c.optimizer = "[plugins.adamw]\nlearning_rate = 1e-3\nepsilon = 1e-5\n";
   c.strategies = "[plugins.pipeline]\n";
   return c;

@@ -79,9 +79,10 @@ std::string toml(const Sizes& s, const Way& way) {
          line("positions", s.rotary ? "\"rotary\"" : "\"learned\"") +
          line("norm", s.swiglu ? "\"rms_norm\"" : "\"layer_norm\"") +
          line("activation", s.swiglu ? "\"swiglu\"" : "\"gelu\"") + line("tied", s.tied ? "true" : "false") +
-         "dropout = 0.1\n[data]\ntrain = [\"none\"]\n" + number("sequence_length", s.sequence) +
-         number("global_batch", s.global_batch) + number("micro_batch", s.micro_batch) + "[device]\n" +
-         number("threads", way.threads) + "[mesh]\n" + number("data", way.ranks) + s.optimizer + s.more + way.plugins;
+         "dropout = 0.1\nattention_dropout = 0.1\n[data]\ntrain = [\"none\"]\n" +
+         number("sequence_length", s.sequence) + number("global_batch", s.global_batch) +
+         number("micro_batch", s.micro_batch) + "[device]\n" + number("threads", way.threads) + "[mesh]\n" +
+         number("data", way.ranks) + s.optimizer + s.more + way.plugins;
 }
 
 struct Outcome {

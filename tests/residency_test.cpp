@@ -8,12 +8,13 @@ namespace strata::residency_test {
 namespace {
 
 using test::expect_equal;
-using test::SmallRun;
 using test::small_run;
+using test::SmallRun;
 
 constexpr int kLayers = 3, kHidden = 32, kSequence = 16, kBatch = 4;
 
-std::string toml(int64_t micro_batch, const std::string& plugins, const std::string& model = "dropout = 0.1\n",
+std::string toml(int64_t micro_batch, const std::string& plugins,
+                 const std::string& model = "dropout = 0.1\nattention_dropout = 0.1\n",
                  const std::string& optimizer = "[plugins.adamw]\n") {
   return "[model]\nplugin = \"gpt\"\nlayers = " + std::to_string(kLayers) + "\nhidden = " + std::to_string(kHidden) +
          "\nheads = 4\nvocabulary = 64\ncontext = 16\n" + model +
@@ -62,7 +63,8 @@ TEST(Residency, RandomCombinationsAreExact) {
     std::mt19937 random(seed);
     const auto pick = [&](const std::vector<std::string>& from) { return from[random() % from.size()]; };
     const std::string model =
-        pick({"dropout = 0.1\n", "activation = \"relu\"\n", "activation = \"squared_relu\"\ndropout = 0.2\n",
+        pick({"dropout = 0.1\nattention_dropout = 0.1\n", "activation = \"relu\"\n",
+              "activation = \"squared_relu\"\ndropout = 0.2\n",
               "activation = \"swiglu\"\nnorm = \"rms_norm\"\npositions = \"rotary\"\nkv_heads = 2\n"});
     const std::string optimizer =
         pick({"[plugins.adamw]\n", "[plugins.adafactor]\n", "[plugins.sm3]\n", "[plugins.adamw8bit]\n"}) +

@@ -50,7 +50,7 @@ Case draw(std::mt19937& random, const std::string& folder) {
   const int ffn = gist ? 12 * c.tensor : int(8 * c.tensor + random() % 7);
   c.model = "hidden = " + std::to_string(19 + random() % 9) + "\nhead_size = " + std::to_string(random() % 2 ? 4 : 6) +
             "\nheads = " + std::to_string(groups * per_group) + "\nkv_heads = " + std::to_string(groups) +
-            "\nffn = " + std::to_string(ffn) + "\n" + pick({"", "", "dropout = 0.1\n"}) +
+            "\nffn = " + std::to_string(ffn) + "\n" + pick({"", "", "dropout = 0.1\nattention_dropout = 0.2\n"}) +
             pick({"tied = true\n", "tied = false\n"}) + pick({"", "positions = \"rotary\"\n"}) +
             pick({"", "norm = \"rms_norm\"\n"}) +
             pick({"", "activation = \"swiglu\"\n", "activation = \"relu\"\n", "activation = \"squared_relu\"\n",
@@ -123,7 +123,7 @@ TEST(TensorParallel, PiecesGiveTheSameResults) {
     for (const std::string backend : {"cpu", "reference"})
       for (int pieces : {2, 3}) {
         Case c;
-        c.model = "hidden = 32\nheads = 4\nffn = 71\ndropout = 0.1\n" +
+        c.model = "hidden = 32\nheads = 4\nffn = 71\ndropout = 0.1\nattention_dropout = 0.1\n" +
                   std::string(pieces == 3 ? "activation = \"swiglu\"\n" : "");
         c.optimizer = "[plugins.adamw]\nlearning_rate = 1e-3\nepsilon = 1e-5\n[plugins.recompute]\n";
         c.tensor = 2, c.batch = 8, c.micro_batch = 4;
@@ -214,7 +214,7 @@ TEST(TensorParallel, MixedPrecisionLearnsAlike) {
   for (const std::string more : {"", "sequence = true\n", "[plugins.zero]\nstage = 2\n"})
     for (const std::string dtype : {"bf16", "fp16"}) {
       Case c;
-      c.model = "hidden = 32\nheads = 4\nffn = 71\ndropout = 0.1\n";
+      c.model = "hidden = 32\nheads = 4\nffn = 71\ndropout = 0.1\nattention_dropout = 0.1\n";
       c.optimizer = "[plugins.adamw]\nlearning_rate = 1e-3\n[plugins.mixed_precision]\ndtype = \"" + dtype + "\"\n";
       c.strategies = "[plugins.tensor_parallel]\n" + more;
       c.tensor = 2, c.data = more.find("zero") == std::string::npos ? 1 : 2;
@@ -376,7 +376,7 @@ TEST(TensorParallel, ScalesOfDividedRowsAreEqualOnAllRanks) {
 TEST(TensorParallel, ReversibleBlocksAgreeWithOneRank) {
   for (const std::string more : {"", "sequence = true\n", "[plugins.zero]\nstage = 3\n"}) {
     Case c;
-    c.model = "hidden = 32\nheads = 4\nffn = 71\ndropout = 0.1\n";
+    c.model = "hidden = 32\nheads = 4\nffn = 71\ndropout = 0.1\nattention_dropout = 0.1\n";
     c.optimizer = "[plugins.adamw]\nlearning_rate = 1e-3\nepsilon = 1e-5\n[plugins.reversible]\n";
     c.strategies = "[plugins.tensor_parallel]\n" + more;
     c.tensor = 2, c.data = more.find("zero") == std::string::npos ? 1 : 2;

@@ -37,7 +37,7 @@ STRATA_DEVICE void add_rows(float (&sum)[kDims], float weight, const float* tile
   }
 }
 
-template <class T>
+template <class T, bool kDrops>
 STRATA_KERNEL forward(const T* qkv, T* out, float* lse, Sizes s) {
   float* const keys = dynamic_shared<float>();
   float *const values = keys + kTile * (s.size + 1), *const queries = values + kTile * (s.size + 1);
@@ -58,8 +58,10 @@ STRATA_KERNEL forward(const T* qkv, T* out, float* lse, Sizes s) {
     const float score = seen ? s.score(dot(query, keys + lane * (s.size + 1), s.size)) : -3.0e38f;
     const float highest = warp_max(score), before = top;
     top = highest > top ? highest : top;
-    const float keep = __expf(before - top), p = seen ? __expf(score - top) : 0.0f;
+    float p = seen ? __expf(score - top) : 0.0f;
+    const float keep = __expf(before - top);
     sum = sum * keep + warp_sum(p);
+    if constexpr (kDrops) p *= s.dropped.kept(n, head, row, k + lane);
 #pragma unroll
     for (int j = 0; j < kDims; ++j) o[j] *= keep;
     add_rows(o, p, values, s.size);
@@ -84,7 +86,7 @@ STRATA_KERNEL row_dots(const T* d_out, const T* out, float* dots, Sizes s) {
   if (lane == 0) dots[(int64_t(blockIdx.z) * s.heads + blockIdx.y) * s.time + row] = sum;
 }
 
-template <class T>
+template <class T, bool kDrops>
 STRATA_KERNEL query_gradient(const T* d_out, const T* qkv, const float* lse, const float* dots, T* d_qkv, Sizes s) {
   float* const keys = dynamic_shared<float>();
   float *const values = keys + kTile * (s.size + 1), *const rows = values + kTile * (s.size + 1);
@@ -109,7 +111,9 @@ STRATA_KERNEL query_gradient(const T* d_out, const T* qkv, const float* lse, con
     float ds = 0;
     if (s.sees(n, row, k + lane) && row < s.time) {
       const float score = s.score(dot(query, keys + lane * (s.size + 1), s.size));
-      ds = __expf(score - shift) * (dot(slope, values + lane * (s.size + 1), s.size) - mean) * s.slope(score);
+      float dp = dot(slope, values + lane * (s.size + 1), s.size);
+      if constexpr (kDrops) dp *= s.dropped.kept(n, head, row, k + lane);
+      ds = __expf(score - shift) * (dp - mean) * s.slope(score);
     }
     add_rows(dq, ds, keys, s.size);
   }
@@ -121,7 +125,7 @@ STRATA_KERNEL query_gradient(const T* d_out, const T* qkv, const float* lse, con
 }
 
 // A warp a key row: its lanes are 32 queries at a time, over the query heads of the group.
-template <class T>
+template <class T, bool kDrops>
 STRATA_KERNEL key_gradient(const T* d_out, const T* qkv, const float* lse, const float* dots, T* d_qkv, Sizes s) {
   float* const queries = dynamic_shared<float>();
   float *const slopes = queries + kTile * (s.size + 1), *const rows = slopes + kTile * (s.size + 1);
@@ -147,7 +151,11 @@ STRATA_KERNEL key_gradient(const T* d_out, const T* qkv, const float* lse, const
       if (s.sees(n, q + lane, row) && q + lane < s.time && row < s.time) {
         const float score = s.score(dot(key, queries + lane * (s.size + 1), s.size));
         p = __expf(score - lse[of_head + q + lane]);
-        ds = p * (dot(value, slopes + lane * (s.size + 1), s.size) - dots[of_head + q + lane]) * s.slope(score);
+        float dp = dot(value, slopes + lane * (s.size + 1), s.size);
+        const float kept = kDrops ? s.dropped.kept(n, head, q + lane, row) : 1.0f;
+        if constexpr (kDrops) dp *= kept;
+        ds = p * (dp - dots[of_head + q + lane]) * s.slope(score);
+        if constexpr (kDrops) p *= kept;
       }
       add_rows(dv, p, slopes, s.size);
       add_rows(dk, ds, queries, s.size);
@@ -173,62 +181,90 @@ Launch on_tensor_cores(const Sizes& s, Body&& body) {
   return {};
 }
 
+// body(std::bool_constant<drops>) for an op with and without dropout.
+template <class Body>
+Launch with_drops(const Sizes& s, Body&& body) {
+  return s.dropped.threshold > 0 ? body(std::true_type{}) : body(std::false_type{});
+}
+
 Sizes sizes_with(const Binding& b, int qkv, int documents) {
   Sizes s(b, b.input(qkv));
   if (b.has_input(documents)) s.documents = b.in<int32_t>(documents);
+  const attention::Dropped dropped = attention::dropped_by(b, qkv == 1);
+  if (!dropped.any()) return s;
+  s.dropped = {.seed = b.in<double>(documents + 1),
+               .step = b.in<double>(documents + 2),
+               .stream = uint64_t(b.attributes().integer("stream")),
+               .threshold = dropped.threshold,
+               .factor = float(dropped.factor),
+               .sequence = dropped.sequence,
+               .time = dropped.time,
+               .row = dropped.row,
+               .head = int(dropped.head),
+               .heads = int(dropped.heads)};
   return s;
 }
 
-const Registration attention("attention", [](const Binding& b) -> Launch {
-  return with_type(b.input(0).dtype, [&](auto zero) -> Launch {
-    using T = decltype(zero);
-    const Sizes s = sizes_with(b, 0, 1);
+template <class T>
+Launch bind_forward(const Binding& b) {
+  const Sizes s = sizes_with(b, 0, 1);
+  const unsigned heads = unsigned(s.heads), batch = unsigned(b.input(0).shape[0]);
+  return with_drops(s, [&](auto drops) -> Launch {
+    constexpr bool kDrops = decltype(drops)::value;
     const auto fast = on_tensor_cores<T>(s, [&](auto size) -> Launch {
       constexpr int D = decltype(size)::value;
-      const dim3 grid(blocks(s.time, flash::kRows), unsigned(s.heads), unsigned(b.input(0).shape[0]));
+      const dim3 grid(blocks(s.time, flash::kRows), heads, batch);
       return [=, qkv = b.in<T>(0), out = b.out<T>(0), lse = b.out<float>(1), queue = b.queue()] {
         if constexpr (sizeof(T) == 2)
-          launch(flash::forward<T, D>, grid, flash::kBlock, flash::kForwardShared<D>, queue, qkv, out, lse, s);
+          launch(flash::forward<T, D, kDrops>, grid, flash::kBlock, flash::kForwardShared<D>, queue, qkv, out, lse, s);
       };
     });
     if (fast) return fast;
-    const dim3 grid(blocks(s.time, kWarps), unsigned(s.heads), unsigned(b.input(0).shape[0]));
+    const dim3 grid(blocks(s.time, kWarps), heads, batch);
     return [=, qkv = b.in<T>(0), out = b.out<T>(0), lse = b.out<float>(1), queue = b.queue()] {
-      launch(forward<T>, grid, kBlock, shared_bytes(s), queue, qkv, out, lse, s);
+      launch(forward<T, kDrops>, grid, kBlock, shared_bytes(s), queue, qkv, out, lse, s);
     };
   });
+}
+
+template <class T>
+Launch bind_gradient(const Binding& b) {
+  const Sizes s = sizes_with(b, 1, 4);
+  const unsigned heads = unsigned(s.heads), groups = unsigned(s.groups), batch = unsigned(b.input(1).shape[0]);
+  const dim3 by_head(blocks(s.time, kWarps), heads, batch), by_group(blocks(s.time, kWarps), groups, batch);
+  return with_drops(s, [&](auto drops) -> Launch {
+    constexpr bool kDrops = decltype(drops)::value;
+    const auto fast = on_tensor_cores<T>(s, [&](auto size) -> Launch {
+      constexpr int D = decltype(size)::value;
+      const unsigned tiles = blocks(s.time, flash::kRows);
+      return [=, d_out = b.in<T>(0), qkv = b.in<T>(1), out = b.in<T>(2), lse = b.in<float>(3), d_qkv = b.out<T>(0),
+              dots = b.workspace<float>(), queue = b.queue()] {
+        if constexpr (sizeof(T) == 2) {
+          launch(row_dots<T>, by_head, kBlock, 0, queue, d_out, out, dots, s);
+          launch(flash::query_gradient<T, D, kDrops>, dim3(tiles, heads, batch), flash::kBlock, flash::kQueryShared<D>,
+                 queue, d_out, qkv, lse, dots, d_qkv, s);
+          launch(flash::key_gradient<T, D, kDrops>, dim3(tiles, groups, batch), flash::kBlock, flash::kKeyShared<D>,
+                 queue, d_out, qkv, lse, dots, d_qkv, s);
+        }
+      };
+    });
+    if (fast) return fast;
+    return [=, d_out = b.in<T>(0), qkv = b.in<T>(1), out = b.in<T>(2), lse = b.in<float>(3), d_qkv = b.out<T>(0),
+            dots = b.workspace<float>(), queue = b.queue()] {
+      launch(row_dots<T>, by_head, kBlock, 0, queue, d_out, out, dots, s);
+      launch(query_gradient<T, kDrops>, by_head, kBlock, shared_bytes(s), queue, d_out, qkv, lse, dots, d_qkv, s);
+      launch(key_gradient<T, kDrops>, by_group, kBlock, shared_bytes(s), queue, d_out, qkv, lse, dots, d_qkv, s);
+    };
+  });
+}
+
+const Registration attention_kind("attention", [](const Binding& b) -> Launch {
+  return with_type(b.input(0).dtype, [&](auto zero) { return bind_forward<decltype(zero)>(b); });
 });
-const Registration gradient(
+const Registration gradient_kind(
     "attention_gradient",
     [](const Binding& b) -> Launch {
-      return with_type(b.input(0).dtype, [&](auto zero) -> Launch {
-        using T = decltype(zero);
-        const Sizes s = sizes_with(b, 1, 4);
-        const auto fast = on_tensor_cores<T>(s, [&](auto size) -> Launch {
-          constexpr int D = decltype(size)::value;
-          const unsigned tiles = blocks(s.time, flash::kRows), batch = unsigned(b.input(1).shape[0]);
-          return [=, d_out = b.in<T>(0), qkv = b.in<T>(1), out = b.in<T>(2), lse = b.in<float>(3), d_qkv = b.out<T>(0),
-                  dots = b.workspace<float>(), queue = b.queue()] {
-            if constexpr (sizeof(T) == 2) {
-              launch(row_dots<T>, dim3(blocks(s.time, kWarps), unsigned(s.heads), batch), kBlock, 0, queue, d_out, out,
-                     dots, s);
-              launch(flash::query_gradient<T, D>, dim3(tiles, unsigned(s.heads), batch), flash::kBlock,
-                     flash::kQueryShared<D>, queue, d_out, qkv, lse, dots, d_qkv, s);
-              launch(flash::key_gradient<T, D>, dim3(tiles, unsigned(s.groups), batch), flash::kBlock,
-                     flash::kKeyShared<D>, queue, d_out, qkv, lse, dots, d_qkv, s);
-            }
-          };
-        });
-        if (fast) return fast;
-        const unsigned across = blocks(s.time, kWarps), batch = unsigned(b.input(1).shape[0]);
-        return [=, d_out = b.in<T>(0), qkv = b.in<T>(1), out = b.in<T>(2), lse = b.in<float>(3), d_qkv = b.out<T>(0),
-                dots = b.workspace<float>(), queue = b.queue()] {
-          const dim3 by_head(across, unsigned(s.heads), batch), by_group(across, unsigned(s.groups), batch);
-          launch(row_dots<T>, by_head, kBlock, 0, queue, d_out, out, dots, s);
-          launch(query_gradient<T>, by_head, kBlock, shared_bytes(s), queue, d_out, qkv, lse, dots, d_qkv, s);
-          launch(key_gradient<T>, by_group, kBlock, shared_bytes(s), queue, d_out, qkv, lse, dots, d_qkv, s);
-        };
-      });
+      return with_type(b.input(0).dtype, [&](auto zero) { return bind_gradient<decltype(zero)>(b); });
     },
     [](const OpView& v, int) { return count(v.input(3)) * 4; });
 

@@ -4,13 +4,41 @@
 #include <cmath>
 
 #include "cuda/bind.h"
+#include "cuda/philox.h"
+#include "engine/ops/attention_tiles.h"
 
 namespace strata::cuda::attention_kernels {
+
+// Dropout of probabilities, as attention::Dropped has it; kernels are made with and without (`kDrops`).
+struct Dropped {
+  const double *seed = nullptr, *step = nullptr;
+  uint64_t stream = 0;
+  uint32_t threshold = 0;
+  float factor = 1;
+  int64_t sequence = 0, time = 0, row = 0;
+  int head = 0, heads = 0;
+
+  // Of rows and columns that are at hand: a query's place among all of the first key, and what of it is kept.
+  STRATA_DEVICE int64_t index(int n, int h, int query) const {
+    return (((sequence + n) * heads + head + h) * time + query) * row;
+  }
+  STRATA_DEVICE Words words(int64_t index) const {
+    return random_words(uint64_t(*seed), stream ^ (uint64_t(*step) * 0x9E3779B97F4A7C15ull), uint64_t(index) / 4);
+  }
+  STRATA_DEVICE float kept(const Words& words, int64_t index) const {
+    return pick(words, uint32_t(index % 4)) >= threshold ? factor : 0.0f;
+  }
+  STRATA_DEVICE float kept(int n, int h, int query, int key) const {
+    const int64_t at = index(n, h, query) + key;
+    return kept(words(at), at);
+  }
+};
 
 struct Sizes {
   int time, queries, size, width, groups, heads;
   int window;  // positions that a query sees, its own and those before it
   float scale, soft_cap;
+  Dropped dropped{};
   const int32_t* documents = nullptr;  // (batch, time): where the document of a row begins; null: all at 0
   Sizes(const OpView& v, const Tensor& qkv)
       : time(int(qkv.shape[1])),

@@ -7,6 +7,7 @@
 
 namespace strata::cuda::flash {
 
+using attention_kernels::Dropped;
 using attention_kernels::Sizes;
 
 constexpr int kWarps = 4, kBlock = 32 * kWarps, kRows = 16 * kWarps;
@@ -139,10 +140,22 @@ STRATA_DEVICE void over_keys(T* tiles, const T* key, const T* value, const Sizes
   }
 }
 
+// Of a lane's probabilities of one row, pairs of neighbours 8 apart of which `first` is the place of the first.
+template <int N>
+STRATA_DEVICE void drop_pairs(float (&p)[N][4], int half, const Dropped& dropped, int64_t first) {
+#pragma unroll
+  for (int c = 0; c < N; ++c) {
+    const int64_t at = first + 8 * c;  // even: its block of four words has the neighbour's, too
+    const Words words = dropped.words(at);
+    p[c][2 * half] *= dropped.kept(words, at);
+    p[c][2 * half + 1] *= dropped.kept(words, at + 1);
+  }
+}
+
 template <int D>
 constexpr int kForwardShared = (kRows + 4 * kKeys) * kStride<D> * 2;
 
-template <class T, int D>
+template <class T, int D, bool kDrops>
 STRATA_KERNEL forward(const T* qkv, T* out, float* lse, Sizes s) {
   T* const queries = dynamic_shared<T>();
   T* const tiles = queries + kRows * kStride<D>;  // keys, values; then those of the next tile
@@ -182,6 +195,7 @@ STRATA_KERNEL forward(const T* qkv, T* out, float* lse, Sizes s) {
           score = score > -2.9e38f ? exp2f(score - top[half]) : 0.0f;
           add += score;
         }
+      if constexpr (kDrops) drop_pairs(p, half, s.dropped, s.dropped.index(n, head, row) + k + 2 * t);
       sum[half] = sum[half] * keep + row_sum(add);
 #pragma unroll
       for (int c = 0; c < D / 8; ++c) {
@@ -203,7 +217,7 @@ STRATA_KERNEL forward(const T* qkv, T* out, float* lse, Sizes s) {
 template <int D>
 constexpr int kQueryShared = (2 * kRows + 4 * kKeys) * kStride<D> * 2;
 
-template <class T, int D>
+template <class T, int D, bool kDrops>
 STRATA_KERNEL query_gradient(const T* d_out, const T* qkv, const float* lse, const float* dots, T* d_qkv, Sizes s) {
   T* const queries = dynamic_shared<T>();
   T *const slopes = queries + kRows * kStride<D>, *const tiles = slopes + kRows * kStride<D>;
@@ -227,6 +241,9 @@ STRATA_KERNEL query_gradient(const T* d_out, const T* qkv, const float* lse, con
     float p[kKeys / 8][4], dp[kKeys / 8][4];
     products<D>(p, queries + warp * 16 * kStride<D>, keys);
     products<D>(dp, slopes + warp * 16 * kStride<D>, keys + kKeys * kStride<D>);
+    if constexpr (kDrops)
+      for (int half = 0; half < 2; ++half)
+        drop_pairs(dp, half, s.dropped, s.dropped.index(n, head, first + warp * 16 + g + 8 * half) + k + 2 * t);
 #pragma unroll
     for (int c = 0; c < kKeys / 8; ++c)
 #pragma unroll
@@ -246,7 +263,7 @@ template <int D>
 constexpr int kKeyShared = (2 * kRows + 4 * kQueries) * kStride<D> * 2;
 
 // Rows are keys here, and columns queries.
-template <class T, int D>
+template <class T, int D, bool kDrops>
 STRATA_KERNEL key_gradient(const T* d_out, const T* qkv, const float* lse, const float* dots, T* d_qkv, Sizes s) {
   T* const keys = dynamic_shared<T>();
   T *const values = keys + kRows * kStride<D>, *const tiles = values + kRows * kStride<D>;
@@ -293,7 +310,9 @@ STRATA_KERNEL key_gradient(const T* d_out, const T* qkv, const float* lse, const
         const float score = s.score(p[c][e]);
         const float shift = seen ? lse[of_head + query] * kLog2e : 0.0f, mean = seen ? dots[of_head + query] : 0.0f;
         p[c][e] = seen ? exp2f(score * kLog2e - shift) : 0.0f;
-        ds[c][e] = p[c][e] * (ds[c][e] - mean) * s.slope(score);
+        const float kept = kDrops ? s.dropped.kept(n, head_of(i), query, row) : 1.0f;
+        ds[c][e] = p[c][e] * ((kDrops ? kept * ds[c][e] : ds[c][e]) - mean) * s.slope(score);
+        if constexpr (kDrops) p[c][e] *= kept;
       }
     add_products<D>(dv, p, slopes);
     add_products<D>(dk, ds, queries);

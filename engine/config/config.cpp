@@ -131,17 +131,21 @@ class ConfigReader {
     if (const auto* array = node.as_array()) {
       std::vector<std::string> texts;
       std::vector<int64_t> integers;
+      std::vector<double> numbers;  // of both kinds
       for (const auto& item : *array) {
         if (const auto* text = item.as_string())
           texts.push_back(text->get());
         else if (const auto* integer = item.as_integer())
-          integers.push_back(integer->get());
+          integers.push_back(integer->get()), numbers.push_back(double(integer->get()));
+        else if (const auto* number = item.as_floating_point())
+          numbers.push_back(number->get());
         else
           throw Error(entry.place,
-                      "\"" + entry.key + "\" must be a list of strings or integers, but holds " + type_of(item) + ".");
+                      "\"" + entry.key + "\" must be a list of strings or numbers, but holds " + type_of(item) + ".");
       }
-      if (!texts.empty() && !integers.empty())
-        throw Error(entry.place, "\"" + entry.key + "\" must be a list of strings or of integers, but holds both.");
+      if (!texts.empty() && !numbers.empty())
+        throw Error(entry.place, "\"" + entry.key + "\" must be a list of strings or of numbers, but holds both.");
+      if (integers.size() < numbers.size()) return numbers;
       if (!integers.empty()) return integers;
       return texts;
     }

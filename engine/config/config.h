@@ -13,7 +13,8 @@ namespace strata {
 
 class ConfigTable {
  public:
-  using Value = std::variant<bool, int64_t, double, std::string, std::vector<std::string>, std::vector<int64_t>>;
+  using Value = std::variant<bool, int64_t, double, std::string, std::vector<std::string>, std::vector<int64_t>,
+                             std::vector<double>>;
   struct Entry {
     std::string key;
     Place place;

@@ -51,9 +51,9 @@ TEST(Config, MalformedTextNamesLineAndColumn) {
 
 TEST(Config, WrongKindsOfValues) {
   EXPECT_EQ(parse_message("a = [\"x\", 1]\n"),
-            "c.toml:1:5: \"a\" must be a list of strings or of integers, but holds both.");
+            "c.toml:1:5: \"a\" must be a list of strings or of numbers, but holds both.");
   EXPECT_EQ(parse_message("a = [1, true]\n"),
-            "c.toml:1:5: \"a\" must be a list of strings or integers, but holds a boolean.");
+            "c.toml:1:5: \"a\" must be a list of strings or numbers, but holds a boolean.");
   EXPECT_EQ(parse_message("a = 2020-01-01\n"), "c.toml:1:5: \"a\" is a date or time, which no option takes.");
   const Config config = parse("run = 1\n[data]\n");
   EXPECT_EQ(message_of([&] { config.root().table("run"); }),

@@ -81,6 +81,8 @@ if not source_is_jinja:
     source = config.get("chat_template")
 if source is None:
     fail(f"{folder}: has no chat template: neither chat_template.jinja nor \"chat_template\" in tokenizer_config.json.")
+if isinstance(source, str) and not source.strip():
+    fail(f"{folder}: has an empty chat template.")
 # Either one template, or several with names.
 sources = {"default": source} if isinstance(source, str) else {}
 if isinstance(source, list) and all(isinstance(one, dict) for one in source):

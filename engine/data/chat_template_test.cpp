@@ -162,6 +162,7 @@ TEST(ChatTemplate, FoldersWithoutOneAreRefused) {
   EXPECT_EQ(refused("{").substr(0, 13), "is not JSON: ");
   EXPECT_EQ(refused(R"({"chat_template": 5})"),
             "chat_template must be a string, or a list of names and templates with a \"default\".");
+  EXPECT_EQ(refused(R"({"chat_template": " "})"), "has an empty chat template.");
   EXPECT_EQ(refused(R"({"chat_template": "a\n{% for %}"})").substr(0, 23), "chat_template, line 2: ");
   EXPECT_EQ(refused(R"({"chat_template": [{"name": "default", "template": "x"}]})"), "no error");
 }

@@ -14,15 +14,17 @@ namespace {
 using attention::Work;
 using attention::work_of_self;
 
-// Of a kernel; `documents`: the input that says where they begin, if there is one.
+// Of a kernel; `documents`: the input that says where they begin, if there is one. Behind it is what dropout needs.
 Work work_with(const Binding& b, int qkv, int documents) {
   Work s = work_of_self(b, b.input(qkv));
   if (b.has_input(documents)) s.documents = b.in<int32_t>(documents);
+  s.dropped = attention::drawn_by(b, qkv == 1, documents + 1);
   return s;
 }
 // What has 16 bits is computed in f32, one sequence at a time on copies in the workspace.
 Work one_sequence(Work s, int64_t n) {
   s.batch = 1;
+  s.dropped.sequence += n;
   if (s.documents) s.documents += n * s.queries;
   return s;
 }
@@ -74,15 +76,16 @@ void backward(const Binding& b) {
   }
 }
 
-// Of one query row, plain: probabilities of the keys up to its own, and the slopes of their scores by q·k.
+// Of one query row, plain: probabilities of the keys up to its own, what dropout keeps of each, and the slopes of their
+// scores by q·k.
 template <class T>
 struct ReferenceRow {
-  std::vector<T> p, slope;
+  std::vector<T> p, kept, slope;
   T lse;
 };
 template <class T>
 ReferenceRow<T> reference_row(const Work& s, const T* base, int64_t n, int64_t head, int64_t t) {
-  ReferenceRow<T> row{std::vector<T>(size_t(t + 1)), std::vector<T>(size_t(t + 1)), 0};
+  ReferenceRow<T> row{std::vector<T>(size_t(t + 1)), std::vector<T>(size_t(t + 1)), std::vector<T>(size_t(t + 1)), 0};
   T top = T(-1e30), sum = 0;
   for (int64_t k = 0; k <= t; ++k) {
     if (!s.sees(n, t, k)) continue;
@@ -90,6 +93,7 @@ ReferenceRow<T> reference_row(const Work& s, const T* base, int64_t n, int64_t h
     for (int64_t i = 0; i < s.size; ++i)
       product += base[t * s.width + s.query(head) + i] * base[k * s.width + s.key(head / s.per_group) + i];
     const attention::PlainScore<T> score(s, product);
+    row.kept[k] = T(s.dropped.kept(n, head, t, k));
     row.slope[k] = score.slope;
     top = std::max(top, row.p[k] = score.value);
   }
@@ -107,11 +111,12 @@ void reference_forward(const Binding& b) {
     for (int64_t head = 0; head < s.heads; ++head)
       for (int64_t t = 0; t < s.queries; ++t) {
         const T* base = b.in<T>(0) + n * s.queries * s.width;
-        const auto [p, slope, lse] = reference_row<T>(s, base, n, head, t);
+        const auto [p, kept, slope, lse] = reference_row<T>(s, base, n, head, t);
         b.out<T>(1)[(n * s.heads + head) * s.queries + t] = lse;
         for (int64_t i = 0; i < s.size; ++i) {
           T sum = 0;
-          for (int64_t k = 0; k <= t; ++k) sum += p[k] * base[k * s.width + s.key(head / s.per_group) + s.size + i];
+          for (int64_t k = 0; k <= t; ++k)
+            sum += p[k] * kept[k] * base[k * s.width + s.key(head / s.per_group) + s.size + i];
           b.out<T>(0)[(n * s.queries + t) * s.heads * s.size + head * s.size + i] = sum;
         }
       }
@@ -129,17 +134,17 @@ void reference_backward(const Binding& b) {
         const T* d_out = b.in<T>(0) + (n * s.queries + t) * s.heads * s.size + head * s.size;
         const int64_t query = t * s.width + s.query(head), key = s.key(head / s.per_group),
                       value = s.key(head / s.per_group) + s.size;
-        const auto [p, slope, lse] = reference_row<T>(s, base, n, head, t);
+        const auto [p, kept, slope, lse] = reference_row<T>(s, base, n, head, t);
         std::vector<T> dp(p.size());
         T dot = 0;
         for (size_t k = 0; k < p.size(); ++k) {
           for (int64_t i = 0; i < s.size; ++i) dp[k] += d_out[i] * base[int64_t(k) * s.width + value + i];
-          dot += p[k] * dp[k];
+          dot += p[k] * (dp[k] *= kept[k]);
         }
         for (size_t k = 0; k < p.size(); ++k) {
           const T ds = p[k] * (dp[k] - dot) * slope[k];
           for (int64_t i = 0; i < s.size; ++i) {
-            d_base[int64_t(k) * s.width + value + i] += p[k] * d_out[i];
+            d_base[int64_t(k) * s.width + value + i] += p[k] * kept[k] * d_out[i];
             d_base[int64_t(k) * s.width + key + i] += ds * base[query + i];
             d_base[query + i] += ds * base[int64_t(k) * s.width + key + i];
           }
@@ -155,9 +160,11 @@ void check(const OpView& v, int qkv, int documents) {
   if (right && v.has_input(documents))
     right = v.input(documents).dtype == DType::i32 &&
             v.input(documents).shape == Shape{v.input(qkv).shape[0], v.input(qkv).shape[1]};
-  require(right && v.inputs() <= documents + 1, v,
-          "qkv (B, T, K·(P+2)·D), at most the places where documents begin i32 (B, T), and attributes head_size = D, "
-          "queries_per_group = P, and at most scale, window and soft_cap");
+  require(
+      right && attention::drops_right(v, documents + 1), v,
+      "qkv (B, T, K·(P+2)·D), at most the places where documents begin i32 (B, T), and attributes head_size = D, "
+      "queries_per_group = P, and at most scale, window, soft_cap, and dropout in [0, 1) with stream and the scalars "
+      "seed and step");
 }
 
 // Masked scores, those of later keys and of keys before the window, are not computed.
@@ -169,7 +176,8 @@ double flops(const OpView& v, int qkv, double products) {
 }
 double bytes(const OpView& v) {
   double sum = 0;
-  for (int i = 0; i < v.inputs(); ++i) sum += double(v.input(i).bytes());
+  for (int i = 0; i < v.inputs(); ++i)
+    if (v.has_input(i)) sum += double(v.input(i).bytes());
   for (int i = 0; i < v.outputs(); ++i) sum += double(v.output(i).bytes());
   return sum;
 }
@@ -177,9 +185,10 @@ double bytes(const OpView& v) {
 const AtLoad attention_registered([] {
   register_kind(
       {.name = "attention",
-       .summary = "qkv (B, T, K·(P+2)·D), [where documents begin i32 (B, T)] -> o (B, T, H·D), lse (B, H, T), H = K·P; "
-                  "causal, "
-                  "within a document, of at most `window` positions",
+       .summary =
+           "qkv (B, T, K·(P+2)·D), [where documents begin i32 (B, T)], [seed, step] -> o (B, T, H·D), lse (B, H, "
+           "T), H = K·P; causal, within a document, of at most `window` positions, with `dropout` of "
+           "probabilities",
        .shape = [](const OpView& v) -> std::vector<TensorSpec> {
          check(v, 0, 1);
          const Work s = work_of_self(v, v.input(0));
@@ -189,7 +198,7 @@ const AtLoad attention_registered([] {
        .gradient =
            [](Differentiation& d) {
              std::vector<TensorId> inputs{d.output_gradient(0), d.input(0), d.output(0), d.output(1)};
-             if (d.forward().has_input(1)) inputs.push_back(d.input(1));
+             for (int i = 1; i < d.forward().inputs(); ++i) inputs.push_back(d.input(i));
              d.set(0, d.build().emit("attention_gradient", inputs, d.forward().attributes()));
            },
        .cost =
@@ -197,7 +206,7 @@ const AtLoad attention_registered([] {
              return Cost{flops(v, 0, 2), bytes(v)};
            },
        .half = true,
-       .sharding = {.dimensions = "bth, bt -> bth, bht", .whole = "t"},
+       .sharding = {.dimensions = "bth, bt, _, _ -> bth, bht", .whole = "t"},
        .kernels = {{"cpu", cpu_kernel([](const Binding& b) { forward(b); },
                                       [](const OpView& v, int threads) {
                                         const Work s = work_of_self(v, v.input(0));
@@ -207,7 +216,7 @@ const AtLoad attention_registered([] {
                     reference_kernel([](const Binding& b, auto zero) { reference_forward<decltype(zero)>(b); })}}});
   register_kind(
       {.name = "attention_gradient",
-       .summary = "do, qkv, o, lse, [where documents begin i32 (B, T)] -> dqkv",
+       .summary = "do, qkv, o, lse, [where documents begin i32 (B, T)], [seed, step] -> dqkv",
        .shape = [](const OpView& v) -> std::vector<TensorSpec> {
          require(v.inputs() >= 4 && v.has_input(0) && v.has_input(2) && v.has_input(3) &&
                      v.input(0).shape == v.input(2).shape,
@@ -221,7 +230,7 @@ const AtLoad attention_registered([] {
              return Cost{flops(v, 1, 4), bytes(v)};
            },
        .half = true,
-       .sharding = {.dimensions = "bth, bth, bth, bht, bt -> bth", .whole = "t"},
+       .sharding = {.dimensions = "bth, bth, bth, bht, bt, _, _ -> bth", .whole = "t"},
        .kernels = {{"cpu", cpu_kernel([](const Binding& b) { backward(b); },
                                       [](const OpView& v, int threads) {
                                         const Work s = work_of_self(v, v.input(1));

@@ -65,6 +65,10 @@ STRATA_SIMD void gradient_row(float* s, float* dp, int64_t count, int64_t column
   }
 }
 
+STRATA_SIMD void multiply_row(float* x, const float* factors, int64_t n) {
+  simd::map(n, [&](int64_t i, int64_t c) STRATA_INLINE_LAMBDA { put(x + i, get(x + i, c) * get(factors + i, c), c); });
+}
+
 STRATA_SIMD float dot_row(const float* x, const float* y, int64_t n) {
   F sum{};
   simd::map(n, [&](int64_t i, int64_t c) STRATA_INLINE_LAMBDA { sum += get(x + i, c) * get(y + i, c); });
@@ -122,17 +126,63 @@ void clear(float* row, int64_t count) {
   if (count > 0) std::memset(row, 0, size_t(count) * 4);
 }
 
+// The row of probabilities `row` of query q in a tile of `position`, after softmax, or of ones: what is kept of it.
+void drop_seen(const Work& w, int64_t n, int64_t head, int64_t q, int64_t position, const Seen& here, const float* from,
+               float* to) {
+  const int64_t begin = here.begin / 4 * 4;  // before what is seen everything is 0
+  const int64_t first = w.dropped.index(n, head, w.query_at(q), position + begin);
+  drop_row(from + begin, to + begin, here.end - begin, first, w.dropped.threshold, float(w.dropped.factor),
+           w.dropped.draw);
+}
+
 int64_t forward_each(const Work& w) { return kTile + kQueries * w.size + 2 * kQueries; }
-constexpr int64_t kBackwardEach = 2 * kTile + kQueries;
+int64_t backward_each(const Work& w) { return 2 * kTile + kQueries + (w.dropped.any() ? 2 * kKeys : 0); }
 
 }  // namespace
 
 Attributes own_attributes(const Attributes& attributes) {
   Attributes own;
   for (const auto& [name, value] : attributes.all())
-    if (name == "head_size" || name == "queries_per_group" || name == "scale" || name == "window" || name == "soft_cap")
+    if (name == "head_size" || name == "queries_per_group" || name == "scale" || name == "window" ||
+        name == "soft_cap" || name == "dropout" || name == "stream")
       own.set(name, value);
   return own;
+}
+
+Dropped dropped_by(const OpView& b, bool gradient) {
+  const double probability = b.attributes().real("dropout", 0.0);
+  if (probability == 0) return {};
+  const Tensor& out = b.output(0);
+  const int64_t size = b.attributes().integer("head_size"), per_group = b.attributes().integer("queries_per_group");
+  const auto heads_in = [&](int64_t columns) {
+    return gradient ? columns / ((per_group + 2) * size) * per_group : columns / size;
+  };
+  const Shape all = out.full_shape();
+  Dropped d;
+  d.threshold = dropout_threshold(probability);
+  d.factor = 1 / (1 - probability);
+  d.sequence = std::max(0, b.op().microbatch) * all[0] + Indices(out, 0)(0);
+  d.head = heads_in(Indices(out, 2)(0));
+  d.heads = heads_in(all[2]);
+  d.time = all[1];
+  d.row = (all[1] + 3) / 4 * 4;
+  return d;
+}
+
+Dropped drawn_by(const Binding& b, bool gradient, int scalars) {
+  Dropped d = dropped_by(b, gradient);
+  if (d.any()) d.draw = {*b.in<double>(scalars), *b.in<double>(scalars + 1), b.attributes().integer("stream")};
+  return d;
+}
+
+bool drops_right(const OpView& v, int scalars) {
+  const double probability = v.attributes().real("dropout", 0.0);
+  if (probability == 0) return v.inputs() <= scalars;
+  const auto scalar = [&](int i) {
+    return v.has_input(i) && v.input(i).dtype == DType::f64 && v.input(i).shape == Shape{1};
+  };
+  return probability > 0 && probability < 1 && v.attributes().has("stream") && scalar(scalars) && scalar(scalars + 1) &&
+         v.inputs() == scalars + 2;
 }
 
 Work work_of_self(const OpView& v, const Tensor& qkv) {
@@ -149,11 +199,12 @@ Work work_of_self(const OpView& v, const Tensor& qkv) {
   w.scale = v.attributes().real("scale", 1 / std::sqrt(double(w.size)));
   w.window = v.attributes().integer("window", 0);
   w.soft_cap = v.attributes().real("soft_cap", 0.0);
+  w.dropped.threshold = dropout_threshold(v.attributes().real("dropout", 0.0));  // the rest when the op runs
   return w;
 }
 
 int64_t forward_floats(const Work& w, int threads) { return threads * forward_each(w); }
-int64_t backward_floats(const Work&, int threads) { return threads * kBackwardEach; }
+int64_t backward_floats(const Work& w, int threads) { return threads * backward_each(w); }
 
 void forward(const Work& w, Threads& threads, const float* qkv, const float* kv, const float* before,
              const float* lse_before, float* out, float* lse, float* workspace) {
@@ -187,6 +238,7 @@ void forward(const Work& w, Threads& threads, const float* qkv, const float* kv,
             softmax_row(row, here.count(), columns - here.begin, cap > 0 ? 1 : scale, top_before, &top[i]);
         const float keep = std::exp(top_before - top[i]);
         total[i] = total[i] * keep + add;
+        if (w.dropped.any()) drop_seen(w, n, head, q + i, position, here, scores + i * kKeys, scores + i * kKeys);
         if (begun && keep != 1) scale_row(sum + i * w.size, keep, w.size);
       }
       gemm(Transpose::no, Transpose::no, rows, w.size, columns, scores, kKeys, value + k * w.key_width, w.key_width,
@@ -206,8 +258,9 @@ void backward(const Work& w, Threads& threads, const float* d_outs, const float*
   const float scale = float(w.scale), cap = float(w.soft_cap);
   share(threads, w.batch * w.groups, [&](int64_t item, int thread) {
     const int64_t n = item / w.groups, group = item % w.groups;
-    float* scores = workspace + thread * kBackwardEach;
-    float *slopes = scores + kTile, *dots = slopes + kTile;
+    float* scores = workspace + thread * backward_each(w);
+    float *slopes = scores + kTile, *dots = slopes + kTile, *const ones = dots + kQueries, *const kept = ones + kKeys;
+    if (w.dropped.any()) std::fill_n(ones, kKeys, 1.0f);
     const float *key = kv + n * w.keys * w.key_width + w.key(group), *value = key + w.size;
     float *d_key = d_kv + n * w.keys * w.key_width + w.key(group), *d_value = d_key + w.size;
     for (int64_t t = 0; t < w.keys; ++t) std::memset(d_key + t * w.key_width, 0, size_t(2 * w.size) * 4);
@@ -232,6 +285,10 @@ void backward(const Work& w, Threads& threads, const float* d_outs, const float*
             const Seen here = seen(w, n, q + i, position, columns);
             float *const row = scores + i * kKeys, *const slope = slopes + i * kKeys;
             clear(row, here.begin), clear(slope, here.begin);
+            if (w.dropped.any()) {
+              drop_seen(w, n, head, q + i, position, here, ones, kept);
+              multiply_row(slope + here.begin, kept + here.begin, here.count());
+            }
             if (cap > 0) {
               cap_row(row + here.begin, here.count(), scale, cap);
               capped_gradient_row(row + here.begin, slope + here.begin, here.count(), scale, cap, lse[i], dots[i]);
@@ -240,6 +297,8 @@ void backward(const Work& w, Threads& threads, const float* d_outs, const float*
               gradient_row(row + here.begin, slope + here.begin, here.count(), columns - here.begin, scale, lse[i],
                            dots[i]);
             }
+            // Gradients of values are of what was kept, those of scores of all probabilities.
+            if (w.dropped.any()) multiply_row(row + here.begin, kept + here.begin, here.count());
           }
           gemm(Transpose::yes, Transpose::no, columns, w.size, rows, scores, kKeys, d_out, out_width, 1,
                d_value + k * w.key_width, w.key_width);

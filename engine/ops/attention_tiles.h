@@ -7,6 +7,7 @@
 #include <cmath>
 #include <vector>
 
+#include "engine/ops/dropout_draw.h"
 #include "strata/layout.h"
 #include "strata/op_kind.h"
 
@@ -15,6 +16,24 @@ namespace strata::attention {
 // Keys that lie one after the other in memory and in the sequence.
 struct Run {
   int64_t first, count;  // position of the first
+};
+
+// Dropout of the probabilities, between softmax and the sum of values: that of query q and key k of head h in sequence
+// n draws, as an element of `dropout` does, by where it is among those of all heads, sequences and microbatches, rows
+// rounded up to a multiple of 4. So it does not matter who holds what, nor which tile it is in.
+struct Dropped {
+  uint32_t threshold = 0;  // 0: nothing is dropped
+  double factor = 1;       // of what is kept
+  DropoutDraw draw{0, 0, 0};
+  int64_t sequence = 0, head = 0;        // the first ones here
+  int64_t heads = 0, time = 0, row = 0;  // of all: heads, queries, and keys with what rounds them up
+  bool any() const { return threshold > 0; }
+  int64_t index(int64_t n, int64_t h, int64_t q, int64_t k) const {
+    return (((sequence + n) * heads + head + h) * time + q) * row + k;
+  }
+  double kept(int64_t n, int64_t h, int64_t q, int64_t k) const {
+    return !any() || is_kept(draw, uint64_t(index(n, h, q, k)), threshold) ? factor : 0;
+  }
 };
 
 // Sizes and places. Queries are rows of `width` numbers, in which a group's are its P query heads of D numbers each,
@@ -32,6 +51,7 @@ struct Work {
   // a sequence. Null: all see from 0 on.
   const int32_t* documents = nullptr;
   std::vector<Run> key_at{};  // and of keys; empty: from 0 on
+  Dropped dropped{};
 
   // The first position that a query of sequence n sees.
   int64_t first_seen(int64_t n, int64_t query) const {
@@ -59,8 +79,17 @@ struct PlainScore {
   }
 };
 
-// The attributes of attention, and of what takes its place: head_size, queries_per_group, scale, window, soft_cap.
+// The attributes of attention, and of what takes its place: head_size, queries_per_group, scale, window, soft_cap, and
+// dropout (a probability) with the stream of its random numbers.
 Attributes own_attributes(const Attributes& attributes);
+
+// What an op drops, but for the draw, which is of a step; nothing without attribute dropout. By the layout of its
+// output 0, which is the gradient of qkv where it is a `gradient`, else what attention gives.
+Dropped dropped_by(const OpView& view, bool gradient);
+// And with the draw, from the scalars seed and step, which are inputs `scalars` and the one after.
+Dropped drawn_by(const Binding& binding, bool gradient, int scalars);
+// For shape rules: whether dropout and stream are right, with the scalars they need, and no input behind.
+bool drops_right(const OpView& view, int scalars);
 
 // Of queries with keys and values among them, which are the keys' (plain attention). Attributes head_size and
 // queries_per_group, and at most scale (1/√D when absent), window and soft_cap; `qkv` (B, T, K·(P+2)·D).

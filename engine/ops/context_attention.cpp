@@ -298,9 +298,13 @@ void put(const Binding& b, const Tensor& tensor, void* data, int64_t n, const fl
 // Where documents begin: of a block the last input, forward and backward.
 constexpr int kDocumentsOfBlock = 4, kDocumentsOfGradient = 5;
 const int32_t* documents_of(const Binding& b, int input) { return b.has_input(input) ? b.in<int32_t>(input) : nullptr; }
-// One sequence of a block's work.
-Work sequence_of(Work work, const int32_t* documents, int64_t n) {
+// One sequence of a block's work; `gradient`: of an op that makes dqkv. What dropout needs is behind the documents.
+Work sequence_of(const Binding& b, Work work, bool gradient, int64_t n) {
+  const int at = gradient ? kDocumentsOfGradient : kDocumentsOfBlock;
+  const int32_t* documents = documents_of(b, at);
   work.documents = documents ? documents + n * work.queries : nullptr;
+  work.dropped = attention::drawn_by(b, gradient, at + 1);
+  work.dropped.sequence += n;
   return work;
 }
 
@@ -316,7 +320,7 @@ Launch bind_forward(const Binding& b) {
                   *kv = sequence(b, b.input(1), b.in<void>(1), n, room);
       const float* before = b.has_input(2) ? b.in<float>(2) + n * work.queries * work.out_width() : nullptr;
       float* out = made(b.output(0), b.out<void>(0), n, room);
-      attention::forward(sequence_of(work, documents_of(b, kDocumentsOfBlock), n), b.threads(), qkv, kv, before,
+      attention::forward(sequence_of(b, work, false, n), b.threads(), qkv, kv, before,
                          b.has_input(3) ? b.in<float>(3) + n * lses : nullptr, out, b.out<float>(1) + n * lses, room);
       put(b, b.output(0), b.out<void>(0), n, out);
     }
@@ -341,8 +345,8 @@ Launch bind_backward(const Binding& b) {
         sequence(b, b.output(0), b.out<void>(0), n, same);
       }
       float* d_kv = made(b.output(1), b.out<void>(1), n, room);
-      attention::backward(sequence_of(work, documents_of(b, kDocumentsOfGradient), n), b.threads(), d_out, qkv, kv, out,
-                          lse, d_qkv, b.accumulates(0), d_kv, room);
+      attention::backward(sequence_of(b, work, true, n), b.threads(), d_out, qkv, kv, out, lse, d_qkv, b.accumulates(0),
+                          d_kv, room);
       put(b, b.output(0), b.out<void>(0), n, d_qkv);
       put(b, b.output(1), b.out<void>(1), n, d_kv);
     }
@@ -355,10 +359,16 @@ template <class T>
 struct Plain {
   Work w;
   std::vector<int64_t> keys{};  // positions
-  Plain(Work work, const int32_t* documents) : w(std::move(work)) {
-    w.documents = documents;
+  Plain(const Binding& b, Work work, bool gradient) : w(std::move(work)) {
+    const int at = gradient ? kDocumentsOfGradient : kDocumentsOfBlock;
+    w.documents = documents_of(b, at);
+    w.dropped = attention::drawn_by(b, gradient, at + 1);
     for (const Run& run : w.key_at)
       for (int64_t i = 0; i < run.count; ++i) keys.push_back(run.first + i);
+  }
+  // What dropout keeps of the probability of a query and a key.
+  T kept(int64_t n, int64_t head, int64_t t, size_t k) const {
+    return T(w.dropped.kept(n, head, w.query_at(t), keys[k]));
   }
   T dot(const T* a, const T* b) const {
     T sum = 0;
@@ -382,7 +392,7 @@ struct Plain {
 
 template <class T>
 void context_reference_forward(const Binding& b) {
-  const Plain<T> p(work_on(b, b.input(0), b.input(1)), documents_of(b, kDocumentsOfBlock));
+  const Plain<T> p(b, work_on(b, b.input(0), b.input(1)), false);
   const bool goes_on = b.has_input(2);
   std::vector<T> score(p.keys.size()), sum(size_t(p.w.size));
   p.queries([&](int64_t n, int64_t head, int64_t t) {
@@ -397,8 +407,9 @@ void context_reference_forward(const Binding& b) {
     for (int64_t i = 0; i < p.w.size; ++i) sum[size_t(i)] = goes_on ? b.in<T>(2)[o + i] * total : T(0);
     for (size_t k = 0; k < p.keys.size(); ++k) {
       if (!p.w.sees(n, t, p.keys[k])) continue;
-      const T weight = std::exp(score[k] - top);
+      T weight = std::exp(score[k] - top);
       total += weight;
+      weight *= p.kept(n, head, t, k);
       for (int64_t i = 0; i < p.w.size; ++i)
         sum[size_t(i)] += weight * b.in<T>(1)[p.key(n, head, int64_t(k)) + p.w.size + i];
     }
@@ -409,7 +420,7 @@ void context_reference_forward(const Binding& b) {
 
 template <class T>
 void context_reference_backward(const Binding& b) {
-  const Plain<T> p(work_on(b, b.input(1), b.input(2)), documents_of(b, kDocumentsOfGradient));
+  const Plain<T> p(b, work_on(b, b.input(1), b.input(2)), true);
   if (!b.accumulates(0)) std::fill_n(b.out<T>(0), elements(b.output(0).shape), T(0));
   std::fill_n(b.out<T>(1), elements(b.output(1).shape), T(0));
   p.queries([&](int64_t n, int64_t head, int64_t t) {
@@ -422,11 +433,11 @@ void context_reference_backward(const Binding& b) {
       const T *key = b.in<T>(2) + at, *value = key + p.w.size;
       const attention::PlainScore<T> score(p.w, p.dot(query, key));
       const T weight = std::exp(score.value - lse);
-      const T slope = weight * (p.dot(d_out, value) - whole) * score.slope;
+      const T kept = p.kept(n, head, t, k), slope = weight * (kept * p.dot(d_out, value) - whole) * score.slope;
       for (int64_t i = 0; i < p.w.size; ++i) {
         d_query[i] += slope * key[i];
         b.out<T>(1)[at + i] += slope * query[i];
-        b.out<T>(1)[at + p.w.size + i] += weight * d_out[i];
+        b.out<T>(1)[at + p.w.size + i] += weight * kept * d_out[i];
       }
     }
   });
@@ -459,7 +470,7 @@ Attributes of_all(const Attributes& attributes, const Tensor& qkv) {
 
 std::vector<TensorId> inputs_of_gradient(Differentiation& d, TensorId kv) {
   std::vector<TensorId> inputs{d.output_gradient(0), d.input(0), kv, d.output(0), d.output(1)};
-  if (d.forward().has_input(kDocumentsOfBlock)) inputs.push_back(d.input(kDocumentsOfBlock));
+  for (int i = kDocumentsOfBlock; i < d.forward().inputs(); ++i) inputs.push_back(d.input(i));
   return inputs;
 }
 
@@ -512,7 +523,10 @@ void check_documents(const OpView& v, int qkv, int documents) {
   const bool right =
       !v.has_input(documents) || (v.input(documents).dtype == DType::i32 &&
                                   v.input(documents).shape == Shape{v.input(qkv).shape[0], v.input(qkv).shape[kTime]});
-  require(right && v.inputs() <= documents + 1, v, "at most the places where documents begin, i32 (B, T)");
+  require(
+      right && attention::drops_right(v, documents + 1), v,
+      "at most the places where documents begin, i32 (B, T), and with an attribute dropout in [0, 1) stream and the "
+      "scalars seed and step");
 }
 
 void register_block(const std::string& name, const Sharding& forward, const Sharding& backward,
@@ -520,7 +534,7 @@ void register_block(const std::string& name, const Sharding& forward, const Shar
   OpKind block{.name = name,
                .summary =
                    "qkv (B, T, K·(P+2)·D), kv of a block (B, S, K·2·D), [o, lse so far], [where documents begin i32 "
-                   "(B, T)] -> o (B, T, H·D), lse (B, H, T); causal by positions"};
+                   "(B, T)], [seed, step] -> o (B, T, H·D), lse (B, H, T); causal by positions"};
   block.shape = [](const OpView& v) -> std::vector<TensorSpec> {
     check_block(v, 0);
     check_documents(v, 0, kDocumentsOfBlock);
@@ -548,7 +562,9 @@ void register_block(const std::string& name, const Sharding& forward, const Shar
   register_kind(std::move(block));
 
   OpKind back{.name = name + "_gradient",
-              .summary = "do, qkv, kv of a block, o, lse -> dqkv, of queries alone, dkv of the block"};
+              .summary =
+                  "do, qkv, kv of a block, o, lse, [where documents begin], [seed, step] -> dqkv, of queries alone, "
+                  "dkv of the block"};
   back.shape = [](const OpView& v) -> std::vector<TensorSpec> {
     check_block(v, 1);
     require(
@@ -576,7 +592,11 @@ void register_block(const std::string& name, const Sharding& forward, const Shar
 
 // ---- what takes the place of context_attention ----
 
-std::vector<TensorId> turned(Builder& build, TensorId qkv, Attributes attributes, const std::string& axis, int size) {
+// What an attention has behind qkv: where documents begin, if anything is there, and the scalars of dropout.
+using More = std::vector<TensorId>;
+
+std::vector<TensorId> turned(Builder& build, TensorId qkv, const More& more, Attributes attributes,
+                             const std::string& axis, int size) {
   const int64_t groups = build[qkv].shape[kHeads] /
                          ((attributes.integer("queries_per_group") + 2) * attributes.integer("head_size")),
                 per_group = attributes.integer("queries_per_group"), times = size / std::gcd(groups, int64_t(size));
@@ -596,11 +616,13 @@ std::vector<TensorId> turned(Builder& build, TensorId qkv, Attributes attributes
         "all_to_all", {id},
         {{"axis", axis}, {"size", int64_t(size)}, {"gather", int64_t(gather)}, {"split", int64_t(split)}});
   };
-  const auto made = build.emit_all("attention", {turn(qkv, kTime, kHeads)}, attributes);
+  More inputs{turn(qkv, kTime, kHeads)};
+  inputs.insert(inputs.end(), more.begin(), more.end());
+  const auto made = build.emit_all("attention", inputs, attributes);
   return {turn(made[0], kHeads, kTime), made[1]};
 }
 
-std::vector<TensorId> around_ring(Builder& build, TensorId qkv, TensorId documents, const Attributes& attributes) {
+std::vector<TensorId> around_ring(Builder& build, TensorId qkv, const More& more, const Attributes& attributes) {
   const int64_t size = attributes.integer("size");
   TensorId kv = build.emit("keys_values", {qkv}, attributes);
   std::vector<TensorId> made;
@@ -608,7 +630,7 @@ std::vector<TensorId> around_ring(Builder& build, TensorId qkv, TensorId documen
     const TensorId next = step + 1 < size ? build.emit("shift", {kv}, onwards(attributes)) : TensorId{};
     std::vector<TensorId> inputs{qkv, kv};
     inputs.insert(inputs.end(), made.begin(), made.end());
-    if (documents) inputs.resize(kDocumentsOfBlock), inputs.push_back(documents);
+    if (!more.empty()) inputs.resize(kDocumentsOfBlock), inputs.insert(inputs.end(), more.begin(), more.end());
     made = build.emit_all("ring_attention", inputs, of_step(attributes, step));
     kv = next;
   }
@@ -617,19 +639,20 @@ std::vector<TensorId> around_ring(Builder& build, TensorId qkv, TensorId documen
 
 std::vector<TensorId> spread(Builder& build, const OpView& v, const std::string& axis, int size) {
   const std::string form = v.attributes().string("form");
-  const TensorId qkv = v.op().inputs[0], documents = v.has_input(1) ? v.op().inputs[1] : TensorId{};
+  const TensorId qkv = v.op().inputs[0];
+  const More more(v.op().inputs.begin() + 1, v.op().inputs.end());
   Attributes attributes = attention::own_attributes(v.attributes());
-  if (form == "ulysses" && documents)
+  if (form == "ulysses" && v.has_input(1))
     throw Error(
         "data.packed keeps documents apart, which attention = \"ulysses\" cannot yet, as each of its ranks "
         "attends over all tokens and knows of its own only where documents begin; use \"ring\" or \"gather\".");
-  if (form == "ulysses") return turned(build, qkv, attributes, axis, size);
+  if (form == "ulysses") return turned(build, qkv, more, attributes, axis, size);
   attributes.set("axis", axis);
   attributes.set("size", int64_t(size));
-  if (form == "ring") return around_ring(build, qkv, documents, attributes);
+  if (form == "ring") return around_ring(build, qkv, more, attributes);
   const TensorId kv = build.emit("keys_values", {qkv}, attributes);
   std::vector<TensorId> inputs{qkv, build.emit("all_gather", {kv}, of_all(attributes, build[qkv]))};
-  if (documents) inputs.resize(kDocumentsOfBlock), inputs.push_back(documents);
+  if (!more.empty()) inputs.resize(kDocumentsOfBlock), inputs.insert(inputs.end(), more.begin(), more.end());
   return build.emit_all("gathered_attention", inputs, attributes);
 }
 
@@ -638,10 +661,10 @@ const AtLoad context_attention_registered([] {
   register_repeat();
   // In a ring the block is a share of another rank, by layout as if it were this one's. On gathered keys the gradient
   // of keys and values is a sum over the ranks.
-  register_block("ring_attention", {.dimensions = "bth, bth, bth, bht, bt -> bth, bht"},
-                 {.dimensions = "bth, bth, bth, bth, bht, bt -> bth, bth"}, differentiate_ring);
-  register_block("gathered_attention", {.dimensions = "bth, bsh, bth, bht, bt -> bth, bht", .whole = "s"},
-                 {.dimensions = "bth, bth, bsh, bth, bht, bt -> bth, bsh", .whole = "s"}, differentiate_gathered);
+  register_block("ring_attention", {.dimensions = "bth, bth, bth, bht, bt, _, _ -> bth, bht"},
+                 {.dimensions = "bth, bth, bth, bth, bht, bt, _, _ -> bth, bth"}, differentiate_ring);
+  register_block("gathered_attention", {.dimensions = "bth, bsh, bth, bht, bt, _, _ -> bth, bht", .whole = "s"},
+                 {.dimensions = "bth, bth, bsh, bth, bht, bt, _, _ -> bth, bsh", .whole = "s"}, differentiate_gathered);
   register_kind({.name = "context_attention",
                  .summary = "attention of tokens that an axis splits, attribute form = gather, ulysses or ring: others "
                             "take its place when the program is split",
@@ -650,7 +673,7 @@ const AtLoad context_attention_registered([] {
                    return find_kind("attention").shape(v);
                  },
                  .half = true,
-                 .sharding = {.dimensions = "bth, bt -> bth, bht", .replaced = "t", .replace = spread}});
+                 .sharding = {.dimensions = "bth, bt, _, _ -> bth, bht", .replaced = "t", .replace = spread}});
 });
 
 }  // namespace

@@ -29,7 +29,7 @@ struct Case {
   int ranks = 1;
   bool paired = false;
   int64_t batch = 1, time = 4, groups = 1, per_group = 1, size = 2, window = 0;
-  double soft_cap = 0;
+  double soft_cap = 0, dropout = 0;
   std::vector<int32_t> documents{};  // of each token where its document begins; empty: all is one
   Shape qkv() const { return {batch, time, groups * (per_group + 2) * size}; }
   Shape out() const { return {batch, time, groups * per_group * size}; }
@@ -37,7 +37,7 @@ struct Case {
 
 struct Built {
   Program program;
-  TensorId qkv, cotangent, documents, out, gradient;
+  TensorId qkv, cotangent, documents, seed, step, out, gradient;
 };
 
 Mesh mesh_of(int rank, int ranks) { return Mesh(rank, {{"shard", 1}, {"sequence", ranks}}); }
@@ -55,6 +55,14 @@ Built built(const Case& c) {
   std::vector<TensorId> inputs{built.qkv};
   if (!c.documents.empty())
     inputs.push_back(built.documents = build.data("documents", {c.batch, c.time}, DType::i32, {"batch", "time"}));
+  if (c.dropout > 0) {
+    attributes.set("dropout", c.dropout);
+    attributes.set("stream", int64_t{77});
+    inputs.resize(2);
+    inputs.push_back(built.seed = build.data("seed", {1}, DType::f64));
+    inputs.push_back(built.step = build.data("step", {1}, DType::f64));
+  }
+  build.microbatch = 1;
   built.out = build.emit(c.form.empty() ? "attention" : "context_attention", inputs, attributes);
   split_program(built.program, {{.dimension = "time", .axis = "sequence", .role = Role::data, .paired = c.paired}}, {},
                 mesh_of(0, c.ranks));
@@ -92,6 +100,9 @@ std::pair<Values, Values> run(const Case& c, const Values& qkv, const Values& co
         if (planned.documents)
           each(
               planned.documents, [&](int32_t& value, size_t at) { value = c.documents[at]; }, int32_t{});
+        if (c.dropout > 0)
+          *static_cast<double*>(executor.pointer(planned.seed)) = 12,
+          *static_cast<double*>(executor.pointer(planned.step)) = 3;
         executor.run();
         const std::lock_guard lock(mutex);
         each(planned.out, [&](double value, size_t at) { out[at] = value; });
@@ -125,13 +136,15 @@ TEST(ContextAttention, IsAttentionAndItsGradientIsCentralDifferences) {
     c.per_group = draw(random, 1, 3);
     if (draw(random, 0, 1)) c.window = draw(random, 1, c.time + 1);
     if (draw(random, 0, 1)) c.soft_cap = 0.8;
+    if (draw(random, 0, 1)) c.dropout = 0.3;
     if (c.form == "ulysses" && draw(random, 0, 1)) c.groups = 1, c.per_group = c.ranks * draw(random, 1, 2);
     if (c.form != "ulysses" && draw(random, 0, 1))
       for (int64_t i = 0; i < c.batch * c.time; ++i)
         c.documents.push_back(i % c.time > 0 && draw(random, 0, 2) > 0 ? c.documents.back() : int32_t(i % c.time));
     SCOPED_TRACE("STRATA_SEED=" + std::to_string(seed) + " " + c.form + (c.documents.empty() ? "" : " of documents") +
                  (c.paired ? " in pairs, " : ", ") + std::to_string(c.ranks) + " ranks, qkv " + text(c.qkv()) +
-                 ", window " + std::to_string(c.window) + ", cap " + std::to_string(c.soft_cap));
+                 ", window " + std::to_string(c.window) + ", cap " + std::to_string(c.soft_cap) + ", dropout " +
+                 std::to_string(c.dropout));
     const Values qkv = random_values(random, elements(c.qkv())), way = random_values(random, elements(c.qkv())),
                  cotangent = random_values(random, elements(c.out()));
     const auto [out, gradient] = run(c, qkv, cotangent);

@@ -2,10 +2,10 @@
 // stored and every split of the batch, or of the tensor over ranks, drops the same elements.
 #include <algorithm>
 
+#include "engine/ops/dropout_draw.h"
 #include "engine/ops/registration.h"
 #include "engine/ops/vector.h"
 #include "strata/layout.h"
-#include "strata/random.h"
 
 namespace strata {
 namespace {
@@ -77,7 +77,7 @@ struct Mask {
   explicit Mask(const Binding& b)
       : first(std::max(0, b.op().microbatch) * elements(b.output(0).full_shape())),
         global(b.output(0)),
-        threshold(uint32_t(b.attributes().real("probability") * 4294967296.0)),
+        threshold(dropout_threshold(b.attributes().real("probability"))),
         factor(1 / (1 - b.attributes().real("probability"))) {}
   int64_t first;
   GlobalIndex global;
@@ -85,22 +85,17 @@ struct Mask {
   double factor;
 };
 
-struct Draw {
-  uint64_t seed, stream;
-  explicit Draw(const Binding& b)
-      : seed(uint64_t(*b.in<double>(1))),
-        stream(uint64_t(b.attributes().integer("stream")) ^ (uint64_t(*b.in<double>(2)) * 0x9E3779B97F4A7C15ull)) {}
-};
+DropoutDraw draw_of(const Binding& b) { return {*b.in<double>(1), *b.in<double>(2), b.attributes().integer("stream")}; }
 
 Launch bind_cpu(const Binding& b) {
   require(compute_type(b) != DType::f64, b, "f32, bf16 or f16 tensors on the cpu backend");
   return [b, mask = Mask(b)] {
-    const Draw draw(b);
+    const DropoutDraw draw = draw_of(b);
     b.threads().split(elements(b.input(0).shape), kGrain, [&](int64_t i, int64_t e) {
       over_f32<1, 1>(b, i, e, [&](const auto& in, const auto& out, int64_t n, int64_t begin) {
         mask.global.runs(begin, begin + n, [&](int64_t local, int64_t global, int64_t count) {
-          dropout(in[0] + (local - begin), out[0] + (local - begin), count, mask.first + global, mask.threshold,
-                  float(mask.factor), draw.seed, draw.stream);
+          drop_row(in[0] + (local - begin), out[0] + (local - begin), count, mask.first + global, mask.threshold,
+                   float(mask.factor), draw);
         });
       });
     });
@@ -110,11 +105,10 @@ Launch bind_cpu(const Binding& b) {
 template <class T>
 Launch bind_reference(const Binding& b) {
   return [b, mask = Mask(b)] {
-    const Draw draw(b);
+    const DropoutDraw draw = draw_of(b);
     for (int64_t i = 0; i < elements(b.input(0).shape); ++i) {
       const uint64_t index = uint64_t(mask.first + mask.global(i));
-      const bool keep = random_block(draw.seed, draw.stream, index / 4)[index % 4] >= mask.threshold;
-      b.out<T>(0)[i] = keep ? b.in<T>(0)[i] * T(mask.factor) : T(0);
+      b.out<T>(0)[i] = is_kept(draw, index, mask.threshold) ? b.in<T>(0)[i] * T(mask.factor) : T(0);
     }
   };
 }
@@ -148,4 +142,10 @@ const AtLoad dropout_registered([] {
 });
 
 }  // namespace
+
+void drop_row(const float* x, float* y, int64_t count, int64_t first, uint32_t threshold, float factor,
+              const DropoutDraw& draw) {
+  dropout(x, y, count, first, threshold, factor, draw.seed, draw.stream);
+}
+
 }  // namespace strata

@@ -42,6 +42,12 @@ struct Case {
 
 using test::kBackends;
 
+Attributes dropping(Attributes attention) {
+  attention.set("dropout", 0.3);
+  attention.set("stream", int64_t{-5});
+  return attention;
+}
+
 using Values = std::vector<std::vector<double>>;
 
 // A program of the case's op alone, differentiated with respect to its floating-point inputs.
@@ -406,6 +412,8 @@ std::vector<Case> cases(std::mt19937& random) {
       {"attention", {{qkv}}, bent},
       {"attention", {{qkv}, {{batch, time}, kBorders}}, heads},
       {"attention", {{qkv}, {{batch, time}, kBorders}}, bent},
+      {"attention", {{qkv}, {{}}, {{1}, 0, 7}, {{1}, 0, 3}}, dropping(heads)},
+      {"attention", {{qkv}, {{batch, time}, kBorders}, {{1}, 0, 7}, {{1}, 0, 3}}, dropping(bent)},
       {"rotary", {{qkv}}, rotary},
       {"rotary", {{qkv}, {{batch, time}, kBorders}}, rotary},
       {"rotary", {{qkv}}, stretched},
@@ -463,6 +471,7 @@ TEST(Ops, AttentionOfHeadsForTensorCores) {
       const Shape qkv{2, time, 2 * (2 + 2) * size};
       const Attributes heads{{"head_size", size}, {"queries_per_group", int64_t{2}}};
       check({"attention", {{qkv}}, heads}, 5, kBackends);
+      if (time == 65) check({"attention", {{qkv}, {{}}, {{1}, 0, 9}, {{1}, 0, 2}}, dropping(heads)}, 5, kBackends);
       if (HasFatalFailure()) return;
     }
 }
@@ -473,6 +482,7 @@ TEST(Ops, WindowsAndCapsForTensorCores) {
   const Attributes bent{
       {"head_size", int64_t{64}}, {"queries_per_group", int64_t{1}}, {"window", int64_t{20}}, {"soft_cap", 3.0}};
   check({"attention", {{{1, 130, 3 * 64}}}, bent}, 6, kBackends);
+  check({"attention", {{{1, 130, 3 * 64}}, {{}}, {{1}, 0, 9}, {{1}, 0, 2}}, dropping(bent)}, 6, kBackends);
 }
 
 // And of documents, whose borders are not those of tiles; with and without a window.

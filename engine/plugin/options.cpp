@@ -2,6 +2,7 @@
 #include "strata/options.h"
 
 #include <algorithm>
+#include <charconv>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -18,6 +19,13 @@ std::string number_text(double value) {
   char text[32];
   std::snprintf(text, sizeof text, "%.15g", value);
   return text;
+}
+
+// The fewest digits that read back as this number.
+std::string exact_text(double value) {
+  char text[32];
+  const auto end = std::to_chars(text, text + sizeof text, value).ptr;
+  return {text, end};
 }
 
 // A TOML basic string.
@@ -53,6 +61,11 @@ struct Describe {
   std::string operator()(const std::vector<int64_t>* v) const {
     std::string text;
     for (int64_t number : *v) text += (text.empty() ? "" : ", ") + std::to_string(number);
+    return "[" + text + "]";
+  }
+  std::string operator()(const std::vector<double>* v) const {
+    std::string text;
+    for (double number : *v) text += (text.empty() ? "" : ", ") + exact_text(number);
     return "[" + text + "]";
   }
 };
@@ -148,6 +161,18 @@ struct Assign {
     *target = texts && texts->empty() ? std::vector<int64_t>() : as<std::vector<int64_t>>();
     return NAN;
   }
+
+  double operator()(std::vector<double>* target) const {
+    const auto* texts = std::get_if<std::vector<std::string>>(&value);  // what an empty list is
+    const auto* integers = std::get_if<std::vector<int64_t>>(&value);
+    if (integers)
+      target->assign(integers->begin(), integers->end());
+    else
+      *target = texts && texts->empty() ? std::vector<double>() : as<std::vector<double>>();
+    for (const double number : *target)
+      if (!std::isfinite(number)) throw wrong(" must hold finite numbers.");
+    return NAN;
+  }
 };
 
 }  // namespace
@@ -199,8 +224,8 @@ Option& Option::may_change() {
 std::string Option::value_text() const { return std::visit(Describe{}, target_); }
 
 std::string Option::type_name() const {
-  constexpr const char* names[] = {"boolean", "integer", "integer",         "number",
-                                   "string",  "bytes",   "list of strings", "list of integers"};
+  constexpr const char* names[] = {"boolean", "integer",         "integer",          "number",         "string",
+                                   "bytes",   "list of strings", "list of integers", "list of numbers"};
   return names[target_.index()];
 }
 

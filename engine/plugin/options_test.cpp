@@ -70,6 +70,26 @@ TEST(Options, ListsOfIntegers) {
             "o.toml:2:10: t.counts must be a list of integers, but it is an array.");
 }
 
+TEST(Options, ListsOfNumbers) {
+  std::vector<double> factors{1.5};
+  Options options;
+  options.add("factors", factors, "some factors");
+  EXPECT_EQ(options_text(options), "  factors  some factors\n           (list of numbers, default [1.5])\n");
+  const auto read = [&](const std::string& body) {
+    options.read(*Config::parse("[t]\n" + body, "o.toml", {}).root().table("t"));
+  };
+  read("factors = [1, 1.0800000429153442]\n");
+  EXPECT_EQ(factors, (std::vector<double>{1, 1.0800000429153442}));
+  EXPECT_EQ(options.all()[0].value_text(), "[1, 1.0800000429153442]");
+  read("factors = [2, 3]\n");
+  EXPECT_EQ(factors, (std::vector<double>{2, 3}));
+  read("factors = []\n");
+  EXPECT_TRUE(factors.empty());
+  EXPECT_EQ(message_of([&] { read("factors = [\"1\"]\n"); }),
+            "o.toml:2:11: t.factors must be a list of numbers, but it is an array.");
+  EXPECT_EQ(message_of([&] { read("factors = [inf]\n"); }), "o.toml:2:11: t.factors must hold finite numbers.");
+}
+
 TEST(Options, LeavesDefaults) {
   Sample s;
   s.read("");

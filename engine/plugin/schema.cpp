@@ -16,8 +16,9 @@ namespace {
 Json option_schema(const Option& option) {
   Json::Object schema;
   const std::string type = option.type_name();
-  if (type == "list of integers") {
-    schema = {{"type", "array"}, {"items", Json::Object{{"type", "integer"}}}};
+  if (type == "list of integers" || type == "list of numbers") {
+    const std::string item = type == "list of numbers" ? "number" : "integer";
+    schema = {{"type", "array"}, {"items", Json::Object{{"type", item}}}};
   } else if (type == "list of strings") {
     schema = {{"type", Json::Array{"array", "string"}}, {"items", Json::Object{{"type", "string"}}}};
   } else if (type == "bytes") {

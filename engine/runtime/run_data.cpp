@@ -13,6 +13,15 @@ std::vector<DataSource> sources_for(const Session& session, Goal goal) {
   return {{.name = "", .files = session.data.validation}};
 }
 
+// A loss of tokens that mean something else would say nothing. Throws Error with both files.
+void require_tokenizer_of_training(const Session& session) {
+  std::vector<std::string> files;
+  for (const DataSource& source : session.data.sources)
+    files.insert(files.end(), source.files.begin(), source.files.end());
+  files.insert(files.end(), session.data.validation.begin(), session.data.validation.end());
+  tokenizer_of(files);
+}
+
 }  // namespace
 
 RunData::RunData(const Session& session, Goal goal, int64_t vocabulary)
@@ -23,6 +32,7 @@ RunData::RunData(const Session& session, Goal goal, int64_t vocabulary)
                                             .shuffle = goal == Goal::train && session.data.shuffle,
                                             .packed = session.data.packed,
                                             .seed = goal == Goal::train ? uint64_t(session.run.seed) : 0}) {
+  if (goal != Goal::train) require_tokenizer_of_training(session);
   if (goal != Goal::train || batch_.weighted || !mixture_.masked()) return;
   throw Error("a loss mask appeared beside the files of data.train after the run was planned; start again.");
 }

@@ -23,7 +23,7 @@ std::string changed(const std::string& from, const std::string& to) {
 TEST(SameModel, WhatShapesDoNotShowIsRefusedByKey) {
   EXPECT_EQ(compared(kModel, changed("layers = 5", "layers = 2")),
             "runs/a: is a checkpoint of another model: it was written with model.layers = 5, but the configuration has "
-            "model.layers = 2. What may differ: model.context, model.dropout, model.family.");
+            "model.layers = 2. What may differ: model.attention_dropout, model.context, model.dropout, model.family.");
   const auto refused = [&](const std::string& now, const std::string& theirs, const std::string& ours) {
     const std::string message = compared(kModel, now);
     EXPECT_NE(message.find("written with " + theirs + ", but the configuration has " + ours + "."), std::string::npos)
@@ -39,7 +39,7 @@ TEST(SameModel, WhatShapesDoNotShowIsRefusedByKey) {
 TEST(SameModel, WhatIsTheSameIsTaken) {
   const std::string none = "(no error)";
   EXPECT_EQ(compared(kModel, kModel), none);
-  EXPECT_EQ(compared(kModel, kModel + "dropout = 0.3\n"), none);
+  EXPECT_EQ(compared(kModel, kModel + "dropout = 0.3\nattention_dropout = 0.2\n"), none);
   EXPECT_EQ(compared(kModel, changed("context = 32", "context = 64")), none);  // rotary positions have no table
   // A default, and what follows from other options, written out.
   EXPECT_EQ(compared(kModel, kModel + "kv_heads = 4\nhead_size = 16\nffn = 256\nrotary_base = 10000.0\n"), none);

@@ -23,7 +23,7 @@ std::string text(Bytes);  // "1.50 GiB"
 class Option {
  public:
   using Target = std::variant<bool*, int*, int64_t*, double*, std::string*, Bytes*, std::vector<std::string>*,
-                              std::vector<int64_t>*>;
+                              std::vector<int64_t>*, std::vector<double>*>;
   Option(std::string name, Target target, std::string help);
 
   // Constraints; each returns *this so that they chain.
@@ -46,7 +46,7 @@ class Option {
   bool is_per_rank() const { return per_rank_; }
   bool is_changeable() const { return changeable_; }
   std::string type_name() const;  // "integer", "number", "string", "boolean", "bytes", "list of strings",
-                                  // "list of integers"
+                                  // "list of integers", "list of numbers"
   const std::string& default_text() const { return default_; }  // as it stood at declaration, in TOML syntax
   std::string value_text() const;                               // as it stands now, likewise
   std::string range_text() const;                               // "> 0", "0 to 1", "" when free

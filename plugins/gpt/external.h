@@ -12,8 +12,6 @@
 // From the text of a config.json; nothing when it is of another architecture. Throws strata::Error for a setting that
 // the model does not have.
 std::optional<GptConfig> gpt_from_external(const std::string& config_json);
-// What of a config.json that gpt_from_external takes is not so in training here, as comments of TOML; "" where all is.
-std::string gpt_left_out(const std::string& config_json);
 std::string gpt_to_toml(const GptConfig& config);  // a [model] table
 // For a resolved configuration (no zeros left). Throw strata::Error when no architecture, or not that of `family`, can
 // say all of it.

@@ -59,19 +59,11 @@ inline constexpr ExternalField kGpt2[] = {{"n_layer"},
                                           {"add_cross_attention", fixed, "false"}};
 
 // Of all families since Llama, and then of each.
-inline constexpr ExternalField kSinceLlama[] = {{"num_hidden_layers"},
-                                                {"hidden_size"},
-                                                {"num_attention_heads"},
-                                                {"num_key_value_heads"},
-                                                {"intermediate_size"},
-                                                {"vocab_size"},
-                                                {"max_position_embeddings"},
-                                                {"rms_norm_eps"},
-                                                {"rope_theta"},
-                                                {"rope_scaling"},
-                                                {"rope_parameters"},
-                                                {"partial_rotary_factor"},
-                                                {"attention_dropout", fixed, "0.0"}};
+inline constexpr ExternalField kSinceLlama[] = {
+    {"num_hidden_layers"}, {"hidden_size"},  {"num_attention_heads"},     {"num_key_value_heads"},
+    {"intermediate_size"}, {"vocab_size"},   {"max_position_embeddings"}, {"rms_norm_eps"},
+    {"rope_theta"},        {"rope_scaling"}, {"rope_parameters"},         {"partial_rotary_factor"},
+    {"attention_dropout"}};
 inline constexpr ExternalField kLlama[] = {
     {"head_dim"}, {"hidden_act"}, {"attention_bias"}, {"mlp_bias"}, {"pretraining_tp", harmless}};
 inline constexpr ExternalField kQwen[] = {{"head_dim"},       {"hidden_act"},        {"use_sliding_window"},
@@ -109,13 +101,12 @@ inline constexpr ExternalField kQwen2Moe[] = {{"head_dim"},
                                               {"norm_topk_prob", others},
                                               {"decoder_sparse_step", others},
                                               {"mlp_only_layers", others}};
-inline constexpr ExternalField kPhi3[] = {
-    {"hidden_act"},
-    {"sliding_window"},
-    {"original_max_position_embeddings", harmless},  // of longrope, which is refused
-    {"resid_pdrop", fixed, "0.0"},
-    {"embd_pdrop", fixed, "0.0"},
-    {"attention_bias", fixed, "false"}};
+inline constexpr ExternalField kPhi3[] = {{"hidden_act"},
+                                          {"sliding_window"},
+                                          {"original_max_position_embeddings"},
+                                          {"resid_pdrop", fixed, "0.0"},
+                                          {"embd_pdrop", fixed, "0.0"},
+                                          {"attention_bias", fixed, "false"}};
 inline constexpr ExternalField kGemma[] = {{"head_dim"},
                                            {"hidden_activation"},
                                            {"hidden_act", harmless},

@@ -46,6 +46,7 @@ void check_fields(const Json& config, const ExternalFamily& family) {
 std::string number_text(double value) {
   char text[32];
   std::snprintf(text, sizeof text, "%.12g", value);
+  if (std::strtod(text, nullptr) != value) std::snprintf(text, sizeof text, "%.17g", value);
   std::string result = text;
   if (result.find_first_of(".en") == std::string::npos) result += ".0";
   return result;

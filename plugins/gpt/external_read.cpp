@@ -1,5 +1,6 @@
 // From config.json to options; see external.h.
 #include <algorithm>
+#include <cmath>
 #include <functional>
 
 #include "plugins/gpt/external.h"
@@ -22,6 +23,13 @@ std::string activation_of(const Settings& s, const char* key, const char* usual,
   return std::string(found->ours);
 }
 
+double dropout_of(const Settings& s, const char* key, double absent) {
+  const double dropout = s.number(key, absent);
+  if (!(dropout >= 0 && dropout <= 0.99))
+    throw Error(s.name(key) + " is " + number_text(dropout) + "; expected 0 to 0.99.");
+  return dropout;
+}
+
 GptConfig from_gpt2(const Settings& s) {
   GptConfig c;
   c.layers = s.size("n_layer", 0, kMostLayers);
@@ -31,9 +39,8 @@ GptConfig from_gpt2(const Settings& s) {
   c.vocabulary = s.size("vocab_size");
   c.context = s.size("n_positions", 1024);
   c.norm_epsilon = s.positive("layer_norm_epsilon", 1e-5);
-  c.dropout = s.number("resid_pdrop", 0.1);  // and embd_pdrop; attention has none here (gpt_left_out)
-  if (!(c.dropout >= 0 && c.dropout <= 0.99))
-    throw Error("config.json: \"resid_pdrop\" is " + number_text(c.dropout) + "; expected 0 to 0.99.");
+  c.dropout = dropout_of(s, "resid_pdrop", 0.1);  // and embd_pdrop
+  c.attention_dropout = dropout_of(s, "attn_pdrop", 0.1);
   if (const double embedding = s.number("embd_pdrop", c.dropout); embedding != c.dropout)
     throw Error("config.json sets \"embd_pdrop\" to " + number_text(embedding) + " and \"resid_pdrop\" to " +
                 number_text(c.dropout) + "; the gpt plugin has one dropout for both.");
@@ -58,7 +65,9 @@ void check_rope(const Settings& rope, const std::string& table) {
                                                "mscale",
                                                "mscale_all_dim",
                                                "partial_rotary_factor",
-                                               "truncate"};
+                                               "truncate",
+                                               "short_factor",
+                                               "long_factor"};
   for (const auto& [key, value] : rope.json().object("config.json: \"" + table + "\""))
     if (!value.is_null() && std::find(std::begin(known), std::end(known), key) == std::end(known))
       throw Error("config.json sets \"" + table + "." + key + "\" in rotary positions of type \"" +
@@ -69,22 +78,46 @@ void check_rope(const Settings& rope, const std::string& table) {
 double yarn_amplitude(const Settings& rope, double factor) {
   if (rope.present("attention_factor")) {
     const double said = rope.positive("attention_factor", 1);
-    return said == usual_amplitude("yarn", factor) ? 0 : said;
+    return said == usual_amplitude("yarn", factor, 0) ? 0 : said;
   }
   const double numerator = rope.number("mscale", 0), denominator = rope.number("mscale_all_dim", 0);
-  const auto amplitude = [&](double scale) { return 1 + scale * (usual_amplitude("yarn", factor) - 1); };
+  const auto amplitude = [&](double scale) { return 1 + scale * (usual_amplitude("yarn", factor, 0) - 1); };
   return numerator != 0 && denominator != 0 ? amplitude(numerator) / amplitude(denominator) : 0;
+}
+
+// Factors of "longrope" (arXiv 2402.13753), as Phi-3 has them. c.rotary_original_context is known. What it is stretched
+// by only counts in the amplitude, and from 1 on.
+void read_longrope(const Settings& rope, const std::string& table, GptConfig& c) {
+  for (const auto& [key, factors] : {std::pair{"short_factor", &c.rotary_short}, {"long_factor", &c.rotary_long}}) {
+    if (!rope.present(key)) throw Error("config.json lacks \"" + table + "." + key + "\".");
+    for (const Json& factor : rope.find(key)->array(rope.name(key))) {
+      factors->push_back(factor.number(rope.name(key)));
+      if (!(factors->back() > 0 && std::isfinite(factors->back())))
+        throw Error(rope.name(key) + " has " + number_text(factors->back()) + "; expected numbers above 0.");
+    }
+  }
+  if (c.rotary_original_context < 2)
+    throw Error("config.json: the original context of longrope is " + std::to_string(c.rotary_original_context) +
+                "; expected at least 2 tokens.");
+  c.rotary_factor = std::max(1.0, rope.positive("factor", double(c.context) / double(c.rotary_original_context)));
+  const double said = rope.present("attention_factor") ? rope.positive("attention_factor", 1) : 0;
+  c.rotary_amplitude = said == usual_amplitude("longrope", c.rotary_factor, c.rotary_original_context) ? 0 : said;
 }
 
 void read_scaling(const Settings& rope, const std::string& table, GptConfig& c) {
   check_rope(rope, table);
   const std::string type = rope.string("rope_type", rope.string("type", "default").c_str());
   if (type == "default") return;
-  static constexpr std::string_view known[] = {"linear", "dynamic", "llama3", "yarn"};
+  static constexpr std::string_view known[] = {"linear", "dynamic", "llama3", "yarn", "longrope"};
   if (std::find(std::begin(known), std::end(known), type) == std::end(known))
     throw Error("config.json sets \"" + table + "\" of type \"" + type +
-                "\"; the gpt plugin has default, linear, dynamic, llama3 and yarn.");
+                "\"; the gpt plugin has default, linear, dynamic, llama3, yarn and longrope.");
   c.rotary_scaling = type;
+  if (type == "longrope") {
+    if (c.rotary_original_context == 0)
+      c.rotary_original_context = rope.size("original_max_position_embeddings", c.context);
+    return read_longrope(rope, table, c);
+  }
   if (!rope.present("factor") && type != "yarn") throw Error("config.json lacks \"" + table + ".factor\".");
   // Dynamic scaling begins behind max_position_embeddings, whatever else is said.
   c.rotary_original_context = type == "dynamic" ? c.context : rope.size("original_max_position_embeddings", c.context);
@@ -166,6 +199,7 @@ GptConfig from_llama(const Settings& s, int64_t kv_absent, int64_t context, doub
   c.bias = false;
   c.tied = s.boolean("tie_word_embeddings", false);
   c.activation = "swiglu";
+  c.attention_dropout = dropout_of(s, "attention_dropout", 0);
   return c;
 }
 
@@ -316,18 +350,40 @@ GptConfig from_qwen3_moe(const Settings& s) {
   return c;
 }
 
+// Phi-3 has the default rotary positions or longrope, which older folders call "su" or "yarn". Its original context is
+// a field beside max_position_embeddings, whatever the table says.
+void read_phi3_rotary(const Settings& s, GptConfig& c) {
+  c.rotary_base = s.positive("rope_theta", 10000);
+  for (const char* table : {"rope_scaling", "rope_parameters"}) {
+    if (!s.present(table)) continue;
+    const Settings rope(*s.find(table), table);
+    c.rotary_base = rope.positive("rope_theta", c.rotary_base);
+    check_rope(rope, table);
+    const std::string type = rope.string("rope_type", rope.string("type", "default").c_str());
+    if (type == "default") return;
+    if (type != "longrope" && type != "su" && type != "yarn")
+      throw Error("config.json sets \"" + std::string(table) + "\" of type \"" + type +
+                  "\"; expected default or longrope (su, yarn) in this family.");
+    c.rotary_scaling = "longrope";
+    c.rotary_original_context = s.size("original_max_position_embeddings", 4096);
+    if (const int64_t other = rope.size("original_max_position_embeddings", c.rotary_original_context);
+        other != c.rotary_original_context)
+      throw Error("config.json: \"original_max_position_embeddings\" is " + std::to_string(c.rotary_original_context) +
+                  ", but " + std::to_string(other) + " in \"" + table + "\"; make them one.");
+    return read_longrope(rope, table, c);
+  }
+}
+
 GptConfig from_phi3(const Settings& s) {
   GptConfig c = from_llama(s, 0, 4096, 1e-5);
   read_gate(s, c);
-  for (const char* table : {"rope_scaling", "rope_parameters"})  // "yarn" stood for longrope there
-    if (s.present(table))
-      if (const Settings rope(*s.find(table), table);
-          rope.string("rope_type", rope.string("type", "default").c_str()) != "default")
-        throw Error("config.json sets \"" + std::string(table) + "\" of type \"" +
-                    rope.string("rope_type", rope.string("type", "").c_str()) +
-                    "\"; the gpt plugin has the default rotary positions only in this family (longrope is not built).");
-  read_rotary(s, c);
+  read_phi3_rotary(s, c);
   read_rotary_size(s, c, true);
+  const int64_t pairs = (c.rotary_size > 0 ? c.rotary_size : c.hidden / c.heads) / 2;
+  for (const auto& [key, factors] : {std::pair{"short_factor", &c.rotary_short}, {"long_factor", &c.rotary_long}})
+    if (c.rotary_scaling == "longrope" && int64_t(factors->size()) != pairs)
+      throw Error("config.json: \"" + std::string(key) + "\" has " + std::to_string(factors->size()) +
+                  " numbers; expected " + std::to_string(pairs) + ", one for each pair of a head that turns.");
   c.window = window_of(s, 0);
   return c;
 }
@@ -364,13 +420,4 @@ std::optional<GptConfig> gpt_from_external(const std::string& config_json) {
                                       : from_gemma(s, true);
   c.family = type;
   return c;
-}
-
-std::string gpt_left_out(const std::string& config_json) {
-  const Json json = Json::parse(config_json, "config.json");
-  const Settings s(json);
-  if (s.string("model_type", "") != "gpt2") return "";
-  const double dropout = s.number("attn_pdrop", 0.1);
-  if (dropout == 0) return "";
-  return "# config.json's \"attn_pdrop\" of " + number_text(dropout) + " is left out: attention has no dropout here.\n";
 }

@@ -28,13 +28,26 @@ Json::Object gpt2(const GptConfig& c) {
           {"layer_norm_epsilon", c.norm_epsilon},
           {"resid_pdrop", c.dropout},
           {"embd_pdrop", c.dropout},
-          {"attn_pdrop", 0.0}};
+          {"attn_pdrop", c.attention_dropout}};
 }
 
-Json scaling(const GptConfig& c) {
+// As Phi-3's files have it: what its longrope is stretched by follows from two fields beside the table.
+Json longrope_of_phi3(const GptConfig& c) {
+  Json::Object o{{"type", "longrope"},
+                 {"short_factor", Json::Array(c.rotary_short.begin(), c.rotary_short.end())},
+                 {"long_factor", Json::Array(c.rotary_long.begin(), c.rotary_long.end())}};
+  if (c.rotary_factor != std::max(1.0, double(c.context) / double(c.rotary_original_context)))
+    o.emplace_back("factor", c.rotary_factor);
+  if (c.rotary_amplitude != usual_amplitude("longrope", c.rotary_factor, c.rotary_original_context))
+    o.emplace_back("attention_factor", c.rotary_amplitude);
+  return Json(std::move(o));
+}
+
+Json scaling(const GptConfig& c, std::string_view family) {
   if (c.rotary_scaling == "none") return nullptr;
+  if (family == "phi3" && c.rotary_scaling == "longrope") return longrope_of_phi3(c);
   Json::Object o{{"rope_type", c.rotary_scaling}, {"factor", c.rotary_factor}};
-  if (c.rotary_scaling == "llama3" || c.rotary_scaling == "yarn")
+  if (c.rotary_scaling == "llama3" || c.rotary_scaling == "yarn" || c.rotary_scaling == "longrope")
     o.emplace_back("original_max_position_embeddings", c.rotary_original_context);
   if (c.rotary_scaling == "llama3") {
     o.emplace_back("low_freq_factor", c.rotary_low);
@@ -43,9 +56,13 @@ Json scaling(const GptConfig& c) {
   if (c.rotary_scaling == "yarn") {
     o.emplace_back("beta_slow", c.rotary_low);
     o.emplace_back("beta_fast", c.rotary_high);
-    if (c.rotary_amplitude != usual_amplitude("yarn", c.rotary_factor))
-      o.emplace_back("attention_factor", c.rotary_amplitude);
   }
+  if (c.rotary_scaling == "longrope") {
+    o.emplace_back("short_factor", Json::Array(c.rotary_short.begin(), c.rotary_short.end()));
+    o.emplace_back("long_factor", Json::Array(c.rotary_long.begin(), c.rotary_long.end()));
+  }
+  if (c.rotary_amplitude != usual_amplitude(c.rotary_scaling, c.rotary_factor, c.rotary_original_context))
+    o.emplace_back("attention_factor", c.rotary_amplitude);
   return Json(std::move(o));
 }
 
@@ -67,15 +84,18 @@ Json::Object llama(const GptConfig& c, std::string_view type) {
                  {"max_position_embeddings", c.rotary_scaling == "dynamic" ? c.rotary_original_context : c.context},
                  {"rms_norm_eps", c.norm_epsilon},
                  {"rope_theta", c.rotary_base},
+                 {"attention_dropout", c.attention_dropout},
                  {gemma ? "hidden_activation" : "hidden_act", name_of(kGatedActivations, c.activation)}};
   if (type != "phi3") o.emplace_back("head_dim", c.head_size);
-  if (Json stretched = scaling(c); !stretched.is_null()) o.emplace_back("rope_scaling", std::move(stretched));
+  if (Json stretched = scaling(c, type); !stretched.is_null()) o.emplace_back("rope_scaling", std::move(stretched));
   if (type == "llama" || type.starts_with("qwen3") || gemma)
     o.emplace_back("attention_bias", c.qkv_bias && c.output_bias);
   if (type == "llama") o.emplace_back("mlp_bias", c.mlp_bias);
   if (type == "qwen2_moe") o.emplace_back("qkv_bias", c.qkv_bias);
   if (type == "phi3" && c.rotary_size != c.head_size)
     o.emplace_back("partial_rotary_factor", double(c.rotary_size) / double(c.head_size));
+  if (type == "phi3" && c.rotary_scaling == "longrope")
+    o.emplace_back("original_max_position_embeddings", c.rotary_original_context);
   // The class's padding token, which is not in a smaller vocabulary.
   if (type == "phi3" && c.vocabulary <= 32000) o.emplace_back("pad_token_id", nullptr);
   if (qwen) {
@@ -118,7 +138,8 @@ GptConfig canonical(GptConfig c) {
   if (c.score_scalar == 0) c.score_scalar = double(c.head_size);
   if (c.rotary_size == 0) c.rotary_size = c.head_size;
   if (c.rotary_original_context == 0) c.rotary_original_context = c.context;
-  if (c.rotary_amplitude == 0) c.rotary_amplitude = usual_amplitude(c.rotary_scaling, c.rotary_factor);
+  if (c.rotary_amplitude == 0)
+    c.rotary_amplitude = usual_amplitude(c.rotary_scaling, c.rotary_factor, c.rotary_original_context);
   if (c.positions == "learned")
     c.rotary_base = usual.rotary_base, c.rotary_size = c.head_size, c.rotary_scaling = usual.rotary_scaling;
   else if (c.rotary_scaling == "dynamic")
@@ -126,6 +147,7 @@ GptConfig canonical(GptConfig c) {
   if (c.rotary_scaling == "none") c.rotary_factor = 1, c.rotary_original_context = c.context, c.rotary_amplitude = 1;
   if (c.rotary_scaling != "llama3" && c.rotary_scaling != "yarn")
     c.rotary_low = usual.rotary_low, c.rotary_high = usual.rotary_high;
+  if (c.rotary_scaling != "longrope") c.rotary_short.clear(), c.rotary_long.clear();
   if (c.window == 0) c.layer_kinds.clear(), c.local_rotary_base = 0;
   if (!c.layer_kinds.empty()) {  // layer by layer
     std::vector<std::string> all;
@@ -135,7 +157,7 @@ GptConfig canonical(GptConfig c) {
     if (!all.empty() && std::find(all.begin(), all.end(), "local") == all.end())
       c.layer_kinds.clear(), c.window = 0, c.local_rotary_base = 0;
   }
-  c.dropout = 0;
+  c.dropout = c.attention_dropout = 0;
   c.family.clear();
   return c;
 }
@@ -185,6 +207,7 @@ const ExternalFamily& family_of(const GptConfig& c) {
 std::string gpt_to_external(const GptConfig& c) {
   GptConfig whole = canonical(c);
   whole.dropout = c.dropout;
+  whole.attention_dropout = c.attention_dropout;
   return written(whole, family_of(c)).dump(2) + "\n";
 }
 
@@ -217,9 +240,15 @@ std::string gpt_to_toml(const GptConfig& c) {
   const auto number = [&](const char* key, double value, double otherwise) {
     if (value != otherwise) line(key, number_text(value));
   };
+  const auto numbers = [&](const char* key, const std::vector<double>& values) {
+    std::string list;
+    for (const double value : values) list += (list.empty() ? "" : ", ") + number_text(value);
+    if (!values.empty()) line(key, "[" + list + "]");
+  };
   const auto flag = [&](const char* key, bool value) {
     if (value) line(key, "true");
   };
+  number("attention_dropout", c.attention_dropout, usual.attention_dropout);
   integer("rotary_size", c.rotary_size == c.head_size ? 0 : c.rotary_size, usual.rotary_size);
   if (c.rotary_scaling != usual.rotary_scaling) {
     line("rotary_scaling", "\"" + c.rotary_scaling + "\"");
@@ -228,6 +257,8 @@ std::string gpt_to_toml(const GptConfig& c) {
     number("rotary_low", c.rotary_low, usual.rotary_low);
     number("rotary_high", c.rotary_high, usual.rotary_high);
     number("rotary_amplitude", c.rotary_amplitude, usual.rotary_amplitude);
+    numbers("rotary_short", c.rotary_short);
+    numbers("rotary_long", c.rotary_long);
   }
   flag("output_bias", c.output_bias);
   flag("mlp_bias", c.mlp_bias);

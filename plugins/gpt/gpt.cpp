@@ -1,6 +1,7 @@
 // The decoder-only transformer as a plugin: GPT-2, Llama, Qwen, Mistral, Phi-3 and Gemma by options.
 // Builds the forward program of one microbatch from modules that other plugins may replace or wrap; the exchange with
 // Hugging Face files is in external.h.
+#include <algorithm>
 #include <cmath>
 
 #include "plugins/gpt/external.h"
@@ -49,6 +50,10 @@ class Gpt final : public strata::Plugin {
           "probability of dropping an element of the embedding and of both branches' outputs")
         .range(0, 0.99)
         .may_change();
+    o.add("attention_dropout", config_.attention_dropout,
+          "probability of dropping a probability of attention, between softmax and the sum of values")
+        .range(0, 0.99)
+        .may_change();
     more_options(o);
   }
 
@@ -62,11 +67,10 @@ class Gpt final : public strata::Plugin {
     o.add("norm_from_one", config_.norm_from_one, "weights of rms_norm are counted from 1");
     o.add("scaled_embedding", config_.scaled_embedding, "embeddings are multiplied by the square root of hidden");
     o.add("rotary_size", config_.rotary_size, "numbers of a head that rotary positions turn; 0: all").range(0, most);
-    o.add(
-         "rotary_scaling", config_.rotary_scaling,
-         "what stretches rotary positions: position interpolation (linear; arXiv 2306.15595), dynamic, Llama 3.1's, or "
-         "yarn (arXiv 2309.00071)")
-        .choices({"none", "linear", "dynamic", "llama3", "yarn"});
+    o.add("rotary_scaling", config_.rotary_scaling,
+          "what stretches rotary positions: position interpolation (linear; arXiv 2306.15595), dynamic, Llama 3.1's, "
+          "yarn (arXiv 2309.00071) or Phi-3's longrope (arXiv 2402.13753)")
+        .choices({"none", "linear", "dynamic", "llama3", "yarn", "longrope"});
     o.add("rotary_factor", config_.rotary_factor, "by how much they are stretched").range(1, 1e9);
     o.add("rotary_original_context", config_.rotary_original_context,
           "longest sequence of the model before they were stretched; 0: context")
@@ -77,8 +81,13 @@ class Gpt final : public strata::Plugin {
         .positive();
     o.add("rotary_high", config_.rotary_high, "with llama3 and yarn: what turns more often stays").positive();
     o.add("rotary_amplitude", config_.rotary_amplitude,
-          "by which turned queries and keys are multiplied; 0: with yarn 0.1 ln rotary_factor + 1, else 1")
+          "by which turned queries and keys are multiplied; 0: with yarn 0.1 ln rotary_factor + 1, with longrope the "
+          "square root of 1 + ln rotary_factor / ln rotary_original_context, else 1")
         .non_negative();
+    o.add("rotary_short", config_.rotary_short,
+          "with longrope: by what the angle of each pair of numbers is divided where data.sequence_length is at most "
+          "rotary_original_context");
+    o.add("rotary_long", config_.rotary_long, "with longrope: the same where data.sequence_length is more");
     o.add("score_scalar", config_.score_scalar,
           "products of queries and keys are divided by its square root; 0: head_size")
         .non_negative();
@@ -112,7 +121,9 @@ class Gpt final : public strata::Plugin {
                   std::to_string(config_.context) + "; lower data.sequence_length or raise model.context.");
     sequence_length_ = batch.sequence_length;
     documents_ = {};
-    dropout_ = stage.goal() == strata::Goal::train ? config_.dropout : 0;
+    const bool trains = stage.goal() == strata::Goal::train;
+    dropout_ = trains ? config_.dropout : 0;
+    attention_dropout_ = trains ? config_.attention_dropout : 0;
     stage.define("embedding", [this](Builder& b, TensorId tokens) { return embedding(b, tokens); });
     stage.define("attention", [this](Builder& b, TensorId x) { return attention(b, x); });
     stage.define("mlp", [this, &stage](Builder& b, TensorId x) { return mlp(b, x, stage); });
@@ -143,7 +154,7 @@ class Gpt final : public strata::Plugin {
     if (!config) return {};
     config_ = *config;
     resolve();
-    return gpt_to_toml(config_) + gpt_left_out(std::string(json));
+    return gpt_to_toml(config_);
   }
   std::optional<std::string> export_config() const override { return gpt_to_external(resolved()); }
   std::vector<strata::ExternalTensor> external_tensors() const override { return gpt_external_tensors(resolved()); }
@@ -185,10 +196,28 @@ class Gpt final : public strata::Plugin {
     if (rotated % 2 != 0 || rotated > c.head_size)
       throw Error("model.rotary_size = " + std::to_string(rotated) +
                   " must be even and at most the head size, which is " + std::to_string(c.head_size) + ".");
+    check_longrope(c, rotated);
     if (c.rotary_scaling == "dynamic" && rotated == 2)
       throw Error("model.rotary_scaling = \"dynamic\" needs a model.rotary_size of at least 4.");
     if ((c.rotary_scaling == "llama3" || c.rotary_scaling == "yarn") && !(c.rotary_low < c.rotary_high))
       throw Error("model.rotary_low must be less than model.rotary_high.");
+  }
+
+  static void check_longrope(const GptConfig& c, int64_t rotated) {
+    for (const auto& [name, factors] : {std::pair{"rotary_short", &c.rotary_short}, {"rotary_long", &c.rotary_long}}) {
+      if (c.rotary_scaling != "longrope" && !factors->empty())
+        throw Error("model." + std::string(name) + " needs model.rotary_scaling = \"longrope\".");
+      if (c.rotary_scaling == "longrope" &&
+          (int64_t(factors->size()) != rotated / 2 ||
+           std::any_of(factors->begin(), factors->end(), [](double factor) { return !(factor > 0); })))
+        throw Error("model." + std::string(name) + " has " + std::to_string(factors->size()) + " factors; expected " +
+                    std::to_string(rotated / 2) + " above 0, one for each pair of the " + std::to_string(rotated) +
+                    " numbers of a head that turn.");
+    }
+    if (c.rotary_scaling == "longrope" && (c.rotary_original_context < 2 || rotated > 256))
+      throw Error(
+          "model.rotary_scaling = \"longrope\" needs a model.rotary_original_context of at least 2, and at most 256 "
+          "numbers of a head that turn.");
   }
 
   static void check_layers(const GptConfig& c) {
@@ -307,7 +336,15 @@ class Gpt final : public strata::Plugin {
       rotary.set("inverse", int64_t{0});
       qkv = b.emit("rotary", in_documents({qkv}), rotary);
     }
-    const TensorId seen = b.emit("attention", in_documents({qkv}), of_attention(heads, local));
+    std::vector<TensorId> inputs = in_documents({qkv});
+    strata::Attributes attributes = of_attention(heads, local);
+    if (attention_dropout_ > 0) {
+      inputs.resize(2);
+      inputs.insert(inputs.end(), {b.scalar(strata::kSeedScalar), b.scalar(strata::kStepScalar)});
+      attributes.set("dropout", attention_dropout_);
+      attributes.set("stream", int64_t(strata::stream_of(b.scoped("attention.dropout"))));
+    }
+    const TensorId seen = b.emit("attention", inputs, attributes);
     const TensorId result = back(b, seen, "attention_output", query_heads(), config_.output_bias);
     return drop(b, behind(b, result, "post_norm1"), "attention_output.dropout");
   }
@@ -368,7 +405,7 @@ class Gpt final : public strata::Plugin {
   }
 
   GptConfig config_;
-  double dropout_ = 0;
+  double dropout_ = 0, attention_dropout_ = 0;
   int64_t sequence_length_ = 0;
   TensorId documents_{};  // of packed data
 };

@@ -21,7 +21,7 @@ struct GptConfig {
   double norm_epsilon = 1e-5;
   std::string activation = "gelu";  // or what gpt.cpp lists
   bool bias = true, qkv_bias = false, tied = true;
-  double dropout = 0;
+  double dropout = 0, attention_dropout = 0;
 
   // Rotary positions: how much of a head turns, and what stretches angles to longer contexts (rotary.h).
   int64_t rotary_size = 0;  // 0: the head
@@ -30,6 +30,8 @@ struct GptConfig {
   int64_t rotary_original_context = 0;  // 0: context
   double rotary_low = 1, rotary_high = 32;
   double rotary_amplitude = 0;  // 0: as the scaling has it
+  // Of longrope: by what each pair's angle is divided, in sequences up to the original context and in longer ones.
+  std::vector<double> rotary_short{}, rotary_long{};
 
   bool output_bias = false, mlp_bias = false;  // where bias is off
   bool query_key_norm = false, post_norms = false, norm_from_one = false, scaled_embedding = false;

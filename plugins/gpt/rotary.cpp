@@ -2,6 +2,7 @@
 #include "plugins/gpt/rotary.h"
 
 #include <algorithm>
+#include <charconv>
 #include <cmath>
 #include <numbers>
 
@@ -38,10 +39,22 @@ double dynamic_base(const GptConfig& c, int64_t sequence_length) {
   return c.rotary_base * std::pow(c.rotary_factor * std::max(longer, 1.0) - (c.rotary_factor - 1), size / (size - 2));
 }
 
+// As the attribute of the op: exact, with commas between.
+std::string list_of(const std::vector<double>& numbers) {
+  std::string text;
+  for (const double number : numbers) {
+    char digits[32];
+    text += (text.empty() ? "" : ",") + std::string(digits, std::to_chars(digits, digits + sizeof digits, number).ptr);
+  }
+  return text;
+}
+
 }  // namespace
 
-double usual_amplitude(const std::string& scaling, double factor) {
-  return scaling == "yarn" && factor > 1 ? 0.1 * std::log(factor) + 1 : 1;
+double usual_amplitude(const std::string& scaling, double factor, int64_t original) {
+  if (factor <= 1) return 1;
+  if (scaling == "longrope") return std::sqrt(1 + std::log(factor) / std::log(double(original)));
+  return scaling == "yarn" ? 0.1 * std::log(factor) + 1 : 1;
 }
 
 void set_rotary(const GptConfig& c, bool local, int64_t sequence_length, strata::Attributes& attributes) {
@@ -51,12 +64,16 @@ void set_rotary(const GptConfig& c, bool local, int64_t sequence_length, strata:
   attributes.set("base", base);
   if (rotary_size_of(c) != c.head_size) attributes.set("rotated", c.rotary_size);
   if (plain) return;
-  if (c.rotary_scaling != "dynamic") attributes.set("factor", c.rotary_factor);
+  if (c.rotary_scaling == "longrope")
+    attributes.set("divisors", list_of(sequence_length > c.rotary_original_context ? c.rotary_long : c.rotary_short));
+  else if (c.rotary_scaling != "dynamic")
+    attributes.set("factor", c.rotary_factor);
   const Kept kept = c.rotary_scaling == "llama3" ? by_turns(c) : c.rotary_scaling == "yarn" ? by_pairs(c) : Kept{};
   for (const auto& [name, value] :
        {std::pair{"keep", kept.keep}, {"keep_by_frequency", kept.by_frequency}, {"keep_by_index", kept.by_index}})
     if (value != 0) attributes.set(name, value);
-  const double amplitude =
-      c.rotary_amplitude > 0 ? c.rotary_amplitude : usual_amplitude(c.rotary_scaling, c.rotary_factor);
+  const double amplitude = c.rotary_amplitude > 0
+                               ? c.rotary_amplitude
+                               : usual_amplitude(c.rotary_scaling, c.rotary_factor, c.rotary_original_context);
   if (amplitude != 1) attributes.set("amplitude", amplitude);
 }

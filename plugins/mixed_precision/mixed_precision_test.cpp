@@ -19,7 +19,7 @@ std::string mixed(const std::string& options = "") { return "[plugins.mixed_prec
 std::string toml(const std::string& plugins, int ranks = 1, const std::string& run = "",
                  const std::string& model = "") {
   return "[run]\n" + run + "[model]\nplugin = \"gpt\"\nlayers = 2\nhidden = 32\nheads = 4\nffn = 71\nvocabulary = " +
-         std::to_string(kVocabulary) + "\ncontext = 16\ndropout = 0.1\n" + model +
+         std::to_string(kVocabulary) + "\ncontext = 16\ndropout = 0.1\nattention_dropout = 0.1\n" + model +
          "[data]\ntrain = [\"none\"]\nsequence_length = 16\nglobal_batch = " + std::to_string(kBatch) +
          "\nmicro_batch = 2\n[device]\nthreads = 1\n[mesh]\ndata = " + std::to_string(ranks) + "\n" + plugins;
 }

@@ -8,14 +8,15 @@ namespace strata::reversible_test {
 namespace {
 
 using test::expect_equal;
-using test::SmallRun;
 using test::small_run;
+using test::SmallRun;
 
 constexpr int kSequence = 16, kBatch = 4;
 
 std::string toml(int64_t micro_batch, const std::string& plugins, int layers = 3) {
   return "[model]\nplugin = \"gpt\"\nlayers = " + std::to_string(layers) +
-         "\nhidden = 32\nheads = 4\nvocabulary = 64\ncontext = 16\ndropout = 0.1\n[data]\ntrain = "
+         "\nhidden = 32\nheads = 4\nvocabulary = 64\ncontext = 16\ndropout = 0.1\nattention_dropout = "
+         "0.1\n[data]\ntrain = "
          "[\"none\"]\nsequence_length = "
          "16\nglobal_batch = 4\nmicro_batch = " +
          std::to_string(micro_batch) + "\n[plugins.adamw]\n" + plugins;

@@ -30,7 +30,7 @@ def random_model(r):
     if family == "gpt2":
         config = transformers.GPT2Config(vocab_size=vocabulary, n_positions=context, n_embd=heads * head, n_layer=layers, n_head=heads,
                                          n_inner=r.choice([None, r.randint(3, 90)]), resid_pdrop=(dropout := r.choice([0.0, 0.1, 0.25])),
-                                         embd_pdrop=dropout, activation_function=r.choice(["gelu_new", "relu", "gelu_pytorch_tanh", "gelu"]),
+                                         embd_pdrop=dropout, attn_pdrop=r.choice([0.0, 0.1, 0.3]), activation_function=r.choice(["gelu_new", "relu", "gelu_pytorch_tanh", "gelu"]),
                                          tie_word_embeddings=tied, eos_token_id=r.randrange(vocabulary), initializer_range=0.2)
         return transformers.GPT2LMHeadModel(config)
     hidden = r.choice([heads * head, 60, 11 * heads])
@@ -40,6 +40,7 @@ def random_model(r):
                     eos_token_id=r.randrange(vocabulary), initializer_range=0.2,
                     rope_parameters={"rope_type": "default", "rope_theta": r.choice([10000.0, 500000.0])})
     settings["pad_token_id"] = None
+    settings["attention_dropout"] = r.choice([0.0, 0.0, 0.2])
     theta = settings["rope_parameters"]["rope_theta"]
     if family in ("llama", "mistral", "qwen3") and (kind := r.choice(["default", "linear", "dynamic", "llama3", "yarn"])) != "default":
         rope = {"rope_type": kind, "rope_theta": theta, "factor": r.choice([1.5, 4.0, 32.0])}
@@ -62,6 +63,12 @@ def random_model(r):
         del settings["head_dim"]
         part = r.choice([1.0, 0.5]) if head % 4 == 0 else 1.0
         settings["rope_parameters"]["partial_rotary_factor"] = part
+        if r.random() < 0.6:
+            pairs = int(head * part) // 2
+            factors = lambda most: [r.choice([1.0, 1.0800000429153442, r.uniform(1, most)]) for _ in range(pairs)]
+            settings["rope_parameters"].update(rope_type="longrope", short_factor=factors(3), long_factor=factors(40),
+                                               **r.choice([{}, {}, {"attention_factor": 1.25}, {"factor": 3.0}]))
+            settings["original_max_position_embeddings"] = r.choice([context // 2, context, 4, 2])
         return transformers.Phi3ForCausalLM(transformers.Phi3Config(**settings, sliding_window=r.choice([None, window])))
     if family.startswith("gemma"):
         settings.update(sliding_window=window, query_pre_attn_scalar=r.choice([head, 7]),

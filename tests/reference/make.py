@@ -69,6 +69,11 @@ def families():
         experts_implementation="eager"))
     yield "phi3", lambda: transformers.Phi3ForCausalLM(transformers.Phi3Config(
         **odd, sliding_window=7, **rope("default", partial_rotary_factor=0.4)))
+    longrope = rope("longrope", partial_rotary_factor=0.4, short_factor=[1.0, 1.0800000429153442, 1.3, 2.5],
+                    long_factor=[1.1, 2.75, 7.0, 19.0])
+    for name, original in ("phi3_short", 16), ("phi3_long", 12):
+        yield name, lambda original=original: transformers.Phi3ForCausalLM(transformers.Phi3Config(
+            **odd, original_max_position_embeddings=original, **longrope))
     yield "gemma2", lambda: transformers.Gemma2ForCausalLM(transformers.Gemma2Config(
         **odd, head_dim=16, sliding_window=5, query_pre_attn_scalar=20, attn_logit_softcapping=5.0,
         final_logit_softcapping=3.0))

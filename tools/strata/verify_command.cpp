@@ -28,6 +28,7 @@ vocabulary = 61
 context = 16
 activation = "relu"
 dropout = 0.1
+attention_dropout = 0.1
 [data]
 train = ["none"]
 sequence_length = 16

@@ -67,6 +67,8 @@ class JsonTokenizer final : public Tokenizer {
         decoder_(file.find("decoder") ? Decoder(file.at("decoder")) : Decoder()) {
     file.only({"version", "truncation", "padding", "added_tokens", "normalizer", "pre_tokenizer", "post_processor",
                "decoder", "model"});
+    if (const auto version = file.find("version"); version && version->text() != "1.0")
+      version->refuse("\"" + version->text() + "\" is not supported; \"1.0\" is.");
     for (const char* name : {"truncation", "padding"})
       if (const auto asked = file.find(name)) asked->refuse("is not supported; make it null.");
     for (const auto& [text, id] : model_.vocabulary()) texts_.emplace(id, text);

@@ -265,6 +265,8 @@ TEST(TokenizerJson, WhatIsNotSupportedIsRefusedWithItsField) {
       "merges": ["a b"]}})";
   EXPECT_EQ(parse_tokenizer_json(json, "t.json")->encode("ab<s>a"), (std::vector<int32_t>{2, 3, 0}));
   const auto refused = [&](const std::string& from, const std::string& to) { return refusal(json, from, to); };
+  EXPECT_EQ(refused("\"version\": \"1.0\"", "\"version\": \"2.0\""),
+            "t.json: version: \"2.0\" is not supported; \"1.0\" is.");
   EXPECT_EQ(refused("\"truncation\": null", "\"truncation\": {\"max_length\": 5}"),
             "t.json: truncation: is not supported; make it null.");
   EXPECT_EQ(refused("\"version\"", "\"versions\""),
