@@ -94,7 +94,9 @@ class Maker {
       return count;
     };
     std::vector<Sizes> meshes{smallest};
-    const int64_t most = modes.empty() ? kMostRanks : kMostRanks / 2;
+    const Names& few = setup_.smallest;
+    const bool one = std::find(few.begin(), few.end(), backend) != few.end();
+    const int64_t most = one ? 0 : modes.empty() ? kMostRanks : kMostRanks / 2;
     for (Sizes more = smallest; more.contains("data") && 2 * ranks(more) <= most;) {
       more["data"] *= 2;
       meshes.push_back(more);
@@ -160,7 +162,7 @@ class Maker {
       if (name != matrix_.optimizer) smallest.plugins.push_back(name);
     if (smallest.plugins.empty()) smallest.plugins.push_back(matrix_.optimizer);
     std::sort(smallest.plugins.begin(), smallest.plugins.end());
-    if (failed_.insert(command_of(smallest)).second) matrix_.failures.push_back(smallest);
+    if (failed_.insert(command_of(smallest, setup_)).second) matrix_.failures.push_back(smallest);
   }
 
   const MatrixSetup& setup_;
@@ -177,9 +179,11 @@ int64_t Matrix::count(Verdict::Kind kind) const {
   return std::count_if(cells.begin(), cells.end(), [&](const Cell& cell) { return cell.verdict.kind == kind; });
 }
 
-std::string command_of(const Cell& cell) {
+std::string command_of(const Cell& cell, const MatrixSetup& of) {
   std::string command = fmt::format("strata verify --matrix --only {}", fmt::join(cell.plugins, "+"));
   if (cell.backend != "cpu") command += " --devices " + cell.backend;
+  if (of.setup.steps != Setup().steps) command += fmt::format(" --steps {}", of.setup.steps);
+  for (const std::string& set : of.setup.sets) command += " --set '" + set + "'";
   for (const Mode& mode : cell.verdict.trial.modes) command += " --set '" + text(mode) + "'";
   return command;
 }
