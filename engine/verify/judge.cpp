@@ -26,8 +26,8 @@ bool holds(const Names& names, const std::string& name) {
 constexpr std::string_view kFeedback = "feedback ", kPlainly = "plainly ";
 // A capability of forms without feedback, before the part of a gradient's norm that the sum over a few steps is off by.
 constexpr std::string_view kSumsWithin = "sums within ";
-// A capability: what is summed over some steps is the gradients of so many steps less.
-constexpr std::string_view kSumsLate = "sums late by ";
+// Capabilities: what is summed over some steps is the gradients of so many steps less, or lies in between.
+constexpr std::string_view kSumsLate = "sums late by ", kSumsLateAtMost = "sums late by at most ";
 // A capability: the rule of updates depends on how many ranks split the batch.
 constexpr std::string_view kByRanks = "depends on mesh.data";
 // A capability: ranks train apart, so that what crosses is no sum of gradients.
@@ -67,6 +67,9 @@ Effects effects_of(const Setup& setup, const std::vector<std::string>& more) {
         effects.sums[named.name] = {.kept = capability.substr(kFeedback.size())};
       else if (capability.starts_with(kSumsWithin))
         effects.sums[named.name] = {.bound = std::strtod(capability.c_str() + kSumsWithin.size(), nullptr)};
+      else if (capability.starts_with(kSumsLateAtMost))
+        effects.sums[named.name] = {.late = std::strtoll(capability.c_str() + kSumsLateAtMost.size(), nullptr, 10),
+                                    .at_most = true};
       else if (capability.starts_with(kSumsLate))
         effects.sums[named.name] = {.late = std::strtoll(capability.c_str() + kSumsLate.size(), nullptr, 10)};
       else if (capability.starts_with(kPlainly))
@@ -229,6 +232,7 @@ std::optional<Verdict> Judge::unbalanced(const Verdict& verdict, const std::stri
       if (steps <= held.late) return Difference{};
       const Outcome actual = run(setup_, sets_of(alone), steps);
       if (actual.end != Outcome::End::done) return Difference{};  // which its own cell tells
+      if (held.at_most) return detour(actual, plain(beside, steps - held.late).outcome, plain(beside, steps).outcome);
       return balance(actual, plain(beside, steps - held.late).outcome, held.kept, ranks, held.bound);
     };
     const auto [known, is_new] = balances_.try_emplace(key_of(alone, setup_.steps));

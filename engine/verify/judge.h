@@ -28,6 +28,7 @@ struct HeldSums {
   std::string kept{};            // a pattern of its states that hold what has not crossed
   double bound = kBalanceBound;  // how far sums may be off, as a part of a gradient's norm
   int64_t late = 0;              // steps: sums are those of so many steps less
+  bool at_most = false;          // or lie between those and those of all steps
 };
 
 // What is run.

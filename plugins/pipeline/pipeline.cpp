@@ -49,7 +49,7 @@ class Pipeline final : public strata::Plugin {
     if (has_flush()) return result;
     // Updates by gradients of the step before; of all of them, or of the last microbatches alone.
     result.effect = strata::Effect::lossy(0.2);
-    result.provides.emplace_back(sums_go_on() ? "sums late by 1" : "sums within 0.3");
+    result.provides.emplace_back(sums_go_on() ? "sums late by 1" : "sums late by at most 1");
     if (!sums_go_on()) result.provides.emplace_back("depends on mesh.data");  // each rank leaves its last microbatches
     const std::string why = "what schedule = \"" + schedule_ +
                             "\" keeps for the next step is not divided among those ranks yet; take a schedule with "
