@@ -1,22 +1,27 @@
 // Modes from options and capabilities; see modes.h.
 #include "engine/plugin/modes.h"
 
+#include <algorithm>
 #include <string_view>
 
 #include "engine/config/config.h"
 
 namespace strata {
 
-std::vector<std::pair<std::string, std::string>> modes_of(const LoadedPlugin& plugin) {
-  constexpr std::string_view kMode = "mode ";
+std::vector<PluginMode> modes_of(const LoadedPlugin& plugin) {
+  constexpr std::string_view kMode = "mode ", kWith = " with ";
   Options options;
   declare_options(plugin, options);
-  std::vector<std::pair<std::string, std::string>> modes;
+  std::vector<PluginMode> modes;
   for (const Option& option : options.all())
-    for (const std::string& value : option.modes()) modes.emplace_back(option.name(), value);
-  for (const std::string& capability : plugin->capabilities().provides)
-    if (const size_t equals = capability.find('='); capability.starts_with(kMode) && equals != std::string::npos)
-      modes.emplace_back(capability.substr(kMode.size(), equals - kMode.size()), capability.substr(equals + 1));
+    for (const std::string& value : option.modes()) modes.push_back({option.name(), value, ""});
+  for (const std::string& capability : plugin->capabilities().provides) {
+    const size_t equals = capability.find('='), with = std::min(capability.find(kWith), capability.size());
+    if (!capability.starts_with(kMode) || equals > with) continue;
+    modes.push_back({capability.substr(kMode.size(), equals - kMode.size()),
+                     capability.substr(equals + 1, with - equals - 1),
+                     with < capability.size() ? capability.substr(with + kWith.size()) : ""});
+  }
   return modes;
 }
 

@@ -1,16 +1,19 @@
 // What a plugin's options that name a mode can be: for the list of refusals, and for `strata verify --matrix`.
 #pragma once
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "engine/plugin/loader.h"
 
 namespace strata {
 
-// Option and value in TOML syntax: of options that list their values (Option::modes), and of those that do not, since
-// other plugins add some, what the plugin's capabilities "mode OPTION=VALUE" say.
-std::vector<std::pair<std::string, std::string>> modes_of(const LoadedPlugin& plugin);
+struct PluginMode {
+  std::string option, value;  // in TOML syntax
+  std::string with;           // "key=value" of the configuration that it needs beside a small model; empty: nothing
+};
+// Of options that list their values (Option::modes), and of those that do not, since other plugins add some, what the
+// plugin's capabilities "mode OPTION=VALUE [with KEY=VALUE]" say.
+std::vector<PluginMode> modes_of(const LoadedPlugin& plugin);
 
 // The plugin once more, with the option set so. Throws Error where it cannot be.
 LoadedPlugin in_mode(const LoadedPlugin& plugin, const std::string& option, const std::string& value,

@@ -115,8 +115,8 @@ bool Judge::provides(const std::string& plugin, const std::string& capability) c
 
 std::vector<Mode> Judge::modes_of(const std::string& plugin) const {
   std::vector<Mode> modes;
-  for (const auto& [option, value] : strata::modes_of(load_plugin(plugin, plugin_path_)))
-    modes.push_back({plugin, option, value});
+  for (const auto& [option, value, with] : strata::modes_of(load_plugin(plugin, plugin_path_)))
+    modes.push_back({plugin, option, value, with});
   return modes;
 }
 

@@ -20,6 +20,7 @@ using Sizes = std::map<std::string, int64_t>;  // of [mesh], by key; what is not
 // An option of a plugin, and its value in TOML syntax.
 struct Mode {
   std::string plugin, option, value;
+  std::string with{};  // "key=value" that it needs beside the matrix's model
 };
 std::string text(const Mode& mode);  // "plugins.zero.stage=3"
 

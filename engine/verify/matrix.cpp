@@ -19,10 +19,24 @@ namespace {
 using Names = std::vector<std::string>;
 constexpr int64_t kMostRanks = 8;
 
+// Options of plugins that the configuration does not have are for sets with them, and do not enable them.
+std::vector<std::string> without_more_plugins(const Setup& setup) {
+  const Config config = Config::load(setup.config, {});
+  const ConfigTable* plugins = config.root().table("plugins");
+  std::vector<std::string> sets = setup.sets;
+  for (const std::string& set : setup.sets) {
+    const std::string_view prefix = "plugins.";
+    if (!set.starts_with(prefix) || set.ends_with(".enabled=true")) continue;
+    const std::string name = set.substr(prefix.size(), set.find_first_of(".=", prefix.size()) - prefix.size());
+    if (!plugins || !plugins->table(name)) sets.push_back("plugins." + name + ".enabled=false");
+  }
+  return sets;
+}
+
 class Maker {
  public:
   explicit Maker(const MatrixSetup& setup) : setup_(setup), judge_(setup.setup), random_(setup.seed) {
-    const Session session(setup.setup.config, setup.setup.sets);
+    const Session session(setup.setup.config, without_more_plugins(setup.setup));
     matrix_.setup = setup;
     for (const NamedPlugin& named : session.plugins)
       if (judge_.provides(named.name, "optimizer")) matrix_.optimizer = named.name;
@@ -84,6 +98,8 @@ class Maker {
   void add(std::vector<Cell>& cells, const Names& set, const std::string& backend,
            const std::vector<Mode>& modes = {}) {
     Trial trial{.plugins = set, .sets = {"device.backend=" + backend}, .modes = modes};
+    for (const Mode& mode : modes)
+      if (!mode.with.empty()) trial.sets.push_back(mode.with);
     if (std::none_of(set.begin(), set.end(), [&](const auto& name) { return judge_.provides(name, "optimizer"); }))
       trial.plugins.push_back(matrix_.optimizer);
     const Sizes all{{"pipeline", 2}, {"data", 2}, {"expert", 2}, {"tensor", 2}, {"sequence", 2}};
@@ -184,7 +200,8 @@ std::string command_of(const Cell& cell, const MatrixSetup& of) {
   if (cell.backend != "cpu") command += " --devices " + cell.backend;
   if (of.setup.steps != Setup().steps) command += fmt::format(" --steps {}", of.setup.steps);
   for (const std::string& set : of.setup.sets) command += " --set '" + set + "'";
-  for (const Mode& mode : cell.verdict.trial.modes) command += " --set '" + text(mode) + "'";
+  for (const Mode& mode : cell.verdict.trial.modes)
+    command += " --set '" + text(mode) + "'" + (mode.with.empty() ? "" : " --set " + mode.with);
   return command;
 }
 

@@ -184,8 +184,12 @@ TEST_F(Verify, SchedulesWithoutFlushSayWhatTheyDo) {
   EXPECT_EQ(all.verdicts[0].difference.bound, 0.2);
   const auto modes = modes_of(load_plugin("pipeline", {}));
   for (const char* schedule : {"\"1f1b\"", "\"2bw\"", "\"pipedream\""})
-    EXPECT_NE(std::find(modes.begin(), modes.end(), std::pair<std::string, std::string>("schedule", schedule)),
-              modes.end());
+    EXPECT_TRUE(std::any_of(modes.begin(), modes.end(), [&](const PluginMode& mode) {
+      return mode.option == "schedule" && mode.value == schedule && mode.with.empty();
+    }));
+  EXPECT_TRUE(std::any_of(modes.begin(), modes.end(), [&](const PluginMode& mode) {
+    return mode.value == "\"interleaved\"" && mode.with == "model.layers=4";
+  }));
 }
 
 TEST_F(Verify, NamesTheMistakenPluginTheStepAndTheTensor) {

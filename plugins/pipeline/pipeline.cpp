@@ -45,7 +45,8 @@ class Pipeline final : public strata::Plugin {
   strata::Capabilities capabilities() const override {
     strata::Capabilities result{.provides = {"splits over " + kAxis}, .effect = strata::Effect::reorders()};
     for (const std::string& name : strata::pipeline::schedule_names())
-      result.provides.push_back("mode schedule=\"" + name + '"');
+      result.provides.push_back("mode schedule=\"" + name + "\"" +
+                                (strata::pipeline::find_schedule(name).chunks > 1 ? " with model.layers=4" : ""));
     if (has_flush()) return result;
     // Updates by gradients of the step before; of all of them, or of the last microbatches alone.
     result.effect = strata::Effect::lossy(0.2);

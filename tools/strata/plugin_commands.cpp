@@ -57,7 +57,7 @@ void show_refusals(const std::vector<std::string>& paths) {
   std::vector<std::string> names;
   for (const LoadedPlugin& plugin : plugins) {
     named.push_back({plugin.name(), &*plugin});
-    for (const auto& [option, value] : modes_of(plugin)) {
+    for (const auto& [option, value, with] : modes_of(plugin)) {
       LoadedPlugin other = in_mode(plugin, option, value, paths);
       if (capabilities_of(other) == capabilities_of(plugin) || capabilities_of(other).empty()) continue;
       others.push_back(std::move(other));
