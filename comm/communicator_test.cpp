@@ -7,9 +7,12 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <random>
 
+#include "comm/reduce.h"
 #include "comm/world.h"
+#include "strata/convert.h"
 #include "strata/error.h"
 
 namespace strata::communicator_test {
@@ -97,6 +100,34 @@ TEST_P(Collectives, ReduceGatherAndScatter) {
       group->broadcast(pieces(data, random), root);
       for (int64_t i = 0; i < count; ++i) ASSERT_EQ(data[size_t(i)], value(root, i));
       group->barrier();
+    }
+  });
+}
+
+// As a program of one rank adds 16 bits: each sum is rounded before the next addition.
+TEST_P(Collectives, SumsOf16BitsCanBeRoundedAfterEachAddition) {
+  const int size = GetParam();
+  const std::function<float(int, int, int64_t)> rounded_tree = [&](int first, int count, int64_t i) {
+    float sum = value(first, i);
+    if (count > 1) {
+      const int split = tree_split(count);
+      sum = rounded_tree(first, split, i) + rounded_tree(first + split, count - split, i);
+    }
+    uint16_t bits = 0;
+    from_f32(DType::bf16, &sum, &bits, 1);
+    to_f32(DType::bf16, &bits, &sum, 1);
+    return sum;
+  };
+  run_local(size, [&](World& world) {
+    const auto group = world.group("data", everybody(size), true);
+    for (const int64_t count : {int64_t(7), int64_t(200001)}) {
+      std::vector<float> own(static_cast<size_t>(count)), sums(own);
+      for (int64_t i = 0; i < count; ++i) own[size_t(i)] = value(world.rank(), i);
+      std::vector<uint16_t> half(own.size());
+      from_f32(DType::bf16, own.data(), half.data(), count);
+      group->all_reduce({{reinterpret_cast<std::byte*>(half.data()), 2 * count}}, DType::bf16);
+      to_f32(DType::bf16, half.data(), sums.data(), count);
+      for (int64_t i = 0; i < count; i += 97) ASSERT_EQ(sums[size_t(i)], rounded_tree(0, size, i)) << i;
     }
   });
 }

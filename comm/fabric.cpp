@@ -379,7 +379,7 @@ class Fabric final : public Communicator {
   // mine = mine and theirs, the lower rank's first.
   void combine(std::byte* mine, const std::byte* theirs, int64_t bytes, bool lower, DType dtype, Reduction reduction) {
     const std::byte* pair[] = {lower ? mine : theirs, lower ? theirs : mine};
-    reduce_tree(pair, mine, bytes, dtype, reduction);
+    reduce_tree(pair, mine, bytes, dtype, reduction, options_.rounds_each);
   }
 
   void double_up(const Pieces& data, DType dtype, Reduction reduction) {
@@ -453,7 +453,7 @@ class Fabric final : public Communicator {
         result.over(at + offset, at + offset + n, [&](std::byte* out, int64_t m, int64_t into) {
           for (int r = 0; r < size(); ++r)
             inputs_[size_t(r)] = r == rank_ ? data + into : room(slot, size() + r) + offset + into;
-          reduce_tree(inputs_, out, m, dtype, reduction);
+          reduce_tree(inputs_, out, m, dtype, reduction, options_.rounds_each);
         });
       });
     }

@@ -14,6 +14,7 @@ struct FabricOptions {
   std::string provider = "tcp";
   std::string address;  // of this host; empty: what the way to rank 0 uses
   int direct = 31;      // most ranks that all exchange with all at once
+  bool rounds_each = false;  // sums of 16 bits are rounded after each addition (reduce.h)
 };
 
 // Opens an endpoint and learns the others' addresses through `meeting` under `key`. Throws Error (usage) when there is

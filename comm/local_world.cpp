@@ -70,8 +70,10 @@ class LocalWorld final : public World {
   }
   std::string broadcast(const std::string& text) override { return gather(rank_ == 0 ? text : "")[0]; }
 
-  std::unique_ptr<Communicator> group(const std::string& name, const std::vector<int>& members) override {
-    WindowsOptions options{.name = name, .ranks = members, .timeout_seconds = hall_.timeout};
+  std::unique_ptr<Communicator> group(const std::string& name, const std::vector<int>& members,
+                                      bool rounds_each) override {
+    WindowsOptions options{
+        .name = name, .ranks = members, .timeout_seconds = hall_.timeout, .rounds_each = rounds_each};
     std::string key = name + "#" + std::to_string(made_[name]++);
     int mine = -1;
     for (size_t i = 0; i < members.size(); ++i) {
@@ -140,7 +142,7 @@ std::unique_ptr<World> single_world() {
     std::vector<std::string> gather(const std::string& mine) override { return {mine}; }
     std::vector<std::string> gather_to_zero(const std::string& mine) override { return {mine}; }
     std::string broadcast(const std::string& text) override { return text; }
-    std::unique_ptr<Communicator> group(const std::string&, const std::vector<int>&) override {
+    std::unique_ptr<Communicator> group(const std::string&, const std::vector<int>&, bool) override {
       internal_error("a group of one rank", __FILE__, __LINE__);
     }
     void abort(const std::string&, ExitCode) override {}

@@ -93,7 +93,8 @@ class ProcessWorld final : public World {
     return own ? text : texts[0];
   }
 
-  std::unique_ptr<Communicator> group(const std::string& name, const std::vector<int>& members) override {
+  std::unique_ptr<Communicator> group(const std::string& name, const std::vector<int>& members,
+                                      bool rounds_each) override {
     std::string key = "group " + name + " " + std::to_string(made_[name]++);
     int mine = -1;
     bool one_host = true;
@@ -109,9 +110,11 @@ class ProcessWorld final : public World {
                                   .timeout_seconds = network_.timeout_seconds,
                                   .provider = network_.provider == "auto" ? "tcp" : network_.provider,
                                   .address = network_.address,
-                                  .direct = network_.direct},
+                                  .direct = network_.direct,
+                                  .rounds_each = rounds_each},
                                  mine, meeting_, key, abort_);
-    WindowsOptions options{.name = name, .ranks = members, .timeout_seconds = network_.timeout_seconds};
+    WindowsOptions options{
+        .name = name, .ranks = members, .timeout_seconds = network_.timeout_seconds, .rounds_each = rounds_each};
     const int64_t bytes = windows_bytes(int(members.size()), options);
     auto block = mine == 0 ? make(key, members, bytes) : open(key, members, bytes);
     std::byte* const base = block->base();

@@ -83,12 +83,36 @@ void reduce_half(DType dtype, std::span<const std::byte* const> in, std::byte* o
   }
 }
 
+// The same, but what each addition makes is rounded: n elements from `first` on, to `out` as f32.
+void add_rounded(DType dtype, std::span<const std::byte* const> in, int64_t first, int64_t n, float* out,
+                 Reduction reduction) {
+  if (in.size() == 1) return to_f32(dtype, in[0] + first * 2, out, n);
+  const size_t split = size_t(tree_split(int(in.size())));
+  std::vector<float> right(static_cast<size_t>(n));
+  add_rounded(dtype, in.first(split), first, n, out, reduction);
+  add_rounded(dtype, in.subspan(split), first, n, right.data(), reduction);
+  apply(out, right.data(), out, n, reduction);
+  std::vector<uint16_t> rounded(static_cast<size_t>(n));
+  from_f32(dtype, out, rounded.data(), n);
+  to_f32(dtype, rounded.data(), out, n);
+}
+
+void reduce_rounded(DType dtype, std::span<const std::byte* const> in, std::byte* out, int64_t count,
+                    Reduction reduction) {
+  std::vector<float> sum(kBlock);
+  for (int64_t i = 0; i < count; i += kBlock) {
+    const int64_t n = std::min(kBlock, count - i);
+    add_rounded(dtype, in, i, n, sum.data(), reduction);
+    from_f32(dtype, sum.data(), out + i * 2, n);
+  }
+}
+
 }  // namespace
 
 int tree_split(int count) { return int(std::bit_floor(unsigned(count - 1))); }
 
-void reduce_tree(std::span<const std::byte* const> in, std::byte* out, int64_t bytes, DType dtype,
-                 Reduction reduction) {
+void reduce_tree(std::span<const std::byte* const> in, std::byte* out, int64_t bytes, DType dtype, Reduction reduction,
+                 bool rounds_each) {
   if (bytes == 0) return;
   if (in.size() == 1) {
     if (in[0] != out) std::memmove(out, in[0], size_t(bytes));
@@ -104,7 +128,8 @@ void reduce_tree(std::span<const std::byte* const> in, std::byte* out, int64_t b
       return reduce<int32_t>(in, out, count, reduction);
     case DType::bf16:
     case DType::f16:
-      return reduce_half(dtype, in, out, count, reduction);
+      return rounds_each && in.size() > 2 ? reduce_rounded(dtype, in, out, count, reduction)
+                                          : reduce_half(dtype, in, out, count, reduction);
     default:
       throw Error("a reduction over ranks takes f32, f64, bf16, f16 or i32, not " + std::string(name_of(dtype)) + ".",
                   ExitCode::failed);

@@ -352,7 +352,7 @@ class Windows final : public Communicator {
       result.over(at + offset, at + offset + n, [&](std::byte* out, int64_t m, int64_t into) {
         for (int r = 0; r < size(); ++r)
           inputs_[size_t(r)] = r == rank_ ? data + into : window(r) + rank_ * layout_.chunk + offset + into;
-        reduce_tree(inputs_, out, m, dtype, reduction);
+        reduce_tree(inputs_, out, m, dtype, reduction, options_.rounds_each);
         if (copy) std::memcpy(copy + offset + into, out, size_t(m));
       });
     });
@@ -487,7 +487,7 @@ class Windows final : public Communicator {
       if (r != rank_) await(r, kWritten);
     data.over(0, layout_.chunk, [&](std::byte* out, int64_t n, int64_t offset) {
       for (int r = 0; r < size(); ++r) inputs_[size_t(r)] = window(r) + offset;
-      reduce_tree(inputs_, out, n, dtype, reduction);
+      reduce_tree(inputs_, out, n, dtype, reduction, options_.rounds_each);
     });
     close_round();
     bytes_sent_ += data.bytes() * (size() - 1);

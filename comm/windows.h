@@ -27,6 +27,7 @@ struct WindowsOptions {
   std::vector<int> ranks;        // of the world, by rank of the group
   double timeout_seconds = 600;  // the longest wait for another rank
   int64_t chunk_bytes = 0;       // 0: chosen by the size of the group
+  bool rounds_each = false;      // sums of 16 bits are rounded after each addition (reduce.h)
 };
 
 // Bytes of the shared block for a group of `size` ranks; zero to begin with.

@@ -25,8 +25,10 @@ class World {
   virtual std::vector<std::string> gather_to_zero(const std::string& mine) = 0;
   // Rank 0's text, for all.
   virtual std::string broadcast(const std::string& text) = 0;
-  // A group of these ranks, ascending; called by its members alone. `name` is for messages.
-  virtual std::unique_ptr<Communicator> group(const std::string& name, const std::vector<int>& members) = 0;
+  // A group of these ranks, ascending; called by its members alone. `name` is for messages. `rounds_each`: its sums of
+  // 16 bits are rounded after each addition, as those of one rank are, and not once.
+  virtual std::unique_ptr<Communicator> group(const std::string& name, const std::vector<int>& members,
+                                              bool rounds_each = false) = 0;
   // For waits that are not this interface's own: throws what ended another rank, if one has.
   virtual void check() const = 0;
   // Called by ranks that waited for too long: those that do not call it within `seconds`.

@@ -44,7 +44,7 @@ grep -q 'weight_decay' <<<"$("$strata" plugins adamw)" || fail "plugins adamw"
 for name in $("$strata" plugins | cut -d' ' -f1); do
   grep -q '^effect: [^n]' <<<"$("$strata" plugins "$name")" || fail "plugins $name: no effect"
 done
-grep -q 'because each gradient would be summed over the ranks twice' <<<"$("$strata" plugins --refusals)" || fail "plugins --refusals"
+grep -q 'data_parallel with zero: each gradient would be summed over the ranks twice' <<<"$("$strata" plugins --refusals)" || fail "plugins --refusals"
 "$strata" plugins --schema | python3 -m json.tool >/dev/null || fail "plugins --schema is no JSON"
 "$strata" plan config.toml --json | python3 -m json.tool >/dev/null || fail "plan --json is no JSON"
 "$strata" check config.toml >/dev/null || fail check

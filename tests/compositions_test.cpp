@@ -70,7 +70,7 @@ Case draw(std::mt19937& random, const std::string& backend, const std::string& f
   c.optimizer += pick({"", "[plugins.clip]\nmax_norm = 0.1\n"});
   c.precision = pick({"", "", "[plugins.mixed_precision]\n", "[plugins.mixed_precision]\ndtype = \"fp16\"\n"});
   if (!c.precision.empty() && adamw) c.precision += pick({"", "states = \"bf16\"\n"});
-  if (!c.precision.empty() && !c.reproducible) c.precision += pick({"", "gradients = \"bf16\"\n"});
+  if (!c.precision.empty()) c.precision += pick({"", "gradients = \"bf16\"\n"});
   c.parameters = pick({"", "", "[plugins.lora]\nrank = 3\ndropout = 0.1\n",
                        c.model.find("rotary") == std::string::npos
                            ? "[plugins.lora]\nrank = 2\ntargets = [\"*.qkv.*\", \"*.down.*\"]\n"

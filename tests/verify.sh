@@ -13,6 +13,9 @@ seed=${STRATA_SEED:-$(date +%j)}
 "$strata" verify --matrix --cells 40 --larger 10 --seed "$seed" --json matrix.json --html matrix.html >matrix.txt ||
   { cat matrix.txt; fail "the matrix of seed $seed"; }
 grep -q "^5[0-9] cells on cpu: .* 0 OUTSIDE. Seed $seed, 8 steps" matrix.txt || { cat matrix.txt; fail "the count"; }
+"$strata" verify --matrix --smallest cpu --steps 2 --cells 60 --larger 0 --seed "$seed" >smallest ||
+  { cat smallest; fail "pairs of seed $seed over their smallest meshes"; }
+! grep -q 'data=[48]' smallest || { cat smallest; fail "meshes that are not the smallest"; }
 python3 -m json.tool matrix.json >/dev/null || fail "the matrix is no JSON"
 grep -q '<table class="triangle">' matrix.html || fail "the page has no triangle"
 
@@ -25,6 +28,8 @@ grep -q 'refused: .*summed over the ranks twice' refused || { cat refused; fail 
 # A mode is repeated by the command of its cell, and a word that is none of its option's is refused.
 "$strata" verify --matrix --only zero --set 'plugins.zero.stage=3' >mode || { cat mode; fail "a mode"; }
 grep -q 'within' mode || { cat mode; fail "a mode"; }
+"$strata" verify --matrix --only adafactor --steps 2 --set plugins.adafactor.scale_parameter=false >mode ||
+  { cat mode; fail "a mode of another optimizer than the matrix's own"; }
 commands=$(python3 -c 'import json
 for cell in json.load(open("matrix.json"))["cells"]:
     if cell["modes"]: print(cell["command"])')
@@ -74,6 +79,7 @@ expect 2 'Did you mean "zero"?' "$strata" verify --matrix --only zro
 expect 2 'must be one of' "$strata" verify --matrix --only quantized_exchange --set 'plugins.quantized_exchange.format="int5"'
 expect 2 '--layers is of a configuration' "$strata" verify --matrix --layers 1
 expect 2 '--devices gpu: no plugin runs there. ' "$strata" verify --matrix --cells 3 --larger 0 --devices gpu
+expect 2 '--smallest cuda: that is none of --devices' "$strata" verify --matrix --smallest cuda
 expect 2 '--steps' "$strata" verify --matrix --steps 999999999999999999999
 expect 2 'nothing.toml' "$strata" verify nothing.toml
 expect 2 'verify --processes' "$strata" verify-rank config.toml --steps 1 --disturbance 0 --which 0 --result .

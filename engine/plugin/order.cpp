@@ -2,6 +2,7 @@
 #include "engine/plugin/order.h"
 
 #include <algorithm>
+#include <iterator>
 
 namespace strata {
 namespace {
@@ -102,26 +103,94 @@ std::vector<NamedPlugin> in_order(const std::vector<NamedPlugin>& plugins, const
   return ordered;
 }
 
-std::vector<std::string> refusals(const std::vector<NamedPlugin>& plugins) {
-  std::vector<std::string> all;
-  for (const NamedPlugin& first : plugins)
-    for (const NamedPlugin& second : plugins)
-      if (first.plugin != second.plugin)
-        if (std::string why = conflict(first, first.plugin->capabilities(), second, second.plugin->capabilities());
-            !why.empty())
-          all.push_back(std::move(why));
-  for (const NamedPlugin& named : plugins)
-    for (const Provided& provided : provided_by_run(true, {"data", "pipeline", "sequence", "tensor"}))
-      if (std::string why = conflict(named, named.plugin->capabilities(), provided); !why.empty())
-        all.push_back(std::move(why));
-  for (const Single& single : kSingles) {
-    std::string names;
-    int count = 0;
-    for (const NamedPlugin& named : plugins)
-      if (holds(named.plugin->capabilities().provides, single.capability))
-        names += (count++ ? ", \"" : "\"") + named.name + "\"";
-    if (count > 1) all.push_back(std::string(single.of) + "; enable only one of " + names + ".");
+namespace {
+
+constexpr std::string_view kReasons[] = {
+    "two plugins for one thing: a parameter has one update, a gradient is summed once and crosses in one form",
+    "run.reproducible promises the bits of one rank, and what an exchange leaves out, for later, or apart depends on "
+    "which rank has what",
+    "run.reproducible promises the bits of one rank, and a sum that ranks divide is taken in another order",
+    "one plugin needs whole what another divides among ranks"};
+
+size_t reason_of(const std::string& capability) {
+  const bool reproducible = capability.starts_with("reproducible sums");
+  if (reproducible) return capability == "reproducible sums" || capability == "reproducible sums over data" ? 1 : 2;
+  return capability.starts_with("splits over ") ? 3 : 0;
+}
+
+std::string listed(const std::vector<std::string>& names, const char* last) {
+  std::string text;
+  for (size_t i = 0; i < names.size(); ++i) text += (i == 0 ? "" : i + 1 < names.size() ? ", " : last) + names[i];
+  return text;
+}
+
+// Cases, those with the same words of the other side and the same reason together.
+class Cases {
+ public:
+  void add(const std::string& name, const std::string& with, const std::string& why) {
+    for (Case& one : cases_)
+      if (one.with == with && one.why == why) return one.names.push_back(name);
+    cases_.push_back({{name}, with, why});
   }
+  std::vector<std::string> texts() const {
+    std::vector<std::string> all;
+    for (const Case& one : cases_)
+      all.push_back(listed(one.names, ", ") + (one.with.empty() ? "" : " " + one.with) +
+                    (one.why.empty() ? "" : ": " + one.why));
+    return all;
+  }
+
+ private:
+  struct Case {
+    std::vector<std::string> names;
+    std::string with, why;
+  };
+  std::vector<Case> cases_;
+};
+
+}  // namespace
+
+std::vector<Refusal> refusals(const std::vector<NamedPlugin>& plugins, const std::vector<NamedPlugin>& modes) {
+  Cases cases[std::size(kReasons)];
+  for (const Single& single : kSingles) {
+    std::vector<std::string> names;
+    for (const NamedPlugin& named : plugins)
+      if (holds(named.plugin->capabilities().provides, single.capability)) names.push_back(named.name);
+    if (names.size() > 1) cases[0].add(listed(names, " or "), "", std::string(single.of));
+  }
+  std::vector<NamedPlugin> firsts = plugins;
+  firsts.insert(firsts.end(), modes.begin(), modes.end());
+  const std::vector<Provided> by_run = provided_by_run(true, {"data", "pipeline", "sequence", "tensor"});
+  const auto holds_conflict = [](const NamedPlugin& named, const Conflict& conflict) {
+    const std::vector<Conflict> all = named.plugin->capabilities().conflicts;
+    return std::any_of(all.begin(), all.end(),
+                       [&](const Conflict& other) { return other.capability == conflict.capability; });
+  };
+  for (const NamedPlugin& first : firsts)
+    for (const Conflict& conflict : first.plugin->capabilities().conflicts) {
+      const size_t reason = reason_of(conflict.capability);
+      std::vector<std::string> others;
+      for (const NamedPlugin& second : plugins) {
+        const bool same = second.name == first.name.substr(0, first.name.find(' '));
+        // What conflicts with what it provides itself is told once of two that do.
+        const bool told = second.name < first.name && holds_conflict(second, conflict) &&
+                          holds(first.plugin->capabilities().provides, conflict.capability);
+        if (!same && !told && holds(second.plugin->capabilities().provides, conflict.capability))
+          others.push_back(second.name);
+      }
+      if (!others.empty()) cases[reason].add(first.name, "with " + listed(others, " or "), conflict.reason);
+      for (const Provided& provided : by_run)
+        if (provided.capability == conflict.capability) {
+          const size_t and_axis = provided.said.find(" and ");
+          cases[reason].add(first.name,
+                            and_axis == std::string::npos ? "" : "with " + provided.said.substr(and_axis + 5),
+                            conflict.reason);
+        }
+    }
+  std::vector<Refusal> all;
+  for (size_t r = 0; r < std::size(kReasons); ++r)
+    if (std::vector<std::string> texts = cases[r].texts(); !texts.empty())
+      all.push_back({std::string(kReasons[r]), std::move(texts)});
   return all;
 }
 

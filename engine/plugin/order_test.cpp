@@ -74,18 +74,26 @@ TEST_F(Order, Conflict) {
       "because both would cut it; leave one out.");
 }
 
+std::vector<std::string> lines(const std::vector<Refusal>& refusals) {
+  std::vector<std::string> all;
+  for (const Refusal& refusal : refusals) {
+    all.push_back(refusal.reason.substr(0, refusal.reason.find_first_of(":,")));
+    for (const std::string& one : refusal.cases) all.push_back("- " + one);
+  }
+  return all;
+}
+
 TEST_F(Order, RefusalsAreAListOfWhatWouldBeRefused) {
-  add("a", {{"optimizer"}, {}, {{"shards", "both would cut it"}}});
+  add("a", {{"optimizer"}, {}, {{"shards", "both would cut it"}, {"splits over x", "it is whole"}}});
   add("b", {{"shards", "model"}, {}, {}});
   add("c", {{"optimizer"}, {}, {{"optimizer", "of one's own says nothing"}}});
-  EXPECT_EQ(
-      refusals(named_),
-      (std::vector<std::string>{
-          "plugins \"a\" and \"b\" cannot work together: the first conflicts with \"shards\", which the second "
-          "provides, because both would cut it.",
-          "plugins \"c\" and \"a\" cannot work together: the first conflicts with \"optimizer\", which the second "
-          "provides, because of one's own says nothing.",
-          "a run has one optimizer; enable only one of \"a\", \"c\"."}));
+  add("d", {{"splits over x", "apart"}, {}, {{"apart", "each in its own way"}}});
+  add("e", {{"apart"}, {}, {{"apart", "each in its own way"}, {"splits over x", "it is whole"}}});
+  EXPECT_EQ(lines(refusals(named_)),
+            (std::vector<std::string>{
+                "two plugins for one thing", "- a or c: a run has one optimizer", "- a with b: both would cut it",
+                "- c with a: of one's own says nothing", "- d with e: each in its own way",
+                "one plugin needs whole what another divides among ranks", "- a, e with d: it is whole"}));
 }
 
 TEST_F(Order, WhatTheRunProvidesIsInConflict) {
@@ -100,12 +108,18 @@ TEST_F(Order, WhatTheRunProvidesIsInConflict) {
             "plugin \"a\" cannot work with run.reproducible and mesh.tensor above 1, because products are divided.");
 }
 
-TEST_F(Order, RefusalsNameWhatTheRunProvidesAndForms) {
+TEST_F(Order, RefusalsNameWhatTheRunProvidesFormsAndModes) {
   add("a", {{"form of gradients"}, {}, {{"reproducible sums", "it rounds"}}});
   add("b", {{"form of gradients"}, {}, {}});
-  EXPECT_EQ(refusals(named_), (std::vector<std::string>{
-                                  "plugin \"a\" cannot work with run.reproducible, because it rounds.",
-                                  "a gradient crosses between ranks in one form; enable only one of \"a\", \"b\"."}));
+  add("c", {{}, {}, {{"reproducible sums over tensor", "it divides"}}});
+  add("b (late = true)", {{}, {}, {{"reproducible sums", "it is late"}}});
+  const std::vector<NamedPlugin> modes{named_.back()};
+  named_.pop_back();
+  EXPECT_EQ(lines(refusals(named_, modes)),
+            (std::vector<std::string>{
+                "two plugins for one thing", "- a or b: a gradient crosses between ranks in one form",
+                "run.reproducible promises the bits of one rank", "- a: it rounds", "- b (late = true): it is late",
+                "run.reproducible promises the bits of one rank", "- c with mesh.tensor above 1: it divides"}));
 }
 
 TEST_F(Order, OnesOwnConflictMeansTheOthers) {

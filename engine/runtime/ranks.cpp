@@ -86,7 +86,7 @@ Groups make_groups(World& world, const Mesh& mesh, Device* device, const Network
   }
   const Makes make = [&](const std::string& name, const std::vector<int>& members, Stream stream) {
     if (own) return device->group(world, name, members, stream, network.timeout);
-    std::unique_ptr<Communicator> group = world.group(name, members);
+    std::unique_ptr<Communicator> group = world.group(name, members, reproducible);
     return device ? staged_communicator(std::move(group), *device) : std::move(group);
   };
   const OpKind& sum = find_kind("all_reduce");

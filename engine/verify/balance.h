@@ -17,6 +17,9 @@ void register_sums();
 // of the states that hold what has not crossed, of `ranks` ranks that split the batch. `bound`: how far sums may be
 // off, as a part of a gradient's norm.
 Difference balance(const Outcome& actual, const Outcome& expected, const std::string& pattern, int ranks, double bound);
+// Of three such outcomes: the parameter whose sum lies least between those of fewer and of more steps, by how much
+// longer the way from one to the other is that passes through it, as a part of the straight one.
+Difference detour(const Outcome& actual, const Outcome& fewer, const Outcome& more);
 // With error feedback: sums of a few steps in f32 are off by 1e-6 of what they add up; what is lost or counted twice is
 // a part of a gradient.
 inline constexpr double kBalanceBound = 1e-4;

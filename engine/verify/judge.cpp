@@ -9,6 +9,7 @@
 #include <optional>
 
 #include "engine/plugin/loader.h"
+#include "engine/plugin/modes.h"
 #include "engine/verify/balance.h"
 #include "engine/runtime/session.h"
 
@@ -25,6 +26,10 @@ bool holds(const Names& names, const std::string& name) {
 constexpr std::string_view kFeedback = "feedback ", kPlainly = "plainly ";
 // A capability of forms without feedback, before the part of a gradient's norm that the sum over a few steps is off by.
 constexpr std::string_view kSumsWithin = "sums within ";
+// Capabilities: what is summed over some steps is the gradients of so many steps less, or lies in between.
+constexpr std::string_view kSumsLate = "sums late by ", kSumsLateAtMost = "sums late by at most ";
+// A capability: the rule of updates depends on how many ranks split the batch.
+constexpr std::string_view kByRanks = "depends on mesh.data";
 // A capability: ranks train apart, so that what crosses is no sum of gradients.
 constexpr std::string_view kApart = "ranks apart";
 // A capability: where a device computes, some updates are the host's kernels', which may round otherwise.
@@ -33,11 +38,11 @@ constexpr std::string_view kHostUpdates = "updates on the host";
 // The effects of a trial's plugins, as its options make them.
 struct Effects {
   std::map<std::string, Effect> all{};
-  // By plugin: its states that hold what has not crossed, and how far sums may be off.
-  std::map<std::string, std::pair<std::string, double>> feedback{};
+  std::map<std::string, HeldSums> sums{};  // by plugin
   std::vector<std::string> plainly{};  // what the plain program sets otherwise, as "key=value"
   std::string backend{};
   bool host_updates = false;  // on a device
+  bool by_ranks = false;
   int ranks = 1;
   bool has(Effect::Kind kind) const {
     return std::any_of(all.begin(), all.end(), [&](const auto& named) { return named.second.kind == kind; });
@@ -59,11 +64,18 @@ Effects effects_of(const Setup& setup, const std::vector<std::string>& more) {
     effects.all[named.name] = capabilities.effect;
     for (const std::string& capability : capabilities.provides)
       if (capability.starts_with(kFeedback))
-        effects.feedback[named.name] = {capability.substr(kFeedback.size()), kBalanceBound};
+        effects.sums[named.name] = {.kept = capability.substr(kFeedback.size())};
       else if (capability.starts_with(kSumsWithin))
-        effects.feedback[named.name] = {"", std::strtod(capability.c_str() + kSumsWithin.size(), nullptr)};
+        effects.sums[named.name] = {.bound = std::strtod(capability.c_str() + kSumsWithin.size(), nullptr)};
+      else if (capability.starts_with(kSumsLateAtMost))
+        effects.sums[named.name] = {.late = std::strtoll(capability.c_str() + kSumsLateAtMost.size(), nullptr, 10),
+                                    .at_most = true};
+      else if (capability.starts_with(kSumsLate))
+        effects.sums[named.name] = {.late = std::strtoll(capability.c_str() + kSumsLate.size(), nullptr, 10)};
       else if (capability.starts_with(kPlainly))
         effects.plainly.push_back("plugins." + named.name + "." + capability.substr(kPlainly.size()));
+      else if (capability == kByRanks)
+        effects.by_ranks = true;
       else if (capability == kHostUpdates && effects.backend != "cpu" &&
                capabilities.effect.kind == Effect::Kind::exact)
         effects.all[named.name] = Effect::reorders(), effects.host_updates = true;
@@ -102,12 +114,9 @@ bool Judge::provides(const std::string& plugin, const std::string& capability) c
 }
 
 std::vector<Mode> Judge::modes_of(const std::string& plugin) const {
-  const LoadedPlugin loaded = load_plugin(plugin, plugin_path_);
-  Options options;
-  loaded->options(options);
   std::vector<Mode> modes;
-  for (const Option& option : options.all())
-    for (const std::string& value : option.modes()) modes.push_back({plugin, option.name(), value});
+  for (const auto& [option, value, with] : strata::modes_of(load_plugin(plugin, plugin_path_)))
+    modes.push_back({plugin, option, value, with});
   return modes;
 }
 
@@ -200,23 +209,31 @@ void Judge::find_beginning(Verdict& verdict, const Measure& measure, const Trial
   verdict.first_step = setup_.steps;
 }
 
-// The form alone, over the ranks that split the batch; with each plugin that wants sums of this trial.
-std::optional<Verdict> Judge::unbalanced(const Verdict& verdict, const std::string& form, const std::string& pattern,
-                                         double bound) {
-  const auto data = verdict.trial.mesh.find("data");
-  if (data == verdict.trial.mesh.end() || data->second < 2) return {};
+// A form alone, over the ranks that split the batch, with each plugin that wants sums of this trial; another plugin
+// alone over its own axes.
+std::optional<Verdict> Judge::unbalanced(const Verdict& verdict, const std::string& name, const HeldSums& held) {
   register_sums();
-  for (const std::string& sums : verdict.trial.plugins) {
-    if (!provides(sums, "summed_gradients") || provides(sums, std::string(kApart))) continue;
-    const Trial alone{.plugins = {form, sums, kSumsPlugin},
-                      .mesh = {{"data", data->second}},
-                      .sets = verdict.trial.sets,
-                      .modes = verdict.trial.modes};
+  std::vector<Names> sets;
+  if (!provides(name, "form of gradients"))
+    sets.push_back({name, kSumsPlugin});
+  else
+    for (const std::string& sums : verdict.trial.plugins)
+      if (provides(sums, "summed_gradients") && !provides(sums, std::string(kApart)))
+        sets.push_back({name, sums, kSumsPlugin});
+  for (const Names& set : sets) {
+    Trial alone{.plugins = set, .mesh = {}, .sets = verdict.trial.sets, .modes = verdict.trial.modes};
+    alone.mesh = mesh_for(set, verdict.trial.mesh);
+    if (set.size() > 2) std::erase_if(alone.mesh, [](const auto& axis) { return axis.first != "data"; });
+    if (alone.mesh.empty()) continue;
+    const auto data = alone.mesh.find("data");
+    const int ranks = data == alone.mesh.end() ? 1 : int(data->second);
     const Trial beside{.plugins = {kSumsPlugin}, .sets = alone.sets, .modes = alone.modes};
     const auto after = [&](int64_t steps) {
+      if (steps <= held.late) return Difference{};
       const Outcome actual = run(setup_, sets_of(alone), steps);
       if (actual.end != Outcome::End::done) return Difference{};  // which its own cell tells
-      return balance(actual, plain(beside, steps).outcome, pattern, int(data->second), bound);
+      if (held.at_most) return detour(actual, plain(beside, steps - held.late).outcome, plain(beside, steps).outcome);
+      return balance(actual, plain(beside, steps - held.late).outcome, held.kept, ranks, held.bound);
     };
     const auto [known, is_new] = balances_.try_emplace(key_of(alone, setup_.steps));
     if (is_new) known->second = after(setup_.steps);
@@ -283,7 +300,7 @@ Verdict Judge::judge(const Trial& trial) {
              .reproducible = trial.reproducible,
              .sets = trial.sets,
              .modes = trial.modes};
-  if (trial.reproducible && !effects.host_updates)
+  if (trial.reproducible && !effects.host_updates && !effects.by_ranks)
     less.plugins = without(effects, less.plugins, Effect::Kind::reorders);
   less.mesh = mesh_for(less.plugins, trial.mesh);
   if (verdict.difference.is_within() && less.plugins != trial.plugins &&
@@ -296,8 +313,8 @@ Verdict Judge::judge(const Trial& trial) {
     }
   }
   if (verdict.difference.is_within() && effects.backend == "cpu")  // where gradients can be added up
-    for (const auto& [form, held] : effects.feedback)
-      if (const std::optional<Verdict> wrong = unbalanced(verdict, form, held.first, held.second)) return *wrong;
+    for (const auto& [name, held] : effects.sums)
+      if (const std::optional<Verdict> wrong = unbalanced(verdict, name, held)) return *wrong;
   verdict.kind = verdict.difference.where.empty() ? Verdict::Kind::same
                  : verdict.difference.is_within() ? Verdict::Kind::within
                                                   : Verdict::Kind::outside;

@@ -1,14 +1,15 @@
 // Runs sets of plugins over meshes beside the plain program, and says of each whether it does to numbers what its
 // plugins say (Effect). The plain program: the model, the optimizer and those plugins of the set that say what is
 // trained, on one rank, without budgets. A set with plugins that are exact is run without them, too, over the same
-// mesh: taking them out may not change a bit. Forms of exchange that say so (capability "feedback PATTERN") are held to
-// the balance of error feedback, too (balance.h).
+// mesh: taking them out may not change a bit. Of plugins that say so (capabilities "feedback PATTERN", "sums within
+// BOUND", "sums late by STEPS") the sums of gradients over all steps are looked at, too (balance.h).
 #pragma once
 #include <map>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "engine/verify/balance.h"
 #include "engine/verify/compare.h"
 #include "strata/plugin.h"
 
@@ -19,8 +20,17 @@ using Sizes = std::map<std::string, int64_t>;  // of [mesh], by key; what is not
 // An option of a plugin, and its value in TOML syntax.
 struct Mode {
   std::string plugin, option, value;
+  std::string with{};  // "key=value" that it needs beside the matrix's model
 };
 std::string text(const Mode& mode);  // "plugins.zero.stage=3"
+
+// What a plugin that changes losses says of sums of gradients.
+struct HeldSums {
+  std::string kept{};            // a pattern of its states that hold what has not crossed
+  double bound = kBalanceBound;  // how far sums may be off, as a part of a gradient's norm
+  int64_t late = 0;              // steps: sums are those of so many steps less
+  bool at_most = false;          // or lie between those and those of all steps
+};
 
 // What is run.
 struct Trial {
@@ -80,8 +90,7 @@ class Judge {
   };
   Difference compare(const Measure& measure, const Outcome& actual, const Trial& beside, int64_t steps);
   void find_beginning(Verdict& verdict, const Measure& measure, const Trial& beside);
-  std::optional<Verdict> unbalanced(const Verdict& verdict, const std::string& form, const std::string& pattern,
-                                    double bound);
+  std::optional<Verdict> unbalanced(const Verdict& verdict, const std::string& name, const HeldSums& held);
   Plain& plain(const Trial& trial, int64_t steps);
   const Outcome& outcome(const Trial& trial);
   std::string key_of(const Trial& trial, int64_t steps) const;

@@ -19,10 +19,24 @@ namespace {
 using Names = std::vector<std::string>;
 constexpr int64_t kMostRanks = 8;
 
+// Options of plugins that the configuration does not have are for sets with them, and do not enable them.
+std::vector<std::string> without_more_plugins(const Setup& setup) {
+  const Config config = Config::load(setup.config, {});
+  const ConfigTable* plugins = config.root().table("plugins");
+  std::vector<std::string> sets = setup.sets;
+  for (const std::string& set : setup.sets) {
+    const std::string_view prefix = "plugins.";
+    if (!set.starts_with(prefix) || set.ends_with(".enabled=true")) continue;
+    const std::string name = set.substr(prefix.size(), set.find_first_of(".=", prefix.size()) - prefix.size());
+    if (!plugins || !plugins->table(name)) sets.push_back("plugins." + name + ".enabled=false");
+  }
+  return sets;
+}
+
 class Maker {
  public:
   explicit Maker(const MatrixSetup& setup) : setup_(setup), judge_(setup.setup), random_(setup.seed) {
-    const Session session(setup.setup.config, setup.setup.sets);
+    const Session session(setup.setup.config, without_more_plugins(setup.setup));
     matrix_.setup = setup;
     for (const NamedPlugin& named : session.plugins)
       if (judge_.provides(named.name, "optimizer")) matrix_.optimizer = named.name;
@@ -84,6 +98,8 @@ class Maker {
   void add(std::vector<Cell>& cells, const Names& set, const std::string& backend,
            const std::vector<Mode>& modes = {}) {
     Trial trial{.plugins = set, .sets = {"device.backend=" + backend}, .modes = modes};
+    for (const Mode& mode : modes)
+      if (!mode.with.empty()) trial.sets.push_back(mode.with);
     if (std::none_of(set.begin(), set.end(), [&](const auto& name) { return judge_.provides(name, "optimizer"); }))
       trial.plugins.push_back(matrix_.optimizer);
     const Sizes all{{"pipeline", 2}, {"data", 2}, {"expert", 2}, {"tensor", 2}, {"sequence", 2}};
@@ -94,7 +110,9 @@ class Maker {
       return count;
     };
     std::vector<Sizes> meshes{smallest};
-    const int64_t most = modes.empty() ? kMostRanks : kMostRanks / 2;
+    const Names& few = setup_.smallest;
+    const bool one = std::find(few.begin(), few.end(), backend) != few.end();
+    const int64_t most = one ? 0 : modes.empty() ? kMostRanks : kMostRanks / 2;
     for (Sizes more = smallest; more.contains("data") && 2 * ranks(more) <= most;) {
       more["data"] *= 2;
       meshes.push_back(more);
@@ -160,7 +178,7 @@ class Maker {
       if (name != matrix_.optimizer) smallest.plugins.push_back(name);
     if (smallest.plugins.empty()) smallest.plugins.push_back(matrix_.optimizer);
     std::sort(smallest.plugins.begin(), smallest.plugins.end());
-    if (failed_.insert(command_of(smallest)).second) matrix_.failures.push_back(smallest);
+    if (failed_.insert(command_of(smallest, setup_)).second) matrix_.failures.push_back(smallest);
   }
 
   const MatrixSetup& setup_;
@@ -177,10 +195,13 @@ int64_t Matrix::count(Verdict::Kind kind) const {
   return std::count_if(cells.begin(), cells.end(), [&](const Cell& cell) { return cell.verdict.kind == kind; });
 }
 
-std::string command_of(const Cell& cell) {
+std::string command_of(const Cell& cell, const MatrixSetup& of) {
   std::string command = fmt::format("strata verify --matrix --only {}", fmt::join(cell.plugins, "+"));
   if (cell.backend != "cpu") command += " --devices " + cell.backend;
-  for (const Mode& mode : cell.verdict.trial.modes) command += " --set '" + text(mode) + "'";
+  if (of.setup.steps != Setup().steps) command += fmt::format(" --steps {}", of.setup.steps);
+  for (const std::string& set : of.setup.sets) command += " --set '" + set + "'";
+  for (const Mode& mode : cell.verdict.trial.modes)
+    command += " --set '" + text(mode) + "'" + (mode.with.empty() ? "" : " --set " + mode.with);
   return command;
 }
 

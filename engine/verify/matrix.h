@@ -17,6 +17,7 @@ struct MatrixSetup {
   int64_t larger = 40;              // sets of three to six plugins
   int64_t cells = 0;                // so many of all, drawn; 0: all
   std::vector<std::string> only{};  // sets, as "clip+zero"; empty: all
+  std::vector<std::string> smallest{};  // backends on which each set is run over its smallest mesh alone
 };
 
 struct Cell {
@@ -42,7 +43,7 @@ Matrix run_matrix(const MatrixSetup& setup, const std::function<void(const Cell&
 std::string matrix_text(const Matrix& matrix);  // a triangle of letters, refusals and failures
 std::string matrix_json(const Matrix& matrix);
 std::string matrix_page(const Matrix& matrix);  // one HTML page
-// The command that repeats a cell.
-std::string command_of(const Cell& cell);
+// The command that repeats a cell of such a matrix.
+std::string command_of(const Cell& cell, const MatrixSetup& of);
 
 }  // namespace strata::verifying

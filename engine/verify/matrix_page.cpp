@@ -136,17 +136,17 @@ std::string matrix_text(const Matrix& matrix) {
   for (const std::string& line : reasons) text += "  " + line + "\n";
   if (!matrix.failures.empty()) text += "\noutside, as the smallest sets that are:\n";
   for (const Cell& cell : matrix.failures)
-    text += fmt::format("  {}\n    {}\n", failure_of(cell.verdict), command_of(cell));
+    text += fmt::format("  {}\n    {}\n", failure_of(cell.verdict), command_of(cell, matrix.setup));
   return text;
 }
 
 std::string matrix_json(const Matrix& matrix) {
-  const auto listed = [](const std::vector<Cell>& cells) {
+  const auto listed = [&](const std::vector<Cell>& cells) {
     Json::Array list;
     for (const Cell& cell : cells) {
       Json::Object object = to_json(cell.verdict).object("a verdict");
       object.emplace_back("backend", cell.backend);
-      object.emplace_back("command", command_of(cell));
+      object.emplace_back("command", command_of(cell, matrix.setup));
       list.emplace_back(std::move(object));
     }
     return list;
@@ -190,13 +190,14 @@ std::string matrix_page(const Matrix& matrix) {
   page += "</p>\n";
   if (!matrix.failures.empty()) page += "<h2>Outside</h2>\n";
   for (const Cell& cell : matrix.failures)
-    page += "<p>" + escaped(failure_of(cell.verdict)) + "<br><code>" + escaped(command_of(cell)) + "</code></p>\n";
+    page += "<p>" + escaped(failure_of(cell.verdict)) + "<br><code>" + escaped(command_of(cell, matrix.setup)) +
+            "</code></p>\n";
   page += "<h2>Cells</h2>\n";
   for (const auto& [set, cells] : sets)
     page +=
         fmt::format("<h3 id=\"{}\">{}</h3><code>{}</code><table class=\"list\">\n{}</table>\n",
                     escaped(fmt::format("{}", fmt::join(set, "+"))), escaped(fmt::format("{}", fmt::join(set, " + "))),
-                    escaped(command_of(*cells.front())), rows_of(cells));
+                    escaped(command_of(*cells.front(), matrix.setup)), rows_of(cells));
   return page + "</body></html>\n";
 }
 

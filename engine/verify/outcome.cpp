@@ -7,6 +7,7 @@
 #include <new>
 #include <optional>
 
+#include "engine/planning/unroll.h"
 #include "engine/runtime/additions.h"
 #include "engine/runtime/assembly.h"
 #include "engine/runtime/feed.h"
@@ -128,9 +129,12 @@ class Rank {
   }
 
   void collect(Parts& into) {
+    // What microbatches keep that are under way is no state of the run: it depends on who has which of them.
+    const std::string under_way = std::string(kKept) + ".";
     for (const Tensor& tensor : assembly_.storage.persistent_tensors())
       // Of ranks that train apart the first has what is compared.
-      if ((tensor.role == Role::parameter || tensor.role == Role::optimizer_state) &&
+      if (tensor.name.text().find(under_way) == std::string::npos &&
+          (tensor.role == Role::parameter || tensor.role == Role::optimizer_state) &&
           (tensor.lasting->own_over.empty() || session_.mesh[tensor.lasting->own_over].coordinate == 0))
         into.add(tensor, assembly_.storage.copy(tensor));
   }

@@ -12,6 +12,7 @@
 #include <filesystem>
 #include <fstream>
 
+#include "engine/plugin/modes.h"
 #include "engine/plugin/testing.h"
 #include "strata/plugin.h"
 
@@ -169,10 +170,26 @@ TEST_F(Verify, SaysOfEachPartAndPairWhatItIs) {
 TEST_F(Verify, ReproducibleRanksAreBitForBit) {
   const Report all = report(
       "[run]\nreproducible = true\n[mesh]\ndata = "
-      "4\n[plugins.data_parallel]\n[plugins.clip]\n[plugins.mixed_precision]\n");
+      "4\n[plugins.data_parallel]\n[plugins.clip]\n[plugins.mixed_precision]\ngradients = \"bf16\"\n");
   EXPECT_TRUE(all.passed());
   EXPECT_EQ(of(all, {"data_parallel"}).kind, Kind::same);
   EXPECT_EQ(of(all, {"data_parallel", "clip"}).kind, Kind::same);
+}
+
+// Updates are by the gradients of the step before, which sums of gradients over the steps tell.
+TEST_F(Verify, SchedulesWithoutFlushSayWhatTheyDo) {
+  const Report all = report("[mesh]\npipeline = 2\n[plugins.pipeline]\nschedule = \"2bw\"\n");
+  for (const Verdict& failure : all.failures) ADD_FAILURE() << failure_of(failure);
+  EXPECT_EQ(all.verdicts[0].kind, Kind::within);
+  EXPECT_EQ(all.verdicts[0].difference.bound, 0.2);
+  const auto modes = modes_of(load_plugin("pipeline", {}));
+  for (const char* schedule : {"\"1f1b\"", "\"2bw\"", "\"pipedream\""})
+    EXPECT_TRUE(std::any_of(modes.begin(), modes.end(), [&](const PluginMode& mode) {
+      return mode.option == "schedule" && mode.value == schedule && mode.with.empty();
+    }));
+  EXPECT_TRUE(std::any_of(modes.begin(), modes.end(), [&](const PluginMode& mode) {
+    return mode.value == "\"interleaved\"" && mode.with == "model.layers=4";
+  }));
 }
 
 TEST_F(Verify, NamesTheMistakenPluginTheStepAndTheTensor) {

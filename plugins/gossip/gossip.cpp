@@ -59,7 +59,12 @@ class Gossip final : public strata::Plugin {
 
   // Early: neighbours are mixed in before the optimizer updates.
   strata::Capabilities capabilities() const override {
-    return {.provides = {"summed_gradients", "ranks apart"}, .early = true, .effect = strata::Effect::lossy(0.2)};
+    return {.provides = {"summed_gradients", "ranks apart"},
+            .conflicts = {{"reproducible sums",
+                           "ranks that train apart learn other things than one rank; leave one of the two out"},
+                          {"ranks apart", "each has ranks train apart in its own way; leave one of the two out"}},
+            .early = true,
+            .effect = strata::Effect::lossy(0.2)};
   }
 
   void phases(strata::PhaseStage& stage) override {
@@ -67,10 +72,6 @@ class Gossip final : public strata::Plugin {
   }
 
   void exchange(strata::ExchangeStage& stage) override {
-    if (stage.batch().reproducible)
-      throw strata::Error(
-          "ranks that train apart learn other things than one rank, so runs are not [run] reproducible with them; "
-          "leave out one of them.");
     if (stage.mesh().size(axis_) == 1)
       stage.note("it does nothing here: axis \"" + axis_ + "\" of the mesh has one rank.");
     for (const strata::Gradient& gradient : stage.gradients()) stage.leave(gradient, axis_);

@@ -84,7 +84,8 @@ TEST(Gossip, WhatCannotBeIsRefused) {
     const std::string found = test::usage_error_of(text);
     EXPECT_NE(found.find(message), std::string::npos) << found;
   };
-  expect("[run]\nreproducible = true\n" + config(2, kGossip), "not [run] reproducible");
+  expect("[run]\nreproducible = true\n" + config(2, kGossip),
+         "cannot work with run.reproducible, because ranks that train apart");
   expect(config(2, kGossip + "every = 0\n"), "every");
   expect(config(2, zero_stage(2) + kGossip), "lets its ranks train apart");
 }

@@ -117,6 +117,9 @@ class LocalSgd final : public strata::Plugin {
   strata::Capabilities capabilities() const override {
     return {.provides = {"summed_gradients", "ranks apart"},
             .requires_ = {"optimizer"},
+            .conflicts = {{"reproducible sums",
+                           "ranks that train apart learn other things than one rank; leave one of the two out"},
+                          {"ranks apart", "each has ranks train apart in its own way; leave one of the two out"}},
             .effect = strata::Effect::lossy(0.2)};
   }
 
@@ -133,10 +136,6 @@ class LocalSgd final : public strata::Plugin {
   }
 
   void exchange(strata::ExchangeStage& stage) override {
-    if (stage.batch().reproducible)
-      throw strata::Error(
-          "ranks that train apart learn other things than one rank, so runs are not [run] reproducible with them; "
-          "leave out one of them.");
     if (outer_ == "average" && (learning_rate_ != kLearningRate || momentum_ != kMomentum))
       throw strata::Error("learning_rate and momentum are of outer = \"nesterov\" alone; leave them out.");
     if (!overlap_ && keep_ != kKeep)

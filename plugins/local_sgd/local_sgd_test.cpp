@@ -204,7 +204,8 @@ TEST(LocalSgd, WhatCannotBeIsRefused) {
     const std::string found = test::usage_error_of(text);
     EXPECT_NE(found.find(message), std::string::npos) << found;
   };
-  expect("[run]\nreproducible = true\n" + config(2, local(3)), "not [run] reproducible");
+  expect("[run]\nreproducible = true\n" + config(2, local(3)),
+         "cannot work with run.reproducible, because ranks that train apart");
   expect(config(2, local(0)), "every");
   expect(config(2, local(3, "outer = \"average\"\nmomentum = 0.5\n")), "of outer = \"nesterov\" alone");
   expect(config(2, local(3, "keep = 0.25\n")), "without overlap an outer update leaves nothing to keep");
@@ -214,7 +215,7 @@ TEST(LocalSgd, WhatCannotBeIsRefused) {
          "plugin \"zero\" divides what is summed over axis \"shard\", but plugin \"local_sgd\" lets its ranks train "
          "apart");
   expect(config(2, local(3) + "[plugins.mixed_precision]\ndtype = \"fp16\"\n"), "train without loss scaling");
-  expect(config(2, local(3) + "[plugins.gossip]\n"), "plugins \"gossip\" and \"local_sgd\" both set the way");
+  expect(config(2, local(3) + "[plugins.gossip]\n"), "each has ranks train apart in its own way");
   expect(config(4, local(3, kGroups), 1, kTwoGroups), "no enabled plugin sums gradients over them");
 }
 

@@ -34,15 +34,10 @@ class MixedPrecision final : public strata::Plugin {
   }
 
   strata::Capabilities capabilities() const override {
-    strata::Capabilities result{.provides = {"unscaled_gradients", "lowers activations", "lowers parameters"},
-                                .requires_ = {"optimizer"},
-                                .after = {"summed_gradients"},
-                                .effect = strata::Effect::lossy(0.02)};
-    if (gradients_ == "bf16")
-      result.conflicts = {{"reproducible sums over data",
-                           "gradients = \"bf16\" are rounded each time a rank adds one, and once over all ranks, so "
-                           "what comes out depends on their number; sum gradients in f32, or unset it"}};
-    return result;
+    return {.provides = {"unscaled_gradients", "lowers activations", "lowers parameters"},
+            .requires_ = {"optimizer"},
+            .after = {"summed_gradients"},
+            .effect = strata::Effect::lossy(0.02)};
   }
 
   void forward(strata::ProgramStage& stage) override {

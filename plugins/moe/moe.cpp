@@ -88,6 +88,9 @@ class Experts final : public strata::Plugin {
   strata::Capabilities capabilities() const override {
     // Where the loss is scaled, and what a stage of a pipeline keeps, must be known when losses are added (forward).
     return {.provides = {"changes the model", "splits over expert", "part of foreign models"},
+            .conflicts = {{"splits over sequence",
+                           "experts share out all tokens of a microbatch, and the other divides those of a sequence "
+                           "among ranks; leave one of the two out"}},
             .after = {"unscaled_gradients", "splits over pipeline"},
             .effect = strata::Effect::program()};
   }
@@ -126,10 +129,6 @@ class Experts final : public strata::Plugin {
   // The losses of the routers are where differentiation starts, too. Of a pipeline each stage has its own.
   void forward(strata::ProgramStage& stage) override {
     require_replaced();
-    if (stage.mesh.size(strata::kSequenceAxis) > 1)
-      throw Error(
-          "experts share out all tokens of a microbatch, but mesh.sequence divides those of a sequence among ranks, "
-          "which is not built; set it to 1, or leave the plugin out.");
     if (stage.goal != strata::Goal::train) return;
     for (const strata::Op& op : stage.program.ops)
       if (strata::moe::Report::is_loss(op)) stage.roots.push_back({op.outputs[0], stage.loss_gradient});

@@ -43,7 +43,20 @@ class Pipeline final : public strata::Plugin {
   }
 
   strata::Capabilities capabilities() const override {
-    return {.provides = {"splits over " + kAxis}, .effect = strata::Effect::reorders()};
+    strata::Capabilities result{.provides = {"splits over " + kAxis}, .effect = strata::Effect::reorders()};
+    for (const std::string& name : strata::pipeline::schedule_names())
+      result.provides.push_back("mode schedule=\"" + name + "\"" +
+                                (strata::pipeline::find_schedule(name).chunks > 1 ? " with model.layers=4" : ""));
+    if (has_flush()) return result;
+    // Updates by gradients of the step before; of all of them, or of the last microbatches alone.
+    result.effect = strata::Effect::lossy(0.2);
+    result.provides.emplace_back(sums_go_on() ? "sums late by 1" : "sums late by at most 1");
+    if (!sums_go_on()) result.provides.emplace_back("depends on mesh.data");  // each rank leaves its last microbatches
+    const std::string why = "what schedule = \"" + schedule_ +
+                            "\" keeps for the next step is not divided among those ranks yet; take a schedule with "
+                            "flush, or leave one of the two out";
+    result.conflicts = {{"splits over tensor", why}, {"splits over sequence", why}};
+    return result;
   }
 
   void phases(strata::PhaseStage& stage) override {
@@ -106,13 +119,19 @@ class Pipeline final : public strata::Plugin {
   }
 
  private:
-  // Whether a step ends all that it begins. What is wrong with the options, stage forward says.
+  // Whether a step ends all that it begins, and whether it updates by the gradients of the step before. What is wrong
+  // with the options, stage forward says.
   bool has_flush() const {
-    const strata::pipeline::ScheduleKind& kind = strata::pipeline::find_schedule(schedule_);
+    const strata::pipeline::Schedule schedule = example();
+    return schedule.first.empty();
+  }
+  bool sums_go_on() const { return example().sums_go_on; }
+  strata::pipeline::Schedule example() const {
     try {
-      return kind.make({.stages = 2, .chunks = chunks_ > 0 ? chunks_ : kind.chunks, .microbatches = 64}).first.empty();
+      const strata::pipeline::ScheduleKind& kind = strata::pipeline::find_schedule(schedule_);
+      return kind.make({.stages = 2, .chunks = chunks_ > 0 ? chunks_ : kind.chunks, .microbatches = 64});
     } catch (const Error&) {
-      return true;
+      return {};
     }
   }
 

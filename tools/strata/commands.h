@@ -57,7 +57,7 @@ struct VerifyArguments : ConfigArguments {
   std::string json, html;
   bool processes = false;  // ranks are processes of their own
   bool matrix = false;     // `config` may be empty then; what follows is its alone
-  std::vector<std::string> devices{"cpu"}, only;
+  std::vector<std::string> devices{"cpu"}, smallest, only;
   uint64_t seed = 1;
   int64_t larger = 40, cells = 0;
 };

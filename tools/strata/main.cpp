@@ -133,6 +133,10 @@ void add_verify(CLI::App& parent, VerifyArguments& arguments, Action& action) {
   command->add_option("--devices", arguments.devices, "of the matrix: backends, with commas between")
       ->delimiter(',')
       ->capture_default_str();
+  command
+      ->add_option("--smallest", arguments.smallest,
+                   "of the matrix: of these backends each set over its smallest mesh alone")
+      ->delimiter(',');
   command->add_option("--seed", arguments.seed, "of the matrix: of what is drawn")->capture_default_str();
   command->add_option("--larger", arguments.larger, "of the matrix: sets of three to six plugins")
       ->capture_default_str()

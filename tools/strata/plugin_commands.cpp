@@ -3,6 +3,7 @@
 
 #include "engine/config/sections.h"
 #include "engine/plugin/loader.h"
+#include "engine/plugin/modes.h"
 #include "engine/plugin/order.h"
 #include "engine/plugin/schema.h"
 #include "tools/strata/commands.h"
@@ -43,15 +44,43 @@ void show(const std::string& name, const std::vector<std::string>& paths) {
   fmt::print("\n{}", options_text(options));
 }
 
+// Reasons, numbered, and under each the plugins that it strikes.
+void show_refusals(const std::vector<std::string>& paths) {
+  std::vector<LoadedPlugin> plugins, others;
+  for (const std::string& name : plugin_names(paths)) plugins.push_back(load_plugin(name, paths));
+  std::vector<NamedPlugin> named, modes;
+  const auto capabilities_of = [](const LoadedPlugin& plugin) {
+    std::vector<std::string> all;
+    for (const Conflict& conflict : plugin->capabilities().conflicts) all.push_back(conflict.capability);
+    return all;
+  };
+  std::vector<std::string> names;
+  for (const LoadedPlugin& plugin : plugins) {
+    named.push_back({plugin.name(), &*plugin});
+    for (const auto& [option, value, with] : modes_of(plugin)) {
+      LoadedPlugin other = in_mode(plugin, option, value, paths);
+      if (capabilities_of(other) == capabilities_of(plugin) || capabilities_of(other).empty()) continue;
+      others.push_back(std::move(other));
+      names.push_back(fmt::format("{} ({} = {})", plugin.name(), option, value));
+    }
+  }
+  for (size_t i = 0; i < others.size(); ++i) modes.push_back({names[i], &*others[i]});
+  int number = 0;
+  for (const Refusal& refusal : refusals(named, modes)) {
+    fmt::print("{}. {}.\n", ++number, refusal.reason);
+    for (const std::string& one : refusal.cases) fmt::print("   - {}.\n", one);
+  }
+  fmt::print(
+      "{}. a backend without a kernel for what a plugin adds; planning names both (`strata plan` with "
+      "device.backend).\n",
+      ++number);
+}
+
 }  // namespace
 
 int plugins_command_main(const PluginsArguments& arguments) {
   if (arguments.refusals) {
-    std::vector<LoadedPlugin> plugins;
-    std::vector<NamedPlugin> named;
-    for (const std::string& name : plugin_names(arguments.paths)) plugins.push_back(load_plugin(name, arguments.paths));
-    for (const LoadedPlugin& plugin : plugins) named.push_back({plugin.name(), &*plugin});
-    for (const std::string& why : refusals(named)) fmt::print("{}\n", why);
+    show_refusals(arguments.paths);
     return int(ExitCode::done);
   }
   if (arguments.schema) {

@@ -123,6 +123,10 @@ int verify_matrix(const VerifyArguments& arguments) {
   setup.larger = arguments.larger;
   setup.cells = arguments.cells;
   setup.only = arguments.only;
+  setup.smallest = arguments.smallest;
+  for (const std::string& backend : setup.smallest)
+    if (std::find(setup.backends.begin(), setup.backends.end(), backend) == setup.backends.end())
+      throw Error("--smallest " + backend + ": that is none of --devices.");
   const verifying::Matrix matrix = verifying::run_matrix(setup, [&](const verifying::Cell& cell) {
     if (stop_signal_waits()) throw verifying::Interrupted();
     if (arguments.only.empty() && cell.verdict.kind != verifying::Verdict::Kind::outside) return;
