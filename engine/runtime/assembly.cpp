@@ -2,6 +2,8 @@
 #include "engine/runtime/assembly.h"
 
 #include <algorithm>
+#include <filesystem>
+#include <utility>
 #include <vector>
 
 #include "engine/planning/localize.h"
@@ -38,6 +40,35 @@ void make_own(RunPlans& plans, const Session& session, const World& world) {
     Program& program = planned.built.program;
     for (std::string& directory : program.storage_directories) directory = rank_directory(directory, world);
     localize(program, session.mesh, session.batch(planned.goal).microbatches);
+  }
+}
+
+void look_at_storage(const std::vector<RunPlans>& stages, const Mesh& mesh) {
+  namespace fs = std::filesystem;
+  std::vector<char> begun_anew(stages.size(), false);  // a rank of the stage has been looked at that has no folder yet
+  for (int rank = 0; rank < mesh.size(); ++rank) {
+    const size_t stage = size_t(Mesh(rank, mesh.sizes()).programs().coordinate);
+    const RunPlans& plans = stages.at(stage);
+    std::vector<std::string> directories = plans.main().program().storage_directories, made;
+    if (mesh.size() > 1)
+      for (std::string& directory : directories) {
+        if (!fs::is_directory(directory)) continue;  // the store says what is wrong with it
+        directory = rank_directory_name(directory, rank);
+        if (!fs::is_directory(directory)) made.push_back(directory);
+      }
+    if (!made.empty() && std::exchange(begun_anew[stage], true)) continue;
+    const auto remove = [&] {
+      std::error_code gone;
+      for (const std::string& directory : made) fs::remove(directory, gone);
+    };
+    try {
+      for (const std::string& directory : made) make_rank_directory(directory);
+      Storage::look(directories, plans.main().memory, memory_of(plans));
+    } catch (...) {
+      remove();
+      throw;
+    }
+    remove();
   }
 }
 
