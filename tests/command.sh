@@ -51,6 +51,7 @@ grep -q 'because each gradient would be summed over the ranks twice' <<<"$("$str
 
 # Configuration.
 expect 2 "nothere.toml: cannot read" "$strata" train nothere.toml
+expect 2 '/dev/zero: this is no configuration: it is larger than 16 MiB' "$strata" train /dev/zero
 echo '[run' >bad.toml
 expect 2 "bad.toml:1:" "$strata" train bad.toml
 expect 2 'Did you mean "steps"?' "$strata" train config.toml --set run.stepz=3
@@ -131,6 +132,7 @@ expect 2 'Did you mean "attention"?' "$strata" train config.toml --set plugins.r
 expect 2 'host.memory allows' "$strata" train config.toml --set plugins.offload.optimizer=host --set plugins.offload.minimum=0 --set host.memory=20KiB
 expect 2 'expected NAME: KEY=VALUE' "$strata" bench memory config.toml --run nonsense
 expect 2 'bench.html' "$strata" train config.toml --trace nodir/bench.html
+expect 2 'data: cannot write it: Is a directory' "$strata" train config.toml --trace data
 if (($(id -u))); then
   mkdir readonly && chmod a-w readonly
   expect 2 'readonly' "$strata" train config.toml "${nvme[@]}" --set 'plugins.offload.directory="readonly"'
