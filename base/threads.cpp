@@ -1,8 +1,10 @@
-// The thread team: a generation counter that workers spin on briefly and then sleep on (strata/threads.h).
+// The thread team: a generation counter that workers spin on briefly and then sleep on (strata/threads.h). A team that
+// is larger than any gain calls several bodies one after the other on each of the system's threads.
 #include "strata/threads.h"
 
 #include <omp.h>
 
+#include <algorithm>
 #include <exception>
 #include <mutex>
 #include <system_error>
@@ -14,6 +16,13 @@ namespace strata {
 namespace {
 
 constexpr int kSpins = 4000;  // about 20 to 50 µs: longer than the gap between two loops of a step
+
+// The system's threads of a team of `count`. Each more than the processors costs every loop a change of threads; with
+// thousands of them a step takes minutes.
+int system_threads(int count) {
+  constexpr int kEvenOnFewProcessors = 64;
+  return std::min(count, std::max(kEvenOnFewProcessors, int(std::thread::hardware_concurrency())));
+}
 
 void pause() {
 #if defined(__x86_64__)
@@ -45,14 +54,16 @@ struct Threads::State {
   std::mutex error_mutex;
   std::exception_ptr error;
   std::vector<std::thread> workers;
+  int count = 1, system = 1;  // bodies of a loop, and threads that call them, the caller's included
 
-  void call(int thread) {
-    try {
-      function(context, thread);
-    } catch (...) {
-      std::lock_guard lock(error_mutex);
-      if (!error) error = std::current_exception();
-    }
+  // The bodies of one of the system's threads.
+  void call(int first) {
+    for (int thread = first; thread < count; thread += system) try {
+        function(context, thread);
+      } catch (...) {
+        std::lock_guard lock(error_mutex);
+        if (!error) error = std::current_exception();
+      }
   }
 
   void work(int thread) {
@@ -87,9 +98,11 @@ std::thread start_thread(const std::string& purpose, std::function<void()> body)
 
 Threads::Threads(int count, Cut cut) : state_(std::make_unique<State>()), count_(count < 1 ? 1 : count), cut_(cut) {
   omp_set_num_threads(1);  // libraries called from a kernel run on the kernel's own thread
+  state_->count = count_;
+  state_->system = system_threads(count_);
   try {
-    state_->workers.reserve(size_t(count_));
-    for (int thread = 1; thread < count_; ++thread)
+    state_->workers.reserve(size_t(state_->system));
+    for (int thread = 1; thread < state_->system; ++thread)
       state_->workers.emplace_back([state = state_.get(), thread] { state->work(thread); });
   } catch (const std::system_error& error) {
     const std::string started = std::to_string(state_->workers.size() + 1);
@@ -107,7 +120,7 @@ void Threads::run(Function function, void* context) {
   state.function = function;
   state.context = context;
   if (count_ > 1) {
-    state.left.store(count_ - 1, std::memory_order_relaxed);
+    state.left.store(state.system - 1, std::memory_order_relaxed);
     state.generation.fetch_add(1, std::memory_order_release);
     state.generation.notify_all();
   }

@@ -1,4 +1,5 @@
-// A team of threads that the system does not give ends with a message, and leaves no thread behind.
+// A team of threads that the system does not give ends with a message, and leaves no thread behind; one of thousands
+// is no slower than one of dozens.
 #include "strata/threads.h"
 
 #include <gtest/gtest.h>
@@ -10,6 +11,7 @@
 #include <fstream>
 #include <functional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "strata/error.h"
@@ -66,6 +68,33 @@ TEST(ThreadTeam, WhatTheSystemDoesNotGiveIsAMessage) {
   EXPECT_TRUE(one.starts_with("cannot start a thread for a test: ")) << one;
 }
 #endif
+
+// Each body is called once, however many there are, by no more threads than can do any good.
+TEST(ThreadTeam, ThousandsAreCalledByFew) {
+  constexpr int kCount = 4096;
+  Threads team(kCount);
+  EXPECT_EQ(team.count(), kCount);
+  std::vector<int> called(kCount, 0);
+  std::vector<std::thread::id> by(kCount);
+  for (int loop = 0; loop < 20; ++loop)
+    team.parallel([&](int thread) {
+      ++called[size_t(thread)];
+      by[size_t(thread)] = std::this_thread::get_id();
+    });
+  EXPECT_EQ(called, std::vector<int>(kCount, 20));
+  std::sort(by.begin(), by.end());
+  const auto threads = std::unique(by.begin(), by.end()) - by.begin();
+  EXPECT_LE(threads, std::max<long>(64, std::thread::hardware_concurrency()));
+  EXPECT_GT(threads, 1);
+  try {
+    team.parallel([](int thread) {
+      if (thread == kCount - 1) throw Error("the last");
+    });
+    ADD_FAILURE();
+  } catch (const Error& error) {
+    EXPECT_STREQ(error.what(), "the last");
+  }
+}
 
 }  // namespace
 }  // namespace strata::threads_test

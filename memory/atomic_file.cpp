@@ -2,6 +2,7 @@
 #include "memory/atomic_file.h"
 
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -15,6 +16,9 @@ namespace strata {
 
 AtomicFile::AtomicFile(std::string path)
     : path_(std::move(path)), temporary_(path_ + ".tmp-" + std::to_string(getpid())) {
+  struct stat status {};
+  if (stat(path_.c_str(), &status) == 0 && S_ISDIR(status.st_mode))
+    throw Error(path_ + ": cannot write it: " + std::strerror(EISDIR) + ".");
   file_ = open(temporary_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
   if (file_ < 0) throw Error(path_ + ": cannot write it: " + std::strerror(errno) + ".");  // a wrong path, most often
 }

@@ -86,16 +86,26 @@ class NvmeStore::File {
   bool direct_ = false;
 };
 
-NvmeStore::NvmeStore(Options options) : options_(std::move(options)) {
-  STRATA_CHECK(options_.bytes > 0 && aligned(options_.bytes));
+// All disks are asked for room before one is taken on any (reserve), so that a hopeless size does not fill them for
+// others before it fails.
+NvmeStore::Files NvmeStore::open_files(const Options& options) {
+  STRATA_CHECK(options.bytes > 0 && aligned(options.bytes));
+  STRATA_CHECK(options.stripes.files() == options.directories.size());
+  Files files;
+  for (const std::string& directory : options.directories)
+    files.push_back(std::make_unique<File>(directory, options.faults));
+  for (size_t f = 0; f < files.size(); ++f)
+    files[f]->reserve(options.stripes.bytes_of(f, options.bytes), options.bytes, false);
+  return files;
+}
+
+void NvmeStore::look(const Options& options) { open_files(options); }
+
+NvmeStore::NvmeStore(Options options) : options_(std::move(options)), files_(open_files(options_)) {
   STRATA_CHECK(options_.block > 0 && options_.block <= (1 << 30) && aligned(options_.block));
-  STRATA_CHECK(options_.depth > 0 && options_.stripes.files() == options_.directories.size());
-  for (const std::string& directory : options_.directories)
-    files_.push_back(std::make_unique<File>(directory, options_.faults));
-  // All are asked first, so that a hopeless size does not fill the disks for others before it fails.
-  for (bool takes : {false, true})
-    for (size_t f = 0; f < files_.size(); ++f)
-      files_[f]->reserve(options_.stripes.bytes_of(f, options_.bytes), options_.bytes, takes);
+  STRATA_CHECK(options_.depth > 0);
+  for (size_t f = 0; f < files_.size(); ++f)
+    files_[f]->reserve(options_.stripes.bytes_of(f, options_.bytes), options_.bytes, true);
   for (const auto& file : files_)
     if (const std::string slower = file->choose_direct(); !slower.empty()) note_ += (note_.empty() ? "" : " ") + slower;
   choose_ring();

@@ -39,6 +39,8 @@ class NvmeStore {
 
   // Throws Error (usage) when a directory is missing, not writable, too full, or in use by another run.
   explicit NvmeStore(Options options);
+  // Throws what the constructor would throw now, but takes no space and leaves nothing behind.
+  static void look(const Options& options);
   ~NvmeStore();  // gives the space back; every channel must be gone
   NvmeStore(const NvmeStore&) = delete;
   NvmeStore& operator=(const NvmeStore&) = delete;
@@ -52,10 +54,12 @@ class NvmeStore {
 
  private:
   class File;
+  using Files = std::vector<std::unique_ptr<File>>;
+  static Files open_files(const Options& options);
   void choose_ring();
 
   Options options_;
-  std::vector<std::unique_ptr<File>> files_;
+  Files files_;
   bool ring_ = false;
   std::string note_;
 };

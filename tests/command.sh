@@ -51,6 +51,7 @@ grep -q 'data_parallel with zero: each gradient would be summed over the ranks t
 
 # Configuration.
 expect 2 "nothere.toml: cannot read" "$strata" train nothere.toml
+expect 2 '/dev/zero: this is no configuration: it is larger than 16 MiB' "$strata" train /dev/zero
 echo '[run' >bad.toml
 expect 2 "bad.toml:1:" "$strata" train bad.toml
 expect 2 'Did you mean "steps"?' "$strata" train config.toml --set run.stepz=3
@@ -108,13 +109,30 @@ grep -q 'optimizer_state' <(sed -n '/^nvme memory/,$p' out) || fail "no states o
 python3 -c 'import json; events = json.load(open("plan.json"))["traceEvents"]; assert any(e["args"].get("purpose") == "restore" for e in events)' || fail "plan --trace"
 grep -q 'NVMe memory over the step' plan.html || fail "plan --html"
 expect 2 'plugins.offload.directory is not set' "$strata" train config.toml --set plugins.offload.activations=nvme
-expect 2 'nodisk' "$strata" train config.toml "${nvme[@]}" --set 'plugins.offload.directory="nodisk"'
+# What `train` would refuse of the folders, `check` does; it leaves nothing in them.
+for command in train check; do
+  for wrong in '"nodisk"' '["disk", "nodisk"]' '["nodisk", "./nodisk"]'; do
+    expect 2 'the NVMe directory nodisk: No such file or directory' "$strata" $command config.toml "${nvme[@]}" --set "plugins.offload.directory=$wrong"
+  done
+  expect 2 'is not a directory' "$strata" $command config.toml "${nvme[@]}" --set 'plugins.offload.directory="text"'
+  expect 2 'are one folder' "$strata" $command config.toml "${nvme[@]}" --set 'plugins.offload.directory=["disk", "./disk"]'
+done
+for ranks in 1 2; do
+  expect 0 '' "$strata" check config.toml "${nvme[@]}" --set mesh.data=$ranks --set plugins.zero.stage=1
+  [[ -z $(ls -A disk) ]] || fail "check left $(ls -A disk)"
+  mkdir -p disk/rank-1 && held=$([[ $ranks == 1 ]] && echo disk || echo disk/rank-1)
+  exec 9>$held/strata-nvme.lock && flock 9
+  expect 2 "the NVMe directory $held is in use by another run" "$strata" check config.toml "${nvme[@]}" --set mesh.data=$ranks --set plugins.zero.stage=1
+  exec 9>&-
+  rm -rf disk/*
+done
 expect 2 'the space for the NVMe tier allows' "$strata" train config.toml "${nvme[@]}" --set plugins.offload.space=8KiB
 expect 2 'must be one of "device", "host", "nvme"' "$strata" train config.toml --set plugins.offload.optimizer=disk
 expect 2 'Did you mean "attention"?' "$strata" train config.toml --set plugins.recompute.mode=selective --set 'plugins.recompute.kinds=["atention"]'
 expect 2 'host.memory allows' "$strata" train config.toml --set plugins.offload.optimizer=host --set plugins.offload.minimum=0 --set host.memory=20KiB
 expect 2 'expected NAME: KEY=VALUE' "$strata" bench memory config.toml --run nonsense
 expect 2 'bench.html' "$strata" train config.toml --trace nodir/bench.html
+expect 2 'data: cannot write it: Is a directory' "$strata" train config.toml --trace data
 if (($(id -u))); then
   mkdir readonly && chmod a-w readonly
   expect 2 'readonly' "$strata" train config.toml "${nvme[@]}" --set 'plugins.offload.directory="readonly"'

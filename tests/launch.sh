@@ -150,6 +150,9 @@ expect 2 "cannot listen at 127.0.0.1:$port" $(launched 0 2) "$strata" train conf
 kill $taken
 expect 2 'MASTER_PORT' env RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 "$strata" train config.toml --set run.directory=bad
 expect 2 'expected a number' env RANK=x WORLD_SIZE=2 "$strata" train config.toml --set run.directory=bad
+expect 2 'WORLD_SIZE is "99999999999"; expected a number' env RANK=0 WORLD_SIZE=99999999999 "$strata" train config.toml --set run.directory=bad
+expect 2 'MASTER_PORT is "99999"; expected a number' env RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=99999 "$strata" train config.toml --set run.directory=bad
+expect 2 'expected HOST:PORT' env RANK=0 WORLD_SIZE=2 STRATA_MASTER=127.0.0.1:70000 "$strata" train config.toml --set run.directory=bad
 # Ranks that disagree in anything are told about the first difference, by rank 0 alone; folders of a host may differ.
 differing() {  # CODE TEXT SETTING: rank 1 has SETTING, rank 0 has not
   $(launched 1 2) "$strata" train config.toml --set run.directory=bad --set "$3" >out1 2>error1 &

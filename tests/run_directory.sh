@@ -75,6 +75,8 @@ expect 2 'no checkpoint to resume from' "$strata" check config.toml --resume
 expect 2 'no checkpoint to resume from' "$strata" train config.toml --resume
 : >file
 for command in check train; do
+  expect 2 'File name too long' "$strata" $command config.toml --set run.directory="$(printf '%05000d' 0)a"
+  expect 2 'run.directory is empty' "$strata" $command config.toml --set 'run.directory=""'
   expect 2 'is not a directory' "$strata" $command config.toml --set run.directory=file
   expect 2 'is not a directory' "$strata" $command config.toml --set run.directory=file/run
 done

@@ -247,10 +247,13 @@ Config Config::load(const std::string& path, const std::vector<std::string>& set
   if (std::filesystem::is_directory(path, problem)) throw Error(path + ": this is a folder; name the TOML file in it.");
   std::ifstream file(path, std::ios::binary);
   if (!file) throw Error(path + ": cannot read the configuration: " + std::strerror(errno) + ".");
-  std::ostringstream text;
-  text << file.rdbuf();
-  if (file.bad() || text.bad()) throw Error(path + ": cannot read the configuration to its end.");
-  return parse(text.str(), path, sets);
+  constexpr size_t kMost = 16 << 20;  // far more than anybody writes; a device may have no end
+  std::string text(kMost + 1, 0);
+  file.read(text.data(), std::streamsize(text.size()));
+  if (file.bad()) throw Error(path + ": cannot read the configuration to its end.");
+  text.resize(size_t(file.gcount()));
+  if (text.size() > kMost) throw Error(path + ": this is no configuration: it is larger than 16 MiB.");
+  return parse(text, path, sets);
 }
 
 }  // namespace strata

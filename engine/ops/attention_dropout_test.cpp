@@ -13,7 +13,7 @@
 #include "strata/random.h"
 #include "tests/backends.h"
 
-namespace strata {
+namespace strata::attention_dropout_test {
 namespace {
 
 constexpr int64_t kBatch = 2, kTime = 7, kGroups = 2, kPerGroup = 2, kSize = 4, kHeads = kGroups * kPerGroup;
@@ -152,4 +152,4 @@ TEST(AttentionDropout, OnAverageNothingChanges) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::attention_dropout_test

@@ -309,7 +309,9 @@ bool may_stall(const Program& program) {
 
 double model_flop_share(const PlannedProgram& planned, double seconds) {
   const double peak = peak_of(planned.prediction->dtype, planned.rates);
-  return peak > 0 && seconds > 0 ? planned.built.model_flops / planned.ranks / seconds / peak : NAN;
+  if (!(peak > 0 && seconds > 0)) return NAN;
+  const double rate = planned.built.model_flops / planned.ranks / seconds;
+  return rate / std::max(peak, rate);  // a peak that is exceeded was measured beside other programs
 }
 
 std::string rate_text(double rate, const char* unit) {

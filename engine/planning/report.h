@@ -58,7 +58,7 @@ std::string print(const RunPlans& plans);
 // Whether compute may have to wait or to run something again.
 bool may_stall(const Program& program);
 // The share that model FLOPs have of what the machine could do in the time, in the type that the program computes in;
-// NaN where nobody knows the peak. Of a plan with a prediction.
+// never above 1; NaN where nobody knows the peak. Of a plan with a prediction.
 double model_flop_share(const PlannedProgram& planned, double seconds);
 // "412 GFLOP/s", "38.2 GB/s".
 std::string rate_text(double rate, const char* unit);

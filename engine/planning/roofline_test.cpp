@@ -3,6 +3,10 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
+
+#include "engine/planning/report.h"
+
 namespace strata::roofline_test {
 namespace {
 
@@ -54,6 +58,19 @@ TEST(Roofline, WhatComesWithEachMicrobatchIsNotHiddenByMore) {
   compute.op(Stream::compute, 0, 3);
   compute.op(Stream::to_device, 0, 1);
   EXPECT_EQ(roofline(compute.program, compute.prediction).microbatches, 1);
+}
+
+// A peak that was measured on a busy machine may be less than what kernels reach.
+TEST(Roofline, ShareOfThePeakIsNeverAboveOne) {
+  PlannedProgram planned;
+  planned.prediction.emplace().dtype = DType::bf16;
+  planned.built.model_flops = 3e9;
+  planned.ranks = 2;
+  planned.rates.peak = 1e9, planned.rates.half_peak = 2e9;
+  EXPECT_DOUBLE_EQ(model_flop_share(planned, 1), 0.75);  // of the type that computes
+  EXPECT_EQ(model_flop_share(planned, 0.1), 1);
+  planned.rates.half_peak = 0;
+  EXPECT_TRUE(std::isnan(model_flop_share(planned, 1)));
 }
 
 // Disks side by side: shares by what takes least both ways, large tensors by all of them, small ones by one.

@@ -2,6 +2,8 @@
 #include "engine/runtime/assembly.h"
 
 #include <algorithm>
+#include <filesystem>
+#include <utility>
 #include <vector>
 
 #include "engine/planning/localize.h"
@@ -38,6 +40,48 @@ void make_own(RunPlans& plans, const Session& session, const World& world) {
     Program& program = planned.built.program;
     for (std::string& directory : program.storage_directories) directory = rank_directory(directory, world);
     localize(program, session.mesh, session.batch(planned.goal).microbatches);
+  }
+}
+
+namespace {
+
+// As rank `rank` would: a folder of its own is made for the look where there is none.
+void look_at_storage_of(int rank, bool alone, const RunPlans& plans) {
+  namespace fs = std::filesystem;
+  std::vector<std::string> directories = plans.main().program().storage_directories, made;
+  for (std::string& directory : directories) {
+    if (alone || !fs::is_directory(directory)) continue;  // the store says what is wrong with it
+    directory = rank_directory_name(directory, rank);
+    if (!fs::is_directory(directory)) made.push_back(directory);
+  }
+  const auto remove = [&] {
+    std::error_code gone;
+    for (const std::string& directory : made) fs::remove(directory, gone);
+  };
+  try {
+    for (const std::string& directory : made) make_rank_directory(directory);
+    Storage::look(directories, plans.main().memory, memory_of(plans));
+  } catch (...) {
+    remove();
+    throw;
+  }
+  remove();
+}
+
+}  // namespace
+
+void look_at_storage(const std::vector<RunPlans>& stages, const Mesh& mesh) {
+  for (size_t stage = 0; stage < stages.size(); ++stage)  // the first rank of each
+    look_at_storage_of(mesh.planner(int(stage)).rank(), mesh.size() == 1, stages[stage]);
+  if (mesh.size() == 1) return;
+  for (int rank = 0; rank < mesh.size(); ++rank) {  // those that another run may be using, few of a large job
+    const std::vector<std::string>& directories = stages[0].main().program().storage_directories;
+    if (std::none_of(directories.begin(), directories.end(), [&](const std::string& directory) {
+          return std::filesystem::is_directory(rank_directory_name(directory, rank));
+        }))
+      continue;
+    const Mesh own(rank, mesh.sizes());
+    look_at_storage_of(rank, false, stages[size_t(own.programs().coordinate)]);
   }
 }
 

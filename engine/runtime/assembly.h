@@ -15,6 +15,10 @@ namespace strata {
 // Shapes, places and folders of all programs become those of this rank.
 void make_own(RunPlans& plans, const Session& session, const World& world);
 
+// Throws what ranks on this host would throw of the directories of the NVMe tier if they began now: as `check` asks.
+// `stages` as plan_stages gives them. Leaves nothing behind.
+void look_at_storage(const std::vector<RunPlans>& stages, const Mesh& mesh);
+
 class Assembly {
   std::unique_ptr<Device> own_device_;  // first, so that it outlives what uses it
   std::vector<std::unique_ptr<Executor>> bind_all(const Session& session);

@@ -101,14 +101,22 @@ Groups make_groups(World& world, const Mesh& mesh, Device* device, const Network
   return groups;
 }
 
+std::string rank_directory_name(const std::string& directory, int rank) {
+  return directory + "/rank-" + std::to_string(rank);
+}
+
 std::string rank_directory(const std::string& directory, const World& world) {
   if (directory.empty() || world.size() == 1) return directory;
   if (!std::filesystem::is_directory(directory)) return directory;  // the store says what is wrong with it
-  const std::string own = directory + "/rank-" + std::to_string(world.rank());
+  const std::string own = rank_directory_name(directory, world.rank());
+  make_rank_directory(own);
+  return own;
+}
+
+void make_rank_directory(const std::string& own) {
   std::error_code problem;
   std::filesystem::create_directory(own, problem);
   if (problem) throw Error(own + ": cannot make the folder: " + problem.message() + ".");
-  return own;
 }
 
 namespace {

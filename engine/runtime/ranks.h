@@ -21,6 +21,8 @@ Groups make_groups(World& world, const Mesh& mesh, Device* device = nullptr, con
 
 // Where this rank's files of the NVMe tier go: a folder of its own, made here, when there are several ranks.
 std::string rank_directory(const std::string& directory, const World& world);
+std::string rank_directory_name(const std::string& directory, int rank);  // of one of several ranks; makes nothing
+void make_rank_directory(const std::string& own);                         // throws Error where it cannot be made
 
 // A message in which ranks have programs of their own: "rank 3" becomes "rank 3 (pipeline stage 1)".
 std::string with_stages(const std::string& text, const Mesh& mesh);

@@ -21,9 +21,13 @@ std::string called(const std::string& path) { return "run.directory, " + path + 
 
 // Of the folder, or of the nearest one above it that exists: there the rest will be made.
 void require_writable(const std::string& path) {
+  std::error_code problem;
   fs::path at = fs::absolute(path).lexically_normal();
-  while (!fs::exists(at) && at.has_parent_path() && at != at.parent_path()) at = at.parent_path();
-  if (!fs::is_directory(at))
+  const auto exists = [&] { return fs::exists(fs::status(at, problem)); };  // or what is not a name at all
+  if (!exists() && problem != std::errc::no_such_file_or_directory && problem != std::errc::not_a_directory && problem)
+    throw Error(called(path.substr(0, 200)) + " cannot be made: " + problem.message() + ". Name another one.");
+  while (!exists() && at.has_parent_path() && at != at.parent_path()) at = at.parent_path();
+  if (!fs::is_directory(at, problem))
     throw Error(called(path) + " cannot be made: " + at.string() + " is not a directory. Name another one.");
   if (access(at.c_str(), W_OK | X_OK) != 0)
     throw Error(called(path) + " cannot be written to: " + at.string() + ": " + std::strerror(errno) +
@@ -45,6 +49,7 @@ std::string newest_for(const std::string& path, bool resume) {
 }  // namespace
 
 std::string RunDirectory::look(const std::string& path, bool resume) {
+  if (path.empty()) throw Error("run.directory is empty; name a folder for checkpoints and log.jsonl.");
   require_writable(path);
   DirectoryLock::require_free(path, kLock, called(path));
   return newest_for(path, resume);

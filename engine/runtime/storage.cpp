@@ -21,7 +21,24 @@ const Name& first_name(const Tensor& tensor) {
   return lasting.rounded_from.empty() ? tensor.name : lasting.rounded_from;
 }
 
+// The bytes of a tier's transient region: the most that one of the plans needs.
+int64_t transient_bytes(Tier tier, const MemoryPlan& plan, const std::vector<const MemoryPlan*>& also) {
+  int64_t bytes = plan.tiers[int(tier)].transient_bytes;
+  for (const MemoryPlan* other : also) bytes = std::max(bytes, other->tiers[int(tier)].transient_bytes);
+  return bytes;
+}
+
 int64_t padded(int64_t bytes) { return (bytes + kStorageAlignment - 1) / kStorageAlignment * kStorageAlignment; }
+
+// The NVMe tier of so many bytes.
+NvmeStore::Options nvme_options(const std::vector<std::string>& directories, const MemoryPlan& plan, int64_t bytes,
+                                NvmeStore::Faults faults) {
+  if (directories.empty()) throw Error("tensors are to rest on the NVMe tier, but no plugin names a directory for it.");
+  return {.directories = directories,
+          .stripes = plan.stripes.value_or(Stripes::even(directories.size())),
+          .bytes = padded(bytes),
+          .faults = std::move(faults)};
+}
 
 }  // namespace
 
@@ -59,10 +76,8 @@ Storage::Storage(const Program& program, const MemoryPlan& plan, const std::vect
                  NvmeStore::Faults faults, Device* device)
     : device_(device) {
   for (int t = 0; t < kTiers; ++t) {
-    int64_t transient = plan.tiers[t].transient_bytes;
-    for (const MemoryPlan* other : also) transient = std::max(transient, other->tiers[t].transient_bytes);
     persistent_bytes_[t] = plan.tiers[t].persistent_bytes;
-    bytes_[t] = persistent_bytes_[t] + transient;
+    bytes_[t] = persistent_bytes_[t] + transient_bytes(Tier(t), plan, also);
     if (Tier(t) == Tier::nvme) continue;
     if (device_) {
       bases_[t] = static_cast<std::byte*>(device_->allocate(Tier(t), bytes_[t]));
@@ -73,13 +88,7 @@ Storage::Storage(const Program& program, const MemoryPlan& plan, const std::vect
   }
   if (bytes(Tier::nvme) > 0) {
     const std::vector<std::string>& directories = program.storage_directories;
-    if (directories.empty())
-      throw Error("tensors are to rest on the NVMe tier, but no plugin names a directory for it.");
-    nvme_ =
-        std::make_unique<Nvme>(NvmeStore::Options{.directories = directories,
-                                                  .stripes = plan.stripes.value_or(Stripes::even(directories.size())),
-                                                  .bytes = padded(bytes(Tier::nvme)),
-                                                  .faults = std::move(faults)});
+    nvme_ = std::make_unique<Nvme>(nvme_options(directories, plan, bytes(Tier::nvme), std::move(faults)));
     note_ = nvme_->store.note();
     if (const std::string same = same_disk_note(directories); !same.empty()) note_ += (note_.empty() ? "" : " ") + same;
     if (device_ && program.direct_storage) {
@@ -104,6 +113,12 @@ Storage::Storage(const Program& program, const MemoryPlan& plan, const std::vect
       places_[tensor.name] = slots_.back().get();
     }
   }
+}
+
+void Storage::look(const std::vector<std::string>& directories, const MemoryPlan& plan,
+                   const std::vector<const MemoryPlan*>& also) {
+  const int64_t bytes = plan.tiers[int(Tier::nvme)].persistent_bytes + transient_bytes(Tier::nvme, plan, also);
+  if (bytes > 0) NvmeStore::look(nvme_options(directories, plan, bytes, {}));
 }
 
 Storage::~Storage() {

@@ -29,6 +29,10 @@ class Storage {
   Storage(const Program& program, const MemoryPlan& plan, const std::vector<const MemoryPlan*>& also = {},
           NvmeStore::Faults faults = {}, Device* device = nullptr);
   ~Storage();
+  // Throws what the constructor would throw of the NVMe tier's directories now; allocates nothing, leaves nothing
+  // there.
+  static void look(const std::vector<std::string>& directories, const MemoryPlan& plan,
+                   const std::vector<const MemoryPlan*>& also);
   Storage(const Storage&) = delete;
 
   // Fills the persistent tensors from their initializers; normal values depend on seed and name only.

@@ -33,13 +33,15 @@ std::optional<std::string> variable(const char* name) {
   const char* value = std::getenv(name);
   return value && *value ? std::optional<std::string>(value) : std::nullopt;
 }
-int number(const char* name, int otherwise) {
+constexpr long kMostRanks = 1 << 20, kMostPorts = 65535;
+int number(const char* name, int otherwise, long most = kMostRanks) {
   const auto text = variable(name);
   if (!text) return otherwise;
   char* end = nullptr;
   const long value = std::strtol(text->c_str(), &end, 10);
-  if (*end != 0 || value < 0)
-    throw Error(std::string("the environment variable ") + name + " is \"" + *text + "\"; expected a number.");
+  if (*end != 0 || value < 0 || value > most)
+    throw Error(std::string("the environment variable ") + name + " is \"" + *text +
+                "\"; expected a number from 0 to " + std::to_string(most) + ".");
   return int(value);
 }
 
@@ -60,9 +62,12 @@ void place(LaunchedRank& rank, const std::string& job, const std::string& otherw
   rank.address = otherwise;
   if (const auto master = variable("STRATA_MASTER")) {
     const size_t colon = master->rfind(':');
-    if (colon == std::string::npos) throw Error("STRATA_MASTER is \"" + *master + "\"; expected HOST:PORT.");
+    char* end = nullptr;
+    const long port = colon == std::string::npos ? 0 : std::strtol(master->c_str() + colon + 1, &end, 10);
+    if (port < 1 || port > kMostPorts || *end != 0)
+      throw Error("STRATA_MASTER is \"" + *master + "\"; expected HOST:PORT.");
     rank.address = master->substr(0, colon);
-    rank.port = std::atoi(master->c_str() + colon + 1);
+    rank.port = int(port);
   }
   if (rank.address.empty())
     throw Error(rank.launcher + " does not say on which host rank 0 is; set STRATA_MASTER=HOST:PORT for all ranks.");
@@ -90,7 +95,7 @@ std::optional<LaunchedRank> launched_rank() {
           variable("MASTER_ADDR").value_or(""));
     if (!variable("STRATA_MASTER")) {
       if (!variable("MASTER_PORT")) throw Error("RANK and WORLD_SIZE are set, but MASTER_PORT is not.");
-      rank.port = number("MASTER_PORT", 0);
+      rank.port = number("MASTER_PORT", 0, kMostPorts - 1);
       // Under torchrun its own store listens there: the next one is ours.
       if (variable("TORCHELASTIC_RUN_ID")) ++rank.port;
     }

@@ -13,6 +13,7 @@
 #include "engine/planning/page.h"
 #include "engine/planning/stages_report.h"
 #include "engine/planning/trace.h"
+#include "engine/runtime/assembly.h"
 #include "engine/runtime/job.h"
 #include "engine/runtime/ranks.h"
 #include "engine/runtime/run_data.h"
@@ -238,6 +239,7 @@ int check_command_main(const CheckArguments& arguments) {
   if (!session.data.validation.empty()) const RunData validation(session, Goal::evaluate, planned.built.vocabulary);
   const std::string newest = RunDirectory::look(session.run.directory, arguments.resume);
   if (arguments.resume) check_resumable(session, newest);
+  look_at_storage(stages, session.mesh);
   int64_t most = 0;  // of the stage that takes most
   for (const RunPlans& plans : stages) most = std::max(most, plans.main().arena_bytes[size_t(Tier::device)]);
   fmt::print("{}: no errors. {} training tokens, {} of {}{}.\n", arguments.config, train.mixture().tokens(),
