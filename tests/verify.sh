@@ -82,6 +82,9 @@ expect 2 '--devices gpu: no plugin runs there. ' "$strata" verify --matrix --cel
 expect 2 '--smallest cuda: that is none of --devices' "$strata" verify --matrix --smallest cuda
 expect 2 '--steps' "$strata" verify --matrix --steps 999999999999999999999
 expect 2 'nothing.toml' "$strata" verify nothing.toml
+expect 2 'are free. Verify on fewer layers with --layers' \
+  "$strata" verify config.toml --set model.layers=900 --set model.hidden=65536
+[ "$(wc -l <out)" = 2 ] || { cat out; fail "more than one message"; }
 expect 2 'verify --processes' "$strata" verify-rank config.toml --steps 1 --disturbance 0 --which 0 --result .
 # A signal leaves nothing behind.
 TMPDIR=$work/temporary "$strata" verify --matrix >out 2>&1 & pid=$!

@@ -66,7 +66,7 @@ void require_room(const RunPlans& plans, const Session& session) {
   for (const Tensor& tensor : main.program().tensors)
     if (tensor.persistent) bytes += 2 * elements(tensor.full_shape()) * size_of(tensor.dtype);
   if (const int64_t available = available_bytes(); available > 0 && bytes > available)
-    throw Error("it needs " + bytes_text(bytes) + " of memory, and " + bytes_text(available) + " are free.");
+    throw Error(kNoRoom + bytes_text(bytes) + " of memory, and " + bytes_text(available) + " are free.");
 }
 
 // One rank.

@@ -50,6 +50,10 @@ struct Whole {
   bool agrees = true;   // between all ranks that hold the same part of it
 };
 
+// How the reason of a run begins that this machine has too little memory for, and what to do then.
+inline constexpr const char* kNoRoom = "it needs ";
+inline constexpr const char* kLess = "Verify on fewer layers with --layers, or with a smaller batch.";
+
 struct Outcome {
   enum class End { done, refused, failed } end = End::done;
   std::string reason;  // of the other two

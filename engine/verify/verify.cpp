@@ -74,14 +74,15 @@ Report verify(const Setup& setup, const std::function<void(const Verdict&)>& sai
     if (!trial.budgets) trial.mesh = judge.mesh_for(trial.plugins, trial.mesh);
     report.verdicts.push_back(judge.judge(trial));
     const Verdict& verdict = report.verdicts.back();
+    if (trial.budgets && verdict.kind == Verdict::Kind::refused)  // the whole: nothing else is looked at
+      throw Error("the configuration cannot run here: " + verdict.reason +
+                  (verdict.reason.starts_with(kNoRoom) ? " " + std::string(kLess) : ""));
     if (said) said(verdict);
     if (verdict.kind != Verdict::Kind::outside) return;
     const Verdict smallest = judge.shrink(verdict);
     if (failed.insert(failure_of(smallest)).second) report.failures.push_back(smallest);
   };
   add(whole, others);
-  if (const Verdict& all = report.verdicts.front(); all.kind == Verdict::Kind::refused)
-    throw Error("the configuration cannot run here: " + all.reason);
   report.program +=
       fmt::format(" and {} on one rank, {} steps, seed {}, {}", optimizer.front(), setup.steps, session.run.seed,
                   report.verdicts.front().has_data ? "data.train" : "made-up tokens: data.train is not there");
