@@ -31,7 +31,8 @@ class Threads {
   int count() const { return count_; }
   Cut cut() const { return cut_; }
 
-  // Calls body(thread) for thread 0..count-1, each on its own thread, and waits. An exception thrown by a body is
+  // Calls body(thread) for thread 0..count-1 and waits: each on its own thread, but of a team of more than 64 and more
+  // than the processors several on one, so bodies may not wait for each other. An exception thrown by a body is
   // rethrown here (the first one). Not reentrant.
   template <class Body>
   void parallel(Body&& body) {
