@@ -50,7 +50,7 @@ class Maker {
     std::vector<Cell> cells;
     for (const std::string& backend : setup_.backends) {
       for (const Names& set : setup_.only.empty() ? pairs() : given()) add(cells, set, backend);
-      if (setup_.only.empty()) add_modes(cells, backend);
+      if (setup_.only.empty() && setup_.modes) add_modes(cells, backend);
     }
     if (setup_.cells > 0) {
       std::shuffle(cells.begin(), cells.end(), random_);
@@ -196,7 +196,8 @@ int64_t Matrix::count(Verdict::Kind kind) const {
 }
 
 std::string command_of(const Cell& cell, const MatrixSetup& of) {
-  std::string command = fmt::format("strata verify --matrix --only {}", fmt::join(cell.plugins, "+"));
+  std::string command = fmt::format("strata verify --matrix {}--only {}", of.config.empty() ? "" : of.config + " ",
+                                    fmt::join(cell.plugins, "+"));
   if (cell.backend != "cpu") command += " --devices " + cell.backend;
   if (of.setup.steps != Setup().steps) command += fmt::format(" --steps {}", of.setup.steps);
   for (const std::string& set : of.setup.sets) command += " --set '" + set + "'";

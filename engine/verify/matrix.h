@@ -11,12 +11,14 @@
 namespace strata::verifying {
 
 struct MatrixSetup {
-  Setup setup;  // the model, the optimizer, and options of plugins that make them do something on it
+  Setup setup;         // the model, the optimizer, and options of plugins that make them do something on it
+  std::string config;  // the user's, with which commands repeat cells; empty: none was given
   std::vector<std::string> backends = {"cpu"};
-  uint64_t seed = 1;                // of what is drawn
-  int64_t larger = 40;              // sets of three to six plugins
-  int64_t cells = 0;                // so many of all, drawn; 0: all
-  std::vector<std::string> only{};  // sets, as "clip+zero"; empty: all
+  uint64_t seed = 1;                    // of what is drawn
+  int64_t larger = 40;                  // sets of three to six plugins
+  bool modes = true;                    // also each plugin in the modes that its options name
+  int64_t cells = 0;                    // so many of all, drawn; 0: all
+  std::vector<std::string> only{};      // sets, as "clip+zero"; empty: all
   std::vector<std::string> smallest{};  // backends on which each set is run over its smallest mesh alone
 };
 

@@ -60,6 +60,7 @@ struct VerifyArguments : ConfigArguments {
   std::vector<std::string> devices{"cpu"}, smallest, only;
   uint64_t seed = 1;
   int64_t larger = 40, cells = 0;
+  bool without_modes = false;
 };
 int verify_command_main(const VerifyArguments& arguments);
 

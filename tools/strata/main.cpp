@@ -138,6 +138,8 @@ void add_verify(CLI::App& parent, VerifyArguments& arguments, Action& action) {
                    "of the matrix: of these backends each set over its smallest mesh alone")
       ->delimiter(',');
   command->add_option("--seed", arguments.seed, "of the matrix: of what is drawn")->capture_default_str();
+  command->add_flag("--without-modes", arguments.without_modes,
+                    "of the matrix: plugins and pairs as they are, none in the modes that its options name");
   command->add_option("--larger", arguments.larger, "of the matrix: sets of three to six plugins")
       ->capture_default_str()
       ->check(CLI::NonNegativeNumber);

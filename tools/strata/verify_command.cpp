@@ -118,9 +118,11 @@ int verify_matrix(const VerifyArguments& arguments) {
     setup.setup.config = folder.path() + "/matrix.toml";
     write(setup.setup.config, text);
   }
+  setup.config = arguments.config;
   setup.backends = arguments.devices;
   setup.seed = arguments.seed;
   setup.larger = arguments.larger;
+  setup.modes = !arguments.without_modes;
   setup.cells = arguments.cells;
   setup.only = arguments.only;
   setup.smallest = arguments.smallest;
