@@ -164,6 +164,7 @@ std::vector<ExchangeStep> exchanges_of(const Program& program, const Waits& wait
     auto& mine = ended[size_t(op.stream)];
     VectorClock clock = mine.empty() ? VectorClock{} : mine.back();
     for (const Wait& wait : waits[i]) {
+      if (wait.count <= 0) continue;  // for the step before, which ends by itself
       const VectorClock& other = ended[size_t(wait.stream)].at(size_t(wait.count) - 1);
       raise(clock, other);
       if (queued(op.stream) && !queued(wait.stream)) raise(filled, other);

@@ -376,10 +376,11 @@ Timeline run_on_and_on(std::span<const TimedProgram> programs, const Mesh& mesh)
   return result;
 }
 
-Prediction prediction_of(const Program& program, const TimedProgram& timed, const Rates& rates,
-                         const Timeline& timeline, size_t number) {
-  const Timeline::OfProgram& ran = timeline.programs.at(number);
-  Prediction result{.spans = ran.spans, .before = ran.before, .stalls = {}, .seconds = timeline.seconds};
+Prediction prediction_of(const Program& program, const TimedProgram& timed, const Rates& rates, Timeline& timeline,
+                         size_t number) {
+  Timeline::OfProgram& ran = timeline.programs.at(number);
+  Prediction result{
+      .spans = std::move(ran.spans), .before = std::move(ran.before), .stalls = {}, .seconds = timeline.seconds};
   result.dtype = compute_dtype(program);
   result.stalls = StallFinder(program, timed.waits)
                       .find({.spans = result.spans, .over = ops_by_stream(program), .awaited = timed.awaited},
@@ -394,7 +395,8 @@ Prediction prediction_of(const Program& program, const TimedProgram& timed, cons
 
 Prediction predict(const Program& program, const MemoryPlan& plan, const Rates& rates) {
   const TimedProgram alone = timed(program, plan, rates);
-  return prediction_of(program, alone, rates, run_together({&alone, 1}, {}), 0);
+  Timeline timeline = run_together({&alone, 1}, {});
+  return prediction_of(program, alone, rates, timeline, 0);
 }
 
 std::string text_of(const TimedProgram& program) {

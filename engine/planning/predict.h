@@ -78,9 +78,9 @@ Timeline run_together(std::span<const TimedProgram> programs, const Mesh& mesh);
 // many, each program's from its own start.
 Timeline run_on_and_on(std::span<const TimedProgram> programs, const Mesh& mesh);
 
-// The prediction of one of the programs.
-Prediction prediction_of(const Program& program, const TimedProgram& timed, const Rates& rates,
-                         const Timeline& timeline, size_t number);
+// The prediction of one of the programs, whose spans it takes from the timeline.
+Prediction prediction_of(const Program& program, const TimedProgram& timed, const Rates& rates, Timeline& timeline,
+                         size_t number);
 
 // What kinds took in `spans`, predicted or measured, the longest first.
 std::vector<KindTime> time_by_kind(const Program& program, const std::vector<Span>& spans);

@@ -34,7 +34,7 @@ void check_together(std::vector<RunPlans>& stages, size_t program, const Mesh& m
   require_agreement(ranks);
   ranks.clear();
   if (all.size() < stages.size()) return;
-  const Timeline timeline = timeline_of(all, mesh, goes_on(stages[0].programs[program]));
+  Timeline timeline = timeline_of(all, mesh, goes_on(stages[0].programs[program]));
   for (size_t s = 0; s < stages.size(); ++s) {
     PlannedProgram& planned = stages[s].programs[program];
     planned.prediction = prediction_of(planned.program(), all[s], planned.rates, timeline, s);
@@ -56,7 +56,7 @@ std::optional<double> predict_with_others(World& world, const Mesh& mesh, RunPla
     std::vector<TimedProgram> all;
     for (int program = 0; program < count; ++program)
       all.push_back(timed_from(texts.at(size_t(mesh.planner(program).rank()))));
-    const Timeline timeline = timeline_of(all, mesh, goes_on(planned));
+    Timeline timeline = timeline_of(all, mesh, goes_on(planned));
     for (int program = 0; p == plans.usual() && program < count; ++program) {
       double busy = 0;
       for (size_t i = 0; i < all[size_t(program)].ops.size(); ++i)
