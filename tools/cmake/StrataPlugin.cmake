@@ -17,6 +17,7 @@ function(strata_add_plugin name)
     LIBRARY_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/lib/strata/plugins INSTALL_RPATH "$ORIGIN/../..")
   if(TARGET strata)
     strata_unite(plugin_${name} 10)
+    add_dependencies(everything_to_run plugin_${name})
     target_include_directories(plugin_${name} PRIVATE ${CMAKE_SOURCE_DIR})  # "plugins/NAME/…", as the tests include it
     install(TARGETS plugin_${name} LIBRARY DESTINATION lib/strata/plugins)
   endif()
