@@ -25,6 +25,7 @@ struct BrokenAssertion {};  // thrown where toml++ would abort
 #pragma GCC diagnostic pop
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
@@ -248,11 +249,12 @@ Config Config::load(const std::string& path, const std::vector<std::string>& set
   std::ifstream file(path, std::ios::binary);
   if (!file) throw Error(path + ": cannot read the configuration: " + std::strerror(errno) + ".");
   constexpr size_t kMost = 16 << 20;  // far more than anybody writes; a device may have no end
-  std::string text(kMost + 1, 0);
-  file.read(text.data(), std::streamsize(text.size()));
+  std::string text;
+  for (std::array<char, 1 << 14> piece; file.read(piece.data(), piece.size()), file.gcount() > 0;) {
+    text.append(piece.data(), size_t(file.gcount()));
+    if (text.size() > kMost) throw Error(path + ": this is no configuration: it is larger than 16 MiB.");
+  }
   if (file.bad()) throw Error(path + ": cannot read the configuration to its end.");
-  text.resize(size_t(file.gcount()));
-  if (text.size() > kMost) throw Error(path + ": this is no configuration: it is larger than 16 MiB.");
   return parse(text, path, sets);
 }
 

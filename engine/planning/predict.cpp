@@ -41,8 +41,8 @@ double processors_of(const Op& op, const Rates& rates) {
 // begins what other ranks take part in, and each step.
 class RankStreams {
  public:
-  RankStreams(const TimedProgram& program, const Mesh& mesh, int steps)
-      : program_(program), spans_(size_t(steps), std::vector<Span>(program.ops.size())) {
+  RankStreams(const TimedProgram& program, const Mesh& mesh, int steps) : program_(program), spans_(size_t(steps)) {
+    for (std::vector<Span>& spans : spans_) spans.resize(program.ops.size());
     for (size_t i = 0; i < program.ops.size(); ++i) streams_[int(program[i].stream)].ops.push_back(int32_t(i));
     for (const std::string& name : program.axes) axes_.push_back(mesh[name]);
   }
