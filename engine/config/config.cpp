@@ -124,18 +124,25 @@ class ConfigReader {
     }
   }
 
+  // Texts name files and tensors, whose names end where such a character is.
+  static std::string text(const std::string& text, const ConfigTable::Entry& entry) {
+    if (text.find('\0') != std::string::npos)
+      throw Error(entry.place, "\"" + entry.key + "\" holds the character U+0000, which no option takes.");
+    return text;
+  }
+
   static ConfigTable::Value value(const toml::node& node, const ConfigTable::Entry& entry) {
     if (const auto* v = node.as_boolean()) return v->get();
     if (const auto* v = node.as_integer()) return v->get();
     if (const auto* v = node.as_floating_point()) return v->get();
-    if (const auto* v = node.as_string()) return v->get();
+    if (const auto* v = node.as_string()) return text(v->get(), entry);
     if (const auto* array = node.as_array()) {
       std::vector<std::string> texts;
       std::vector<int64_t> integers;
       std::vector<double> numbers;  // of both kinds
       for (const auto& item : *array) {
-        if (const auto* text = item.as_string())
-          texts.push_back(text->get());
+        if (const auto* string = item.as_string())
+          texts.push_back(text(string->get(), entry));
         else if (const auto* integer = item.as_integer())
           integers.push_back(integer->get()), numbers.push_back(double(integer->get()));
         else if (const auto* number = item.as_floating_point())

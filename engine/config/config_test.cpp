@@ -55,6 +55,8 @@ TEST(Config, WrongKindsOfValues) {
   EXPECT_EQ(parse_message("a = [1, true]\n"),
             "c.toml:1:5: \"a\" must be a list of strings or numbers, but holds a boolean.");
   EXPECT_EQ(parse_message("a = 2020-01-01\n"), "c.toml:1:5: \"a\" is a date or time, which no option takes.");
+  for (const std::string text : {"a = \"x\\u0000y\"\n", "a = [\"x\\u0000y\"]\n"})
+    EXPECT_EQ(parse_message(text), "c.toml:1:5: \"a\" holds the character U+0000, which no option takes.");
   const Config config = parse("run = 1\n[data]\n");
   EXPECT_EQ(message_of([&] { config.root().table("run"); }),
             "c.toml:1:7: \"run\" must be a table, but it is an integer; write [run].");

@@ -143,14 +143,13 @@ class Exhaustive {
   std::vector<Reached> all_;
 };
 
-// What holds: half of the plans are the best there is, and four of five within 3% of it (74 to 84% in each hundred
-// programs, 79% of 2223 budgets of 600); nine of ten within 15%. The worst are tens of times slower: where a very slow
-// disk is taken for what could be made again. Of budgets that something fits one in 30 is refused.
-TEST(Optimum, OfSmallProgramsIsOftenReached) {
+// What holds (of 2357 budgets of 600 programs): 99.8% of the plans are within 3% of the best there is, the worst takes 1.4
+// times as long; of budgets that something fits one in 300 is refused.
+TEST(Optimum, OfSmallProgramsIsNearlyAlwaysReached) {
   constexpr double kMostSets = 5000, kNear = 1.03;
   std::vector<double> ratios;
   size_t refused = 0;
-  for (uint64_t seed = test::first_seed(), end = seed + uint64_t(test::cases(100)); seed < end; ++seed) {
+  for (uint64_t seed = test::first_seed(), end = seed + uint64_t(test::cases(40)); seed < end; ++seed) {
     SCOPED_TRACE("STRATA_SEED=" + std::to_string(seed));
     const SmallProgram small(seed);
     Exhaustive exhaustive(small);
@@ -176,10 +175,10 @@ TEST(Optimum, OfSmallProgramsIsOftenReached) {
       "%zu budgets, %zu refused; seconds beside the best: median %.3f, 90%% %.3f, 99%% %.3f, most %.3f; %.1f%% within "
       "3%%\n",
       ratios.size() + refused, refused, at(0.5), at(0.9), at(0.99), at(1), 100 * near / double(ratios.size()));
-  if (ratios.size() < 200) return;  // a few chosen seeds say nothing about shares
+  if (ratios.size() < 100) return;  // a few chosen seeds say nothing about shares
   EXPECT_LE(at(0.5), 1.001);
-  EXPECT_GE(near, 0.65 * double(ratios.size()));
-  EXPECT_LE(double(refused), 0.06 * double(ratios.size()));
+  EXPECT_GE(near, 0.97 * double(ratios.size()));
+  EXPECT_LE(double(refused), 0.02 * double(ratios.size()));
 }
 
 }  // namespace

@@ -30,6 +30,7 @@ class Relief {
   // Adds decisions until the live bytes of every tier are within `targets` (0: as it is), or nothing is left to give
   // up.
   Result fit(const std::array<int64_t, kTiers>& targets);
+  Decisions decisions() && { return std::move(decisions_); }  // with those added
 
  private:
   struct Candidate {

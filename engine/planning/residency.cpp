@@ -1,5 +1,5 @@
 // Which of a series of plans is taken; see residency.h. Homes and tiers are homes.h's, what rests without a budget
-// decisions_at_start.h's, what has to under one relief.h's.
+// decisions_at_start.h's, what has to under one relief.h's; local_search.h looks around what these find.
 #include "engine/planning/residency.h"
 
 #include <algorithm>
@@ -12,8 +12,10 @@
 
 #include "engine/planning/decisions_at_start.h"
 #include "engine/planning/homes.h"
+#include "engine/planning/local_search.h"
 #include "engine/planning/predict.h"
 #include "engine/planning/relief.h"
+#include "engine/planning/slice_updates.h"
 #include "engine/planning/spread_moves.h"
 #include "engine/program/signature.h"
 #include "strata/device.h"
@@ -47,10 +49,11 @@ class Planner {
     if (budgets) seconds_without_ = predict(program_, without_.memory, settings_.rates).seconds;
     homes_.choose_homes(program_);
     homes_.choose_update_tiers(program_);
-    for (const Tensor& tensor : program_.tensors) homes_at_start_.push_back(tensor.home);
+    Choice start{.decisions = decisions_at_start(program_, uses_, homes_, budget(Tier::device) <= 0)};
+    for (const Tensor& tensor : program_.tensors) start.homes.push_back(tensor.home);
     const auto may_go = [](const Tensor& t) { return t.persistent && !t.part_of && t.home != t.farthest; };
     homes_may_go_ = homes_.one_memory() && std::any_of(program_.tensors.begin(), program_.tensors.end(), may_go);
-    starts_.push_back(decisions_at_start(program_, uses_, homes_, budget(Tier::device) <= 0));
+    starts_.push_back(std::move(start));
     Planned chosen = budgets ? within_budgets() : without_budgets();
     // What is to be elsewhere goes there all the same.
     if (!budgets && chosen.memory.device().total_bytes() > bytes_without_)
@@ -72,6 +75,8 @@ class Planner {
     bool last_resort = false;             // not what the plugins ask for, but it fits
     std::array<int64_t, kTiers> least{};  // bytes of each tier that it cannot be placed in less than
     int64_t same_from = INT64_MAX;        // every aim that leaves the device so many bytes gives the same
+    Choice choice{};                      // what was decided
+    bool limited = false;                 // something would have come back earlier, had there been room
   };
 
   // What one attempt aims at.
@@ -94,24 +99,33 @@ class Planner {
   // what shares memory waits, and a plan may not be faster for being denser than another budget made it. Of a plan
   // beyond `wanted` nothing is planned but what it takes at least.
   Planned attempt(const Aim& aim, std::optional<Bounds> wanted = {}) {
-    for (size_t t = 0; t < homes_at_start_.size(); ++t) program_.tensors[t].home = homes_at_start_[t];
-    Decisions decisions = starts_[aim.start];
+    return attempt(starts_[aim.start], aim, std::move(wanted));
+  }
+  Planned attempt(const Choice& start, const Aim& aim, std::optional<Bounds> wanted) {
+    for (size_t t = 0; t < start.homes.size(); ++t) program_.tensors[t].home = start.homes[t];
+    Decisions decisions = start.decisions;
     if (!aim.forms) std::erase_if(decisions, [](const auto& decision) { return decision.second.form >= 0; });
-    auto [program, before, at_once] =
-        Relief(program_, std::move(decisions), uses_, homes_, settings_, aim.homes_first).fit(aim.targets);
+    Relief relief(program_, std::move(decisions), uses_, homes_, settings_, aim.homes_first);
+    auto [program, before, at_once] = relief.fit(aim.targets);
     Planned plan{std::move(program)};
+    plan.choice = {.decisions = std::move(relief).decisions(), .room = aim.room};
+    for (const Tensor& tensor : program_.tensors) plan.choice.homes.push_back(tensor.home);
     for (int t = 0; t < kTiers; ++t) plan.least[size_t(t)] = before.tiers[t].total_bytes();
     if (wanted && (exceeds(plan.least, wanted->bytes) || compute_seconds(plan.program) > wanted->seconds)) return plan;
     std::vector<Op> in_place = plan.program.ops;
     const auto limits = limits_of_spreading(before, aim);
     const bool limited = spread_moves(plan.program, before, settings_.rates, limits);
+    plan.limited = limited;
     plan.memory = plan_memory(plan.program, settings_.backend, settings_.threads);
     if (beyond(plan.memory, {limits[int(Tier::device)], aim.targets[int(Tier::host)], 0})) {
       plan.program.ops = std::move(in_place);
+      plan.limited = moves_;
       plan.memory = plan_memory(plan.program, settings_.backend, settings_.threads);
     } else if (at_once && !limited) {
       plan.same_from = plan.memory.device().total_bytes();
     }
+    if (slice_updates(plan.program, settings_.slice) > 0)
+      plan.memory = plan_memory(plan.program, settings_.backend, settings_.threads);
     // What shares more memory waits more often; rarely less, and never much less.
     constexpr double kMuch = 1.05;
     if (wanted && std::isfinite(wanted->seconds)) {
@@ -211,9 +225,9 @@ class Planner {
   // Simpler settings beside what plugins demand: recomputation by groups of blocks, in two levels, of cheap ops alone;
   // everything away that may go, with recomputation and without.
   void add_starts(size_t most) {
-    const auto with = [&](Decisions start, const Pattern* pattern, bool away) {
-      if (pattern) add_pattern(program_, uses_, *pattern, start);
-      if (away) start.merge(decisions_at_start(program_, uses_, homes_, true));
+    const auto with = [&](Choice start, const Pattern* pattern, bool away) {
+      if (pattern) add_pattern(program_, uses_, *pattern, start.decisions);
+      if (away) start.decisions.merge(decisions_at_start(program_, uses_, homes_, true));
       starts_.push_back(std::move(start));
     };
     const std::vector<Pattern> patterns = patterns_of(program_, most);
@@ -328,6 +342,8 @@ class Planner {
       for (size_t a = 0, made = 0; a < aims.size() && made < most; ++a) made += consider_aim(aims[a]);
     };
     take(series(least, host), host ? left / 2 : left);
+    if (budget(Tier::device) > 0)
+      if (auto found = search_around(least)) consider(attempt(*found, {.room = found->room}, {}));
     Planned last = without_restoring();
     if (!best && over(last.memory)) {
       consider(std::move(last));
@@ -344,6 +360,41 @@ class Planner {
     last.last_resort = bytes > least_asked;
     consider(std::move(last));
     return std::move(*best);
+  }
+
+  // Of small programs: what a local search finds that fits, the fastest; where nothing does, the smallest.
+  std::optional<Choice> search_around(int64_t least) {
+    const size_t most = 25'000 / std::max<size_t>(1, program_.ops.size());
+    if (most < 64) return {};
+    std::vector<Choice> begin = starts_;
+    const int64_t host = budget(Tier::host) > 0;
+    for (double share : {1.0, 0.5, 0.25, 0.1, 0.0})
+      for (bool homes_first : {true, false})
+        if (homes_first || homes_may_go_) {
+          const int64_t target = least + int64_t(double(std::max(bytes_without_ - least, int64_t{0})) * share);
+          begin.push_back(attempt({.targets = {target, host, 0}, .homes_first = homes_first}).choice);
+        }
+    LocalSearch search(program_, uses_, homes_, starts_[0].decisions, bytes_without_);
+    search.run(begin, most, [&](const Choice& choice) -> std::optional<LocalSearch::Reached> {
+      Planned plan = attempt(choice, {.room = choice.room}, {});
+      if (plan.memory.device().total_bytes() > bytes_without_) return {};
+      predict_time(plan);
+      LocalSearch::Reached reached{.seconds = plan.seconds, .limited = plan.limited};
+      for (int t = 0; t < kTiers; ++t) reached.bytes[size_t(t)] = plan.memory.tiers[t].total_bytes();
+      return reached;
+    });
+    const auto rank = [&](const LocalSearch::Point& point) {
+      const auto& bytes = point.reached.bytes;
+      auto beyond = homes_.budgets();
+      for (size_t t = 0; t < size_t(kTiers); ++t)
+        beyond[t] = beyond[t] > 0 ? std::max<int64_t>(0, bytes[t] - beyond[t]) : 0;
+      return std::tuple(beyond[1] + beyond[2], beyond[0], point.reached.seconds, bytes);
+    };
+    const auto& front = search.front();
+    const auto best = std::min_element(front.begin(), front.end(),
+                                       [&](const auto& a, const auto& b) { return rank(a) < rank(b); });
+    if (best == front.end()) return {};
+    return best->choice;
   }
 
   // What someone should know whose budget costs more than it saves.
@@ -404,8 +455,7 @@ class Planner {
   const ResidencySettings& settings_;
   const Homes homes_;
   const Uses uses_;
-  std::vector<Decisions> starts_;     // what plugins demand; from 1 on simpler settings added to it
-  std::vector<Tier> homes_at_start_;  // by tensor: what each attempt begins with
+  std::vector<Choice> starts_;        // what plugins demand; from 1 on simpler settings added to it
   size_t away_ = 1;                   // of them, the first that leaves things where they are
   bool moves_ = false;                // tensors may be elsewhere
   Planned without_;                   // were nothing to rest; its program only where nothing moves

@@ -165,10 +165,10 @@ void check_random_programs(const std::string& backend, int count) {
   EXPECT_GT(refused, 0);  // budgets were tight enough to be worth the test
 }
 
-TEST(Residency, RandomProgramsUnderRandomBudgets) { check_random_programs("cpu", 150); }
+TEST(Residency, RandomProgramsUnderRandomBudgets) { check_random_programs("cpu", 80); }
 #if defined(STRATA_EMULATED_CUDA)
 // On a device that the host cannot look into and a disk cannot reach, with streams served in random order.
-TEST(Residency, RandomProgramsOnADevice) { check_random_programs("cuda", 40); }
+TEST(Residency, RandomProgramsOnADevice) { check_random_programs("cuda", 30); }
 #endif
 
 // A disk that fails while steps overlap ends the run with a tensor's name; the same executor then begins anew.

@@ -2,6 +2,7 @@
 #include "strata/optimizer.h"
 
 #include <memory>
+#include <set>
 
 #include "strata/convert.h"
 
@@ -69,9 +70,15 @@ std::vector<TensorSpec> outputs(const UpdateView& v) {
   return specs;
 }
 
+std::set<std::string>& elementwise_kinds() {
+  static std::set<std::string> kinds;
+  return kinds;
+}
+
 }  // namespace
 
 const OpKind& register_update(UpdateKind kind) {
+  if (kind.elementwise) elementwise_kinds().insert(kind.name);
   if (!kind.fits) kind.fits = like_parameter;
   if (!kind.bytes) kind.bytes = bytes;
   OpKind made{
@@ -96,6 +103,8 @@ const OpKind& register_update(UpdateKind kind) {
   made.kernels["reference"] = kernel(kind.reference, false, "f32 or f64 tensors on the reference backend");
   return register_kind(std::move(made));
 }
+
+bool is_elementwise_update(const OpKind& kind) { return elementwise_kinds().contains(kind.name); }
 
 UpdateScalars update_scalars(const Binding& b, int first) {
   const Attributes& a = b.attributes();

@@ -112,8 +112,12 @@ void Executor::place_tensors() {
       const Tensor& whole = program_[program_.whole({int32_t(t)})];  // parts may be other programs' own
       pointers_[t] = storage_.persistent(whole.name.text());
       STRATA_CHECK(pointers_[t]);
-      if (tensor.part_of)  // never used on NVMe
-        pointers_[t] = whole.home == Tier::nvme ? nullptr : static_cast<std::byte*>(pointers_[t]) + tensor.part_offset;
+      if (tensor.part_of && whole.home == Tier::nvme) {
+        slots_.push_back(storage_.part_slot(tensor, plan_.persistent_offset.at(int32_t(t)) + tensor.part_offset));
+        pointers_[t] = slots_.back().get();
+      } else if (tensor.part_of) {
+        pointers_[t] = static_cast<std::byte*>(pointers_[t]) + tensor.part_offset;
+      }
     } else if (device_ && (tensor.role == Role::data || tensor.step_output)) {
       if (tensor.part_of)  // which came before
         pointers_[t] = static_cast<std::byte*>(pointers_[size_t(tensor.part_of.value)]) + tensor.part_offset;

@@ -167,6 +167,10 @@ std::unique_ptr<StorageSlot> Storage::transient_slot(const Tensor& tensor, int64
   return std::make_unique<Slot>(*nvme_, tensor, persistent_bytes(Tier::nvme) + offset);
 }
 
+std::unique_ptr<StorageSlot> Storage::part_slot(const Tensor& tensor, int64_t offset) const {
+  return std::make_unique<Slot>(*nvme_, tensor, offset);
+}
+
 bool Storage::away(const Tensor& tensor) const { return device_ && tensor.home == Tier::device && !is_shared(tensor); }
 
 std::byte* Storage::piece() {

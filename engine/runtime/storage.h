@@ -75,6 +75,8 @@ class Storage {
   Device* device() const { return device_; }
   // A slot at an offset of the NVMe tier's transient region; lives as long as this.
   std::unique_ptr<StorageSlot> transient_slot(const Tensor& tensor, int64_t offset) const;
+  // The same of the persistent region, for a part of a tensor.
+  std::unique_ptr<StorageSlot> part_slot(const Tensor& tensor, int64_t offset) const;
   const std::string& note() const { return note_; }  // what is slower than it should be; usually nothing
 
  private:

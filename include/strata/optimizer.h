@@ -104,6 +104,7 @@ struct UpdateKind {
   // parameter's shape and type. Empty: all are there, of the parameter's shape and type.
   std::function<bool(const UpdateView&)> fits{};
   bool half_gradients = false;                       // the gradient may have 16 bits beside an f32 parameter
+  bool elementwise = false;  // element i of parameter and states follows from element i of all, wherever it is
   double flops = 10;                                 // of one element
   std::function<double(const UpdateView&)> bytes{};  // empty: all are read once, and all but the gradient written
   UpdateKernel cpu;                                  // for f32 parameters
@@ -112,6 +113,8 @@ struct UpdateKind {
 // As register_kind (op_kind.h). Kernels for other backends are registered as any kind's, and ask UpdateScalars::skips
 // themselves.
 const OpKind& register_update(UpdateKind kind);
+// Whether rows may be updated apart: UpdateKind::elementwise of a kind that register_update made.
+bool is_elementwise_update(const OpKind& kind);
 
 // One of two by the parameter's type: how a template becomes a kernel of the reference backend.
 inline std::function<Launch(const Update&)> by_type(Launch (*f32)(const Update&), Launch (*f64)(const Update&)) {

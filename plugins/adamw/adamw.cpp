@@ -105,6 +105,7 @@ class AdamW final : public strata::Plugin {
     (void)once;
     strata::register_update({.name = "adamw_frozen",
                              .states = "m and v of the parameter's shape and type",
+                             .elementwise = true,
                              .flops = 6,
                              .cpu = {bind_frozen<float>},
                              .reference = {strata::by_type(bind_frozen<float>, bind_frozen<double>)}});
@@ -112,6 +113,7 @@ class AdamW final : public strata::Plugin {
                              .states = "m and v of the parameter's shape, of its type or bf16",
                              .fits = fits,
                              .half_gradients = true,
+                             .elementwise = true,
                              .flops = 12,
                              .cpu = {bind_cpu},
                              .reference = {strata::by_type(bind_reference<float>, bind_reference<double>)}});

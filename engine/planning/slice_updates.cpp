@@ -1,0 +1,191 @@
+// Which moves belong to an update, and their slices; see slice_updates.h.
+#include "engine/planning/slice_updates.h"
+
+#include <algorithm>
+#include <map>
+#include <numeric>
+#include <optional>
+
+#include "strata/optimizer.h"
+
+namespace strata {
+namespace {
+
+bool is_read(const Op& op) { return op.stream == Stream::read && op.kind->name == "move"; }
+bool is_write(const Op& op) { return op.stream == Stream::write && op.kind->name == "move"; }
+bool is_cast(const Op& op) { return op.kind->name == "cast" && op.inputs.size() == 1 && op.accumulate == 0; }
+
+class Slicer {
+ public:
+  Slicer(Program& program, int64_t bytes)
+      : program_(program), bytes_(bytes), written_by_(program.tensors.size(), -1), chain_of_(program.ops.size(), -1) {}
+
+  int run() {
+    for (size_t i = 0; i < program_.ops.size(); ++i) look_at(int32_t(i));
+    std::erase_if(chains_, [](const Chain& chain) { return chain.reads.empty() && chain.writes.empty(); });
+    std::vector<Chain> chosen;
+    for (Chain& chain : chains_)
+      if (choose_rows(chain)) chosen.push_back(std::move(chain));
+    if (chosen.empty()) return 0;
+    write(chosen);
+    return int(chosen.size());
+  }
+
+ private:
+  // An update, what reads its tensors from the disk, what it is cast to, and what writes all that there.
+  struct Chain {
+    int32_t update;
+    std::vector<int32_t> reads{}, casts{}, writes{};
+    int64_t rows = 0;  // of a slice
+  };
+
+  void look_at(int32_t i) {
+    const Op& op = program_.ops[size_t(i)];
+    if (is_elementwise_update(*op.kind) && !op.inputs[UpdateView::kSeed]) {  // what rounds asks where an element is
+      Chain chain{.update = i};
+      for (TensorId id : op.outputs)
+        if (const int32_t maker = id ? written_by_[size_t(id.value)] : -1;
+            maker >= 0 && is_read(program_.ops[size_t(maker)]))
+          chain.reads.push_back(maker);
+      chain_of_[size_t(i)] = int32_t(chains_.size());
+      chains_.push_back(std::move(chain));
+    } else if (op.step_part == StepPart::update && (is_cast(op) || is_write(op))) {
+      const int32_t maker = written_by_[size_t(op.inputs[0].value)];
+      if (const int32_t chain = maker < 0 ? -1 : chain_of_[size_t(maker)]; chain >= 0) {
+        (is_cast(op) ? chains_[size_t(chain)].casts : chains_[size_t(chain)].writes).push_back(i);
+        made_at_[i] = maker;
+        if (is_cast(op)) chain_of_[size_t(i)] = chain;
+      }
+    }
+    for (TensorId id : op.outputs) written_by_[size_t(program_.whole(id).value)] = i;
+  }
+
+  // The tensors of an op that have a row for each of the parameter.
+  std::vector<TensorId*> cut_of(Op& op) const {
+    std::vector<TensorId*> list;
+    const Shape& shape = program_[op.outputs[0]].shape;
+    for (auto* ids : {&op.inputs, &op.outputs})
+      for (TensorId& id : *ids)
+        if (id && program_[id].shape == shape) list.push_back(&id);
+    return list;
+  }
+
+  // Slices begin with a block of the disk in every tensor that is moved.
+  bool choose_rows(Chain& chain) {
+    const Tensor& parameter = program_[program_.ops[size_t(chain.update)].outputs[0]];
+    const int64_t rows = parameter.shape[0];
+    if (parameter.bytes() < 2 * bytes_) return false;
+    int64_t unit = 1;
+    const auto fits = [&](int32_t i) {
+      Op& op = program_.ops[size_t(i)];
+      for (const TensorId* id : cut_of(op)) {
+        const Tensor& tensor = program_[*id];
+        // Ranks' shares may have other sizes elsewhere; a part of a part is none.
+        if (tensor.part_of || !tensor.layout.empty() || tensor.shape != parameter.shape) return false;
+        const int64_t row = tensor.bytes() / rows;
+        unit = std::lcm(unit, kStorageAlignment / std::gcd(kStorageAlignment, row));
+      }
+      return true;
+    };
+    if (!fits(chain.update)) return false;
+    for (const auto* list : {&chain.reads, &chain.casts, &chain.writes})
+      if (!std::all_of(list->begin(), list->end(), fits)) return false;
+    const int64_t row = parameter.bytes() / rows;
+    chain.rows = std::max(unit, (bytes_ / row + unit - 1) / unit * unit);
+    return chain.rows < rows;
+  }
+
+  // Reads that follow each other on their stream become one, slice by slice, where the last of them stands; writes
+  // where the first does.
+  void write(const std::vector<Chain>& chains) {
+    std::map<int32_t, std::vector<int32_t>> together;  // by place: which ops are emitted there, slice by slice
+    std::vector<const Chain*> of(program_.ops.size(), nullptr);
+    const std::vector<int32_t> order_of_reads = order(is_read), order_of_writes = order(is_write);
+    for (const Chain& chain : chains) {
+      for (const auto* list : {&chain.reads, &chain.casts, &chain.writes})
+        for (int32_t i : *list) of[size_t(i)] = &chain;
+      of[size_t(chain.update)] = &chain;
+      together[chain.update] = {chain.update};
+      for (int32_t i : chain.casts) together[i] = {i};
+      for (const auto& run : runs(chain.reads, order_of_reads)) together[run.back()] = run;
+      for (const auto& run : runs(chain.writes, order_of_writes)) together[run.front()] = run;
+    }
+    std::vector<Op> ops = std::move(program_.ops);
+    program_.ops.clear();
+    program_.forms.clear();  // decided; what they say of tensors is so no more
+    for (size_t i = 0; i < ops.size(); ++i) {
+      if (!of[i]) {
+        program_.ops.push_back(std::move(ops[i]));
+        continue;
+      }
+      const auto here = together.find(int32_t(i));
+      if (here == together.end()) continue;
+      const int64_t rows = program_[ops[i].outputs[0]].shape[0];
+      for (int64_t begin = 0; begin < rows; begin += of[i]->rows)
+        for (int32_t op : here->second) emit(ops[size_t(op)], begin, std::min(begin + of[i]->rows, rows));
+    }
+  }
+
+  // By op: its number on the stream of such ops.
+  std::vector<int32_t> order(bool (*is)(const Op&)) const {
+    std::vector<int32_t> numbers(program_.ops.size(), -1);
+    int32_t next = 0;
+    for (size_t i = 0; i < program_.ops.size(); ++i)
+      if (is(program_.ops[i])) numbers[i] = next++;
+    return numbers;
+  }
+  std::vector<std::vector<int32_t>> runs(std::vector<int32_t> list, const std::vector<int32_t>& order) const {
+    std::sort(list.begin(), list.end());
+    std::vector<std::vector<int32_t>> runs;
+    for (int32_t i : list) {
+      if (runs.empty() || order[size_t(runs.back().back())] + 1 != order[size_t(i)] || !can_join(runs.back(), i))
+        runs.emplace_back();
+      runs.back().push_back(i);
+    }
+    return runs;
+  }
+  // A read waits for nobody who comes before op i, or a write of what was made before the run.
+  bool can_join(const std::vector<int32_t>& run, int32_t i) const {
+    const Op& op = program_.ops[size_t(i)];
+    if (is_write(op)) return made_at_.at(i) < run.front();
+    return std::all_of(run.begin(), run.end(), [&](int32_t read) {
+      const auto begin = program_.ops.begin() + read + 1, end = program_.ops.begin() + i;
+      const TensorId made = program_.ops[size_t(read)].outputs[0];
+      return std::none_of(begin, end, [&](const Op& between) {
+        return std::any_of(between.inputs.begin(), between.inputs.end(),
+                           [&](TensorId id) { return id && program_.whole(id) == made; });
+      });
+    });
+  }
+
+  void emit(Op op, int64_t begin, int64_t end) {
+    for (TensorId* id : cut_of(op)) *id = slice(*id, begin, end);
+    program_.ops.push_back(std::move(op));
+  }
+
+  TensorId slice(TensorId id, int64_t begin, int64_t end) {
+    TensorId& part = made_[{id.value, begin}];
+    if (part) return part;
+    const Tensor& tensor = program_[id];
+    Shape shape = tensor.shape;
+    const int64_t row = tensor.bytes() / shape[0];
+    shape[0] = end - begin;
+    const Name name = tensor.name + ".rows." + std::to_string(begin);
+    const TensorId made = program_.add_part(id, name, std::move(shape), begin * row);
+    return made_[{id.value, begin}] = made;
+  }
+
+  Program& program_;
+  const int64_t bytes_;
+  std::vector<int32_t> written_by_;  // by tensor: the last op that wrote it so far
+  std::vector<int32_t> chain_of_;    // by op
+  std::vector<Chain> chains_;
+  std::map<int32_t, int32_t> made_at_;  // by cast and write: the op whose result it takes
+  std::map<std::pair<int32_t, int64_t>, TensorId> made_;  // by tensor and first row
+};
+
+}  // namespace
+
+int slice_updates(Program& program, int64_t bytes) { return Slicer(program, bytes).run(); }
+
+}  // namespace strata
