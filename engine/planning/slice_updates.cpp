@@ -53,7 +53,6 @@ class Slicer {
       const int32_t maker = written_by_[size_t(op.inputs[0].value)];
       if (const int32_t chain = maker < 0 ? -1 : chain_of_[size_t(maker)]; chain >= 0) {
         (is_cast(op) ? chains_[size_t(chain)].casts : chains_[size_t(chain)].writes).push_back(i);
-        made_at_[i] = maker;
         if (is_cast(op)) chain_of_[size_t(i)] = chain;
       }
     }
@@ -95,20 +94,18 @@ class Slicer {
     return chain.rows < rows;
   }
 
-  // Reads that follow each other on their stream become one, slice by slice, where the last of them stands; writes
-  // where the first does.
+  // Reads that stand together become one, slice by slice, and so do writes.
   void write(const std::vector<Chain>& chains) {
     std::map<int32_t, std::vector<int32_t>> together;  // by place: which ops are emitted there, slice by slice
     std::vector<const Chain*> of(program_.ops.size(), nullptr);
-    const std::vector<int32_t> order_of_reads = order(is_read), order_of_writes = order(is_write);
     for (const Chain& chain : chains) {
       for (const auto* list : {&chain.reads, &chain.casts, &chain.writes})
         for (int32_t i : *list) of[size_t(i)] = &chain;
       of[size_t(chain.update)] = &chain;
       together[chain.update] = {chain.update};
       for (int32_t i : chain.casts) together[i] = {i};
-      for (const auto& run : runs(chain.reads, order_of_reads)) together[run.back()] = run;
-      for (const auto& run : runs(chain.writes, order_of_writes)) together[run.front()] = run;
+      for (const auto& run : runs(chain.reads)) together[run.back()] = run;
+      for (const auto& run : runs(chain.writes)) together[run.front()] = run;
     }
     std::vector<Op> ops = std::move(program_.ops);
     program_.ops.clear();
@@ -126,36 +123,19 @@ class Slicer {
     }
   }
 
-  // By op: its number on the stream of such ops.
-  std::vector<int32_t> order(bool (*is)(const Op&)) const {
-    std::vector<int32_t> numbers(program_.ops.size(), -1);
-    int32_t next = 0;
-    for (size_t i = 0; i < program_.ops.size(); ++i)
-      if (is(program_.ops[i])) numbers[i] = next++;
-    return numbers;
-  }
-  std::vector<std::vector<int32_t>> runs(std::vector<int32_t> list, const std::vector<int32_t>& order) const {
+  // Ops with nothing but others of their stream between them: elsewhere a read would begin later than it was to, and a
+  // write before what it waits for.
+  std::vector<std::vector<int32_t>> runs(std::vector<int32_t> list) const {
     std::sort(list.begin(), list.end());
     std::vector<std::vector<int32_t>> runs;
     for (int32_t i : list) {
-      if (runs.empty() || order[size_t(runs.back().back())] + 1 != order[size_t(i)] || !can_join(runs.back(), i))
-        runs.emplace_back();
+      const auto begin = program_.ops.begin() + (runs.empty() ? 0 : runs.back().back() + 1);
+      const bool apart = std::any_of(begin, program_.ops.begin() + i,
+                                     [&](const Op& op) { return op.stream != program_.ops[size_t(i)].stream; });
+      if (runs.empty() || apart) runs.emplace_back();
       runs.back().push_back(i);
     }
     return runs;
-  }
-  // A read waits for nobody who comes before op i, or a write of what was made before the run.
-  bool can_join(const std::vector<int32_t>& run, int32_t i) const {
-    const Op& op = program_.ops[size_t(i)];
-    if (is_write(op)) return made_at_.at(i) < run.front();
-    return std::all_of(run.begin(), run.end(), [&](int32_t read) {
-      const auto begin = program_.ops.begin() + read + 1, end = program_.ops.begin() + i;
-      const TensorId made = program_.ops[size_t(read)].outputs[0];
-      return std::none_of(begin, end, [&](const Op& between) {
-        return std::any_of(between.inputs.begin(), between.inputs.end(),
-                           [&](TensorId id) { return id && program_.whole(id) == made; });
-      });
-    });
   }
 
   void emit(Op op, int64_t begin, int64_t end) {
@@ -180,7 +160,6 @@ class Slicer {
   std::vector<int32_t> written_by_;  // by tensor: the last op that wrote it so far
   std::vector<int32_t> chain_of_;    // by op
   std::vector<Chain> chains_;
-  std::map<int32_t, int32_t> made_at_;  // by cast and write: the op whose result it takes
   std::map<std::pair<int32_t, int64_t>, TensorId> made_;  // by tensor and first row
 };
 
