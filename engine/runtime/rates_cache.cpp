@@ -3,6 +3,7 @@
 
 #include <fcntl.h>
 #include <sys/file.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -11,8 +12,10 @@
 #include <ctime>
 #include <filesystem>
 #include <fstream>
+#include <mutex>
 #include <sstream>
 #include <thread>
+#include <tuple>
 
 #include "memory/atomic_file.h"
 #include "strata/error.h"
@@ -100,13 +103,29 @@ RatesCache::RatesCache(std::string path, Seconds clock)
   read();
 }
 
-// What cannot be read leaves what is known to this object as it is.
+// What cannot be read leaves what is known to this object as it is. The file may be long, and a process plan hundreds of
+// programs: what was read last is kept as long as the file is the same one, since it is only ever replaced.
 void RatesCache::read() {
-  if (path_.empty()) return;
+  struct stat now {};
+  if (path_.empty() || stat(path_.c_str(), &now) != 0) return;
+  static std::mutex mutex;
+  static std::string path;
+  static struct stat before {};
+  static std::map<std::string, std::vector<Kept>> entries;
+  const std::lock_guard lock(mutex);
+  const auto identity = [](const struct stat& s) {
+    return std::tuple(s.st_dev, s.st_ino, s.st_size, s.st_mtim.tv_sec, s.st_mtim.tv_nsec);
+  };
+  if (path == path_ && identity(before) == identity(now)) {
+    entries_ = entries;
+    return;
+  }
   std::ifstream file(path_);
   std::stringstream text;
   text << file.rdbuf();
-  if (file) take(text.str());
+  if (!file) return;
+  take(text.str());
+  path = path_, before = now, entries = entries_;
 }
 
 void RatesCache::take(const std::string& text) {

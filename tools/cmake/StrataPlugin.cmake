@@ -8,6 +8,7 @@ function(strata_add_plugin name)
   endif()
   add_library(plugin_${name} MODULE ${ARGN})
   target_link_libraries(plugin_${name} PRIVATE ${engine})
+  target_link_options(plugin_${name} PRIVATE -Wl,-Bsymbolic-functions)  # its own copies of inline functions
   if(TARGET strata_flags)
     target_link_libraries(plugin_${name} PRIVATE strata_flags)
   else()
