@@ -1,7 +1,13 @@
 // Pipelines planned as a job: for any number of stages, chunks and microbatches what the stages send and receive fits
-// together and comes to an end, even where a send waits for its receiver.
+// together and comes to an end, even where a send waits for its receiver; and where stages receive in another order, or
+// at other times, it is refused or comes to an end.
+#include <atomic>
+#include <map>
 #include <random>
+#include <thread>
 
+#include "comm/world.h"
+#include "engine/planning/agreement.h"
 #include "engine/runtime/job.h"
 #include "tests/harness.h"
 
@@ -28,10 +34,11 @@ std::string toml(const std::string& schedule, int stages, int chunks, int layers
          "\"\nchunks = " + std::to_string(chunks) + "\n" + more;
 }
 
-std::vector<RunPlans> planned(const std::string& config) {
+std::vector<RunPlans> planned(const std::string& config, Plugin* more = nullptr) {
   const test::TemporaryFolder folder;
   Session session(test::write_file(folder / "config.toml", config), {});
   session.rates = Rates();
+  if (more) session.plugins.push_back({"more", more});
   return plan_stages(session);
 }
 
@@ -48,6 +55,120 @@ TEST(PipelinePlans, StagesAgreeWhateverTheSchedule) {
                  ", layers " + std::to_string(layers) + ", microbatches " + std::to_string(microbatches));
     EXPECT_NO_THROW(planned(toml(schedule, stages, chunks, layers, microbatches, more[random() % 3])));
   }
+}
+
+// FLOPs are those of the model, whoever computes them; and what a stage receives is shown by the type of what crosses.
+TEST(PipelinePlans, TellOfTheJobAndOfWhatCrosses) {
+  std::string config = toml("1f1b", 3, 1, 4, 4);
+  const std::vector<RunPlans> stages = planned(config);
+  config.erase(config.find("[plugins.pipeline]"));
+  config.erase(config.find("[mesh]"), std::string("[mesh]\npipeline = 3\n").size());
+  const double of_model = planned(config).at(0).main().built.model_flops;
+  for (const RunPlans& plans : stages) {
+    EXPECT_NEAR(plans.main().built.model_flops, of_model, 1e-9 * of_model);
+    std::map<std::string, int64_t> received;
+    for (const KindTime& kind : time_by_kind(plans.main().program(), plans.main().prediction->spans))
+      if (kind.stream == Stream::receive) received[kind.name] += kind.calls;
+    const int64_t neighbours = &plans == &stages[1] ? 2 : 1;
+    EXPECT_EQ(received, (std::map<std::string, int64_t>{{"receive f32", 4 * neighbours}}));
+  }
+}
+
+// Receives of stages by chance in another order or at another time than `pipeline` says.
+class OtherReceives final : public Plugin {
+ public:
+  explicit OtherReceives(uint32_t seed) : random_(seed) {}
+  void schedule(ScheduleStage& stage) override {
+    auto& list = stage.receives;
+    if (list.size() < 2 || random_() % 2 == 0) return;
+    const size_t a = random_() % (list.size() - 1);
+    switch (random_() % 4) {
+      case 0:
+        std::swap(list[a].pass, list[a + 1].pass);
+        break;
+      case 1:  // as late as the next one, or as early as the one before
+        list[a].before = list[a + 1].before;
+        break;
+      case 2:
+        list[a + 1].before = list[a].before;
+        break;
+      default:  // all at the beginning, or each when it is needed
+        for (auto& receive : list) receive.before = 0;
+    }
+  }
+
+ private:
+  std::mt19937 random_;
+};
+
+// Ranks exchange what they plan to, on groups that hand over nothing before both have come.
+void run_exchanges(const std::vector<RankExchanges>& ranks) {
+  run_local(
+      int(ranks.size()),
+      [&](World& world) {
+        const int rank = world.rank(), size = int(ranks.size());
+        const std::vector<ExchangeStep>& steps = ranks[size_t(rank)].steps;
+        std::map<std::pair<int, int>, std::unique_ptr<Communicator>> pairs;  // by sender and receiver
+        for (int from = 0; from < size; ++from)
+          for (int to = 0; to < size; ++to)
+            if (from != to && (from == rank || to == rank))
+              pairs[{from, to}] = world.group(std::to_string(from) + " to " + std::to_string(to),
+                                              {std::min(from, to), std::max(from, to)});
+        std::vector<int> everybody;
+        for (int other = 0; other < size; ++other) everybody.push_back(other);
+        const auto all = world.group("all", everybody);
+        std::array<std::atomic<int32_t>, kStreams> ended{};
+        std::vector<std::jthread> threads;
+        for (Stream stream : {Stream::send, Stream::receive, Stream::exchange, Stream::model_exchange})
+          threads.emplace_back([&, stream] {
+            for (const ExchangeStep& step : steps) {
+              if (step.stream != stream) continue;
+              for (size_t s = 0; s < size_t(kStreams); ++s)
+                for (int32_t now; (now = ended[s]) < step.after[s];) ended[s].wait(now);
+              const int other = ((rank + step.offset) % size + size) % size;
+              if (stream == Stream::send)
+                pairs.at({rank, other})->barrier();
+              else if (stream == Stream::receive)
+                pairs.at({other, rank})->barrier();
+              else
+                all->barrier();
+              ++ended[size_t(stream)];
+              ended[size_t(stream)].notify_all();
+            }
+          });
+      },
+      20);
+}
+
+// What a program waits for hangs on its memory, so whether a change can be borne is seen in plans alone.
+TEST(PipelinePlans, ChangedReceivesAreRefusedOrEnd) {
+  std::mt19937 random(24);
+  int refused = 0, accepted = 0;
+  for (int i = 0; i < 90; ++i) {
+    const auto [schedule, chunks] = kSchedules[size_t(i) % std::size(kSchedules)];
+    const int stages = 2 + int(random() % 3), microbatches = 2 + int(random() % 6);
+    SCOPED_TRACE(std::string(schedule) + ", stages " + std::to_string(stages) + ", chunks " + std::to_string(chunks) +
+                 ", microbatches " + std::to_string(microbatches) + ", " + std::to_string(i));
+    OtherReceives other(random());
+    std::vector<RunPlans> stages_planned;
+    try {
+      stages_planned = planned(toml(schedule, stages, chunks, stages * chunks, microbatches), &other);
+    } catch (const Error&) {
+      ++refused;
+      continue;
+    }
+    ++accepted;
+    std::vector<RankExchanges> ranks;
+    for (const RunPlans& plans : stages_planned) {
+      const PlannedProgram& one = plans.main();
+      ranks.push_back(
+          {Mesh(int(ranks.size()), {{"pipeline", stages, true}}),
+           exchanges_of(one.program(), plan_waits(one.program(), one.memory), [](Stream) { return false; })});
+    }
+    run_exchanges(ranks);
+  }
+  EXPECT_GT(refused, 10);
+  EXPECT_GT(accepted, 30);
 }
 
 }  // namespace

@@ -355,7 +355,8 @@ class Build {
     if (schedule.sums_go_on) built_.left.push_back("sum of gradients");
     if (!built_.left.empty()) require_may_be_left(forward_, mesh_, built_.left.front());
     step() = unroll(single_, passes, parameters_, gradients_, schedule, batch_.reproducible, mesh_);
-    built_.model_flops = flops(single_) * double(microbatches) * double(goal_ == Goal::train ? mesh_.size() : 1);
+    built_.model_flops =
+        flops(single_) * double(microbatches) * double(goal_ == Goal::train ? mesh_.size() : mesh_.programs().size);
     built_.tokens_per_step = batch_.sequences() * batch_.sequence_length;
     if (goal_ == Goal::logits) built_.logits = step().find(single_[result_].name.of_microbatch(0));
     for (Gradient& gradient : list_) {

@@ -14,8 +14,9 @@ namespace strata {
 struct BuiltProgram {
   Program program;
   TensorId logits;  // Goal::logits only: kept to the step's end
-  double model_flops =
-      0;  // of one step: floating-point operations of forward and backward pass by the kinds' cost rules
+  // Of one step of all ranks: floating-point operations of forward and backward pass by the kinds' cost rules. Where
+  // ranks have programs of their own, as many as if all had this one, until those of all are known (runtime/job.h).
+  double model_flops = 0;
   int64_t tokens_per_step = 0;
   int64_t vocabulary = 0;            // token ids must be below; 0 when the model did not say
   std::vector<std::string> left{};   // the passes that its steps leave to the next step, in words

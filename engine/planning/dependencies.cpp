@@ -3,57 +3,140 @@
 
 #include <algorithm>
 #include <array>
-#include <map>
-#include <memory_resource>
+
+#include "engine/planning/byte_ranges.h"
+#include "strata/error.h"
 
 namespace strata {
 namespace {
 
-// Last writer and last readers of each byte range; ranges are split where accesses begin and end.
-class Ranges {
- public:
-  Ranges() { state_[0] = {}; }
-  // Calls visit(write clock, read clock) for every piece of [begin, end).
-  template <class Visit>
-  void over(int64_t begin, int64_t end, Visit&& visit) {
-    split(begin);
-    split(end);
-    for (auto at = state_.find(begin); at != state_.end() && at->first < end; ++at) visit(at->second);
-  }
-  void written(int64_t begin, int64_t end, const VectorClock& clock) {
-    if (begin == end) return;  // a rank's share may be empty
-    split(begin);
-    split(end);
-    state_.erase(state_.lower_bound(begin), state_.lower_bound(end));
-    state_[begin] = {clock, {}};
-  }
-  struct Clocks {
-    VectorClock write{}, read{};
-  };
+// Last writer and last readers of a range of bytes.
+struct Clocks {
+  VectorClock write{}, read{};
+};
 
- private:
-  void split(int64_t at) {
-    const auto next = state_.upper_bound(at);
-    const auto piece = std::prev(next);
-    if (piece->first != at) state_.emplace_hint(next, at, piece->second);
-  }
-  std::pmr::unsynchronized_pool_resource memory_;
-  std::pmr::map<int64_t, Clocks> state_{&memory_};
+// A range of bytes by its places.
+struct Touched {
+  uint32_t begin = 0, end = 0;
+  bool write = false;
 };
 
 bool all_on_compute(const Program& program) {
   return std::all_of(program.ops.begin(), program.ops.end(), [](const Op& op) { return op.stream == Stream::compute; });
 }
 
+int64_t place_of(Tier tier, int64_t offset) {
+  constexpr int kTierShift = 56;
+  return (int64_t(tier) << kTierShift) + offset;
+}
+
+// Where a buffer lies, and a tensor; of one that no op touches: {-1, -1}.
+Access range_of(const MemoryPlan& plan, const Buffer& buffer) {
+  const int64_t begin = place_of(buffer.tier, plan[buffer.tier].persistent_bytes + buffer.offset);
+  return {begin, begin + buffer.bytes};
+}
+Access range_of(const Program& program, const MemoryPlan& plan, TensorId id) {
+  const Tensor& tensor = program[id];
+  int64_t begin = 0;
+  if (tensor.persistent) {
+    const auto found = plan.persistent_offset.find(id.value);
+    if (found == plan.persistent_offset.end()) return {-1, -1};
+    begin = place_of(tensor.home, found->second);
+  } else {
+    const int32_t buffer = plan.buffer_of[size_t(id.value)];
+    if (buffer < 0) return {-1, -1};
+    begin = range_of(plan, plan.buffers[size_t(buffer)]).begin;
+  }
+  begin += tensor.part_offset;
+  return {begin, begin + tensor.bytes()};
+}
+
+// The ranges of ops as somebody gives them.
+class GivenRanges {
+ public:
+  GivenRanges(const Program& program, const AccessesOf& accesses) : accesses_(accesses) {
+    for (int32_t i = 0; i < int32_t(program.ops.size()); ++i)
+      for (const Access& access : accesses(i)) places_.add(access.begin), places_.add(access.end);
+    places_.sort();
+  }
+  size_t places() const { return places_.size(); }
+  void of(int32_t op, std::vector<Touched>& touched) const {
+    for (const Access& access : accesses_(op))
+      touched.push_back({places_[access.begin], places_[access.end], access.write});
+  }
+
+ private:
+  const AccessesOf& accesses_;
+  Places places_;
+};
+
+// Those of a plan without a disk, where a tensor is as long for whoever touches it: looked up once for each. What it
+// gives are those of accesses_of.
+class PlannedRanges {
+ public:
+  PlannedRanges(const Program& program, const MemoryPlan& plan) : program_(program), plan_(plan) {
+    for (int pass = 0; pass < 2; ++pass) {  // the places, then which of them are a tensor's
+      for (int32_t t = 0; t < int32_t(program.tensors.size()); ++t)
+        if (const auto range = range_of(program, plan, {t}); range.end >= 0) take(pass, by_tensor_, t, range);
+      for (size_t i = 0; i < program.ops.size(); ++i)
+        if (const int32_t w = plan.workspace_of[i]; w >= 0)
+          take(pass, by_workspace_, w, range_of(plan, plan.buffers[size_t(w)]));
+      if (pass > 0) break;
+      places_.sort();
+      by_tensor_.resize(program.tensors.size());
+      by_workspace_.resize(plan.buffers.size());
+    }
+  }
+  static bool would_do(const Program& program, const MemoryPlan& plan) {
+    return std::none_of(program.tensors.begin(), program.tensors.end(),
+                        [](const Tensor& tensor) { return tensor.home == Tier::nvme; }) &&
+           std::none_of(plan.buffers.begin(), plan.buffers.end(),
+                        [](const Buffer& buffer) { return buffer.tier == Tier::nvme; });
+  }
+  size_t places() const { return places_.size(); }
+  void of(int32_t index, std::vector<Touched>& touched) const {
+    const Op& op = program_.ops[size_t(index)];
+    const auto add = [&](const Numbers& range, bool write) { touched.push_back({range.begin, range.end, write}); };
+    for (TensorId id : op.inputs)
+      if (id) add(by_tensor_[size_t(id.value)], false);
+    for (TensorId id : op.outputs) add(by_tensor_[size_t(id.value)], true);
+    if (const int32_t w = plan_.workspace_of[size_t(index)]; w >= 0) add(by_workspace_[size_t(w)], true);
+  }
+
+ private:
+  struct Numbers {
+    uint32_t begin = 0, end = 0;
+  };
+  void take(int pass, std::vector<Numbers>& list, int32_t number, const Access& range) {
+    if (pass == 0)
+      places_.add(range.begin), places_.add(range.end);
+    else
+      list[size_t(number)] = {places_[range.begin], places_[range.end]};
+  }
+
+  const Program& program_;
+  const MemoryPlan& plan_;
+  Places places_;
+  std::vector<Numbers> by_tensor_, by_workspace_;
+};
+
 // Goes over the ops of one step after the other.
+template <class RangesOf>
 class Conflicts {
  public:
-  Conflicts(const Program& program, AccessesOf accesses) : program_(program), accesses_(std::move(accesses)) {}
+  Conflicts(const Program& program, const RangesOf& ranges, int steps)
+      : program_(program), ranges_(ranges), known_(ranges.places()) {
+    const VectorClock counts = ops_by_stream(program);
+    for (size_t s = 0; s < counts.size(); ++s) after_[s].reserve(size_t(counts[s]) * size_t(steps));
+  }
 
   // Calls found(waits of the op), with counts from the first step on, for one op after the other.
   template <class Found>
   void step(Found&& found) {
-    for (int32_t i = 0; i < int32_t(program_.ops.size()); ++i) found(waits_of(i));
+    for (int32_t i = 0; i < int32_t(program_.ops.size()); ++i) {
+      find_waits(i);
+      found(waits_);
+    }
   }
 
   // Whatever comes begins after so many ops of each stream.
@@ -65,69 +148,87 @@ class Conflicts {
   }
 
  private:
-  std::vector<Wait> waits_of(int32_t op) {
+  void find_waits(int32_t op) {
     const int stream = int(program_.ops[size_t(op)].stream);
     VectorClock needed{};
-    const std::vector<Access> list = accesses_(op);
-    for (const Access& access : list)
-      ranges_.over(access.begin, access.end, [&](const Ranges::Clocks& piece) {
+    touched_.clear();
+    ranges_.of(op, touched_);
+    for (const Touched& range : touched_)
+      known_.over(range.begin, range.end, [&](const Clocks& piece) {
         raise(needed, piece.write);
-        if (access.write) raise(needed, piece.read);
+        if (range.write) raise(needed, piece.read);
       });
     VectorClock& clock = seen_[size_t(stream)];
-    std::vector<Wait> own;
+    waits_.clear();
     for (int s = 0; s < kStreams; ++s)
       if (s != stream && needed[s] > clock[s]) {
-        own.push_back({Stream(s), needed[s]});
+        waits_.push_back({Stream(s), needed[s]});
         raise(clock, after_[s][needed[s] - 1]);
       }
     VectorClock mine{};
     mine[stream] = clock[stream] = ++issued_[stream];
     after_[stream].push_back(clock);
-    for (const Access& access : list)
-      if (access.write) ranges_.written(access.begin, access.end, mine);
-    for (const Access& access : list)
-      if (!access.write)
-        ranges_.over(access.begin, access.end, [&](Ranges::Clocks& piece) { raise(piece.read, mine); });
-    return own;
+    for (const Touched& range : touched_)
+      if (range.write) known_.set(range.begin, range.end, {mine, {}});
+    for (const Touched& range : touched_)
+      if (!range.write) known_.over(range.begin, range.end, [&](Clocks& piece) { piece.read[stream] = mine[stream]; });
   }
 
   const Program& program_;
-  AccessesOf accesses_;
-  Ranges ranges_;
+  const RangesOf& ranges_;
+  RangeValues<Clocks> known_;
   std::array<VectorClock, kStreams> seen_{};  // what each stream knows to be finished
   VectorClock issued_{};
   std::array<std::vector<VectorClock>, kStreams> after_;  // what is known once op n of a stream has finished
+  std::vector<Touched> touched_;                          // by the op that is looked at
+  std::vector<Wait> waits_;                               // of it
 };
 
-}  // namespace
-
-Waits plan_waits(const Program& program, const AccessesOf& accesses) {
+template <class RangesOf>
+Waits waits_of(const Program& program, const RangesOf& ranges) {
   Waits waits;
-  if (all_on_compute(program)) return waits;
-  Conflicts(program, accesses).step([&](const std::vector<Wait>& own) { waits.push_back(own); });
+  Conflicts(program, ranges, 1).step([&](const std::vector<Wait>& own) { waits.push_back(own); });
   return waits;
 }
 
 // Two steps are enough: what an op of the step before the last shares with one of this step, the same op of the last
 // step shares too, and each op of a stream comes after itself in the step before.
-StepWaits plan_overlapping_waits(const Program& program, const VectorClock& awaited, const AccessesOf& accesses) {
-  StepWaits result{.waits = {}, .awaited = awaited};
-  if (all_on_compute(program)) return result;
+template <class RangesOf>
+Waits overlapping_waits_of(const Program& program, const VectorClock& awaited, const RangesOf& ranges) {
+  Waits waits;
   const VectorClock counts = ops_by_stream(program);
-  Conflicts conflicts(program, accesses);
+  Conflicts conflicts(program, ranges, 2);
   conflicts.step([](const std::vector<Wait>&) {});
   conflicts.all_await(awaited);
-  conflicts.step([&](std::vector<Wait> own) {
+  conflicts.step([&](std::vector<Wait>& own) {
     for (Wait& wait : own) wait.count -= counts[size_t(wait.stream)];
-    result.waits.push_back(own);
+    waits.push_back(own);
   });
-  return result;
+  return waits;
+}
+
+}  // namespace
+
+Waits plan_waits(const Program& program, const AccessesOf& accesses) {
+  return all_on_compute(program) ? Waits() : waits_of(program, GivenRanges(program, accesses));
+}
+
+Waits plan_waits(const Program& program, const MemoryPlan& plan) {
+  if (all_on_compute(program)) return {};
+  if (PlannedRanges::would_do(program, plan)) return waits_of(program, PlannedRanges(program, plan));
+  return plan_waits(program, [&](int32_t i) { return accesses_of(program, plan, i); });
+}
+
+StepWaits plan_overlapping_waits(const Program& program, const VectorClock& awaited, const AccessesOf& accesses) {
+  if (all_on_compute(program)) return {.waits = {}, .awaited = awaited};
+  return {.waits = overlapping_waits_of(program, awaited, GivenRanges(program, accesses)), .awaited = awaited};
 }
 
 StepWaits plan_overlapping_waits(const Program& program, const MemoryPlan& plan) {
-  return plan_overlapping_waits(program, awaited_by_host(program),
-                                [&](int32_t i) { return accesses_of(program, plan, i); });
+  const VectorClock awaited = awaited_by_host(program);
+  if (!all_on_compute(program) && PlannedRanges::would_do(program, plan))
+    return {.waits = overlapping_waits_of(program, awaited, PlannedRanges(program, plan)), .awaited = awaited};
+  return plan_overlapping_waits(program, awaited, [&](int32_t i) { return accesses_of(program, plan, i); });
 }
 
 VectorClock ops_by_stream(const Program& program) {
@@ -174,12 +275,6 @@ VectorClock awaited_by_host(const Program& program) {
 }
 
 std::vector<Access> accesses_of(const Program& program, const MemoryPlan& plan, int32_t index) {
-  constexpr int kTierShift = 56;
-  const auto place = [](Tier tier, int64_t offset) { return (int64_t(tier) << kTierShift) + offset; };
-  const auto buffer = [&](const Buffer& b, int64_t bytes, bool write) {
-    const int64_t begin = place(b.tier, plan[b.tier].persistent_bytes + b.offset);
-    return Access{begin, begin + bytes, write};
-  };
   const Op& op = program.ops[index];
   // The disk moves whole blocks: a read overwrites what is behind the tensor in its last one, where a part of another
   // tensor may lie that does not reach back to the block's beginning.
@@ -189,29 +284,23 @@ std::vector<Access> accesses_of(const Program& program, const MemoryPlan& plan, 
   };
   const bool in_blocks = std::any_of(op.inputs.begin(), op.inputs.end(), on_disk) ||
                          std::any_of(op.outputs.begin(), op.outputs.end(), on_disk);
-  const auto tensor = [&](TensorId id, bool write) {
-    const int64_t block = in_blocks ? kStorageAlignment : 1;
-    const int64_t bytes = (program[id].bytes() + block - 1) / block * block;
-    if (!program[id].persistent) {
-      Access access = buffer(plan.buffers[plan.buffer_of[id.value]], bytes, write);
-      access.begin += program[id].part_offset;
-      access.end += program[id].part_offset;
-      return access;
-    }
-    const int64_t begin = place(program[id].home, plan.persistent_offset.at(id.value) + program[id].part_offset);
-    return Access{begin, begin + bytes, write};
-  };
+  const int64_t block = in_blocks ? kStorageAlignment : 1;
   std::vector<Access> list;
+  const auto add = [&](TensorId id, bool write) {
+    Access range = range_of(program, plan, id);
+    STRATA_CHECK(range.end >= 0);
+    range.end = range.begin + (range.end - range.begin + block - 1) / block * block;
+    range.write = write;
+    list.push_back(range);
+  };
   for (TensorId id : op.inputs)
-    if (id) list.push_back(tensor(id, false));
-  for (TensorId id : op.outputs) list.push_back(tensor(id, true));
-  if (const int32_t w = plan.workspace_of[index]; w >= 0)
-    list.push_back(buffer(plan.buffers[w], plan.buffers[w].bytes, true));
+    if (id) add(id, false);
+  for (TensorId id : op.outputs) add(id, true);
+  if (const int32_t w = plan.workspace_of[index]; w >= 0) {
+    list.push_back(range_of(plan, plan.buffers[w]));
+    list.back().write = true;
+  }
   return list;
-}
-
-Waits plan_waits(const Program& program, const MemoryPlan& plan) {
-  return plan_waits(program, [&](int32_t i) { return accesses_of(program, plan, i); });
 }
 
 }  // namespace strata

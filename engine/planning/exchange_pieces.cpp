@@ -191,6 +191,8 @@ class Cutter {
 }  // namespace
 
 void begin_exchanges_early(Program& program) {
+  if (std::none_of(program.ops.begin(), program.ops.end(), [](const Op& op) { return is_sum(op) || is_gather(op); }))
+    return;
   const Neighbours uses(program);
   std::vector<char> movable(program.ops.size(), false);
   for (size_t i = 0; i < program.ops.size(); ++i) {

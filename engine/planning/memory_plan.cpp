@@ -8,6 +8,8 @@
 #include <numeric>
 #include <set>
 
+#include "engine/planning/ordered_placement.h"
+
 namespace strata {
 namespace {
 
@@ -233,67 +235,6 @@ int64_t place_by_size(std::vector<Buffer>& buffers) {
   return top;
 }
 
-// Buffers in a given order, each at the smallest gap that is free over its whole life. Those placed are found by
-// stretches of ops, each once: in the stretch in which the asking life begins, or in which its own begins.
-class OrderedPlacement {
- public:
-  // `visits`: how often a neighbour may be looked at before there is no more time.
-  OrderedPlacement(std::vector<Buffer> buffers, size_t ops, int64_t visits)
-      : visits_(visits),
-        buffers_(std::move(buffers)),
-        width_(std::max<size_t>(1, ops / 512)),
-        begin_(ops / width_ + 1),
-        go_on_(begin_.size()) {}
-
-  // The bytes it takes; -1: not below `most`, or not found in reasonable time.
-  int64_t place(const std::vector<uint32_t>& order, int64_t most) {
-    for (auto* lists : {&begin_, &go_on_})
-      for (auto& list : *lists) list.clear();
-    int64_t top = 0;
-    std::vector<std::pair<int64_t, int64_t>> taken;  // offset and end of what lives at the same time
-    for (size_t n = 0; n < order.size(); ++n) {
-      Buffer& buffer = buffers_[order[n]];
-      taken.clear();
-      const auto look = [&](const std::vector<uint32_t>& list) {
-        visits_ -= int64_t(list.size());
-        for (uint32_t other : list) {
-          const Buffer& p = buffers_[other];
-          if (p.last >= buffer.first && buffer.last >= p.first) taken.push_back({p.offset, p.offset + p.bytes});
-        }
-      };
-      const size_t first = size_t(buffer.first) / width_, last = size_t(buffer.last) / width_;
-      look(go_on_[first]);
-      for (size_t s = first; s <= last; ++s) look(begin_[s]);
-      begin_[first].push_back(order[n]);
-      for (size_t s = first + 1; s <= last; ++s) go_on_[s].push_back(order[n]);
-      visits_ -= kSorted * int64_t(taken.size());
-      std::sort(taken.begin(), taken.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
-      int64_t end = 0, best = -1, best_room = 0;
-      for (const auto& [from, to] : taken) {
-        const int64_t room = from - end;
-        if (room >= buffer.bytes && (best < 0 || room < best_room)) best = end, best_room = room;
-        end = std::max(end, to);
-      }
-      buffer.offset = best >= 0 ? best : end;
-      if (buffer.offset + buffer.bytes > top) top = buffer.offset + buffer.bytes, highest_ = n;
-      if (top >= most || visits_ < 0) return -1;
-    }
-    return top;
-  }
-  const std::vector<Buffer>& buffers() const { return buffers_; }
-  // Where in the order of the last placement the buffer stood that ends highest.
-  size_t highest() const { return highest_; }
-  bool has_time() const { return visits_ >= 0; }
-
- private:
-  int64_t visits_;  // that are left
-  std::vector<Buffer> buffers_;
-  static constexpr int64_t kSorted = 8;               // visits that sorting one that was found takes
-  size_t width_;                                      // ops of a stretch
-  std::vector<std::vector<uint32_t>> begin_, go_on_;  // by stretch: those that begin in it, or before it
-  size_t highest_ = 0;
-};
-
 // Sums of bytes are taken in 64 bits from here on; a workspace is below 2^62 by the bound on elements.
 void require_countable(const Program& program) {
   constexpr double kMost = double(int64_t{1} << 61);
@@ -399,7 +340,7 @@ MemoryPlan plan_memory(const Program& program, const std::string& backend, int t
 }
 
 void place_closely(const Program& program, MemoryPlan& plan) {
-  constexpr int64_t kVisits = 12'000;                 // a buffer, which takes some 10 us
+  constexpr int64_t kVisits = 12'000;                 // a buffer
   constexpr double kLittle = 0.01, kBearable = 0.02;  // the first order is worth a try, further ones where more is lost
   constexpr int kMostTries = 64;
   for (int t = 0; t < kTiers; ++t) {

@@ -2,6 +2,7 @@
 #include "engine/planning/predict.h"
 
 #include <algorithm>
+#include <bit>
 #include <limits>
 #include <map>
 #include <memory>
@@ -44,15 +45,18 @@ class RankStreams {
   RankStreams(const TimedProgram& program, const Mesh& mesh, int steps) : program_(program), spans_(size_t(steps)) {
     for (std::vector<Span>& spans : spans_) spans.resize(program.ops.size());
     for (size_t i = 0; i < program.ops.size(); ++i) streams_[int(program[i].stream)].ops.push_back(int32_t(i));
+    for (Lane& lane : streams_)
+      if (!lane.ops.empty()) used_.push_back(&lane);
     for (const std::string& name : program.axes) axes_.push_back(mesh[name]);
   }
+  RankStreams(const RankStreams&) = delete;
 
-  // The ranks that take part in an op; of a send or receive the other one alone.
-  std::vector<int> others(const TimedProgram::Op& op) const {
+  // The ranks that take part in an op, and of a send or receive the other one.
+  const std::vector<int>& members(const TimedProgram::Op& op) const { return axes_[size_t(op.axis)].members; }
+  int other(const TimedProgram::Op& op) const {
     const Axis& axis = axes_[size_t(op.axis)];
-    if (op.stream != Stream::send && op.stream != Stream::receive) return axis.members;
     const int to = axis.coordinate + op.offset;
-    return {axis.members[size_t((to % axis.size + axis.size) % axis.size)]};
+    return axis.members[size_t((to % axis.size + axis.size) % axis.size)];
   }
 
   // The op that other ranks take part in and that a stream has come to; null: none.
@@ -65,8 +69,8 @@ class RankStreams {
   // Begins what can begin but that.
   void begin(double now) {
     go_to(now);
-    for (Lane& lane : streams_)
-      if (!lane.running && has_next(lane) && !meets(lane.op()) && ready(lane)) start(lane);
+    for (Lane* lane : used_)
+      if (!lane->running && has_next(*lane) && !meets(lane->op()) && ready(*lane)) start(*lane);
     share();
   }
   void begin_with_others(Stream stream, double now) {
@@ -77,32 +81,32 @@ class RankStreams {
 
   // When the next op ends; infinity: none runs.
   double next() const { return next_; }
-  // Ends the ops that end then.
+  // Ends the ops that end then; what begins instead comes next.
   void end() {
     const double now = next_;
-    for (Lane& lane : streams_) {
+    for (Lane* one : used_) {
+      Lane& lane = *one;
       if (!lane.running) continue;
       const bool over = now_ + lane.left / lane.speed <= now;
       lane.left -= (now - now_) * lane.speed;
       if (!over) continue;
-      spans_[lane.step()][lane.op()].finish = now;
-      ++lane.done;
-      lane.running = false;
+      spans_[lane.step][lane.op()].finish = now;
+      lane.end();
     }
     now_ = now;
-    share();
   }
 
-  // Whether a step is at its end for whoever begins the next: two are under way at most.
+  // Whether a step is at its end for whoever begins the next.
   bool at_end(size_t step) const {
     for (size_t s = 0; s < streams_.size(); ++s)
       if (streams_[s].done < step * streams_[s].ops.size() + size_t(program_.awaited[s])) return false;
     return true;
   }
   void begin_step() { ++begun_; }
+  size_t begun() const { return begun_; }
 
   bool is_done() const {
-    return std::none_of(streams_.begin(), streams_.end(), [&](const Lane& lane) { return has_next(lane); });
+    return std::none_of(used_.begin(), used_.end(), [&](const Lane* lane) { return has_next(*lane); });
   }
   double now() const { return now_; }
   std::vector<std::vector<Span>> take() { return std::move(spans_); }
@@ -111,11 +115,16 @@ class RankStreams {
   static constexpr double kNever = std::numeric_limits<double>::infinity();
   struct Lane {
     std::vector<int32_t> ops;
-    size_t done = 0;  // of all steps
+    size_t done = 0;          // of all steps
+    size_t step = 0, at = 0;  // the step of the next one, and which of that it is
     bool running = false;
     double left = 0, processors = 0, speed = 1;  // of the op that runs: seconds alone, what it takes, its share
-    size_t op() const { return size_t(ops[done % ops.size()]); }
-    size_t step() const { return done / ops.size(); }
+    size_t op() const { return size_t(ops[at]); }
+    void end() {
+      running = false;
+      ++done;
+      if (++at == ops.size()) at = 0, ++step;
+    }
   };
 
   bool has_next(const Lane& lane) const { return lane.done < begun_ * lane.ops.size(); }
@@ -125,7 +134,7 @@ class RankStreams {
   }
   bool ready(const Lane& lane) const {
     const std::span<const Wait> waits = program_.waits[lane.op()];
-    return std::all_of(waits.begin(), waits.end(), [&, step = int64_t(lane.step())](const Wait& wait) {
+    return std::all_of(waits.begin(), waits.end(), [&, step = int64_t(lane.step)](const Wait& wait) {
       const Lane& other = streams_[size_t(wait.stream)];
       return int64_t(other.done) >= step * int64_t(other.ops.size()) + wait.count;
     });
@@ -136,26 +145,26 @@ class RankStreams {
     lane.running = true;
     lane.left = program_[op].seconds;
     lane.processors = program_[op].processors;
-    spans_[lane.step()][op].start = now_;
+    spans_[lane.step][op].start = now_;
   }
 
   // To a time before the next end of an op.
   void go_to(double now) {
-    for (Lane& lane : streams_)
-      if (lane.running) lane.left -= (now - now_) * lane.speed;
+    for (Lane* lane : used_)
+      if (lane->running) lane->left -= (now - now_) * lane->speed;
     now_ = now;
   }
 
   // Processors among the ops that run.
   void share() {
     double wanted = 0;
-    for (const Lane& lane : streams_)
-      if (lane.running) wanted += lane.processors;
+    for (const Lane* lane : used_)
+      if (lane->running) wanted += lane->processors;
     next_ = kNever;
-    for (Lane& lane : streams_) {
-      if (!lane.running) continue;
-      lane.speed = lane.processors > 0 && program_.processors > 0 ? std::min(1.0, program_.processors / wanted) : 1;
-      next_ = std::min(next_, now_ + lane.left / lane.speed);
+    for (Lane* lane : used_) {
+      if (!lane->running) continue;
+      lane->speed = lane->processors > 0 && program_.processors > 0 ? std::min(1.0, program_.processors / wanted) : 1;
+      next_ = std::min(next_, now_ + lane->left / lane->speed);
     }
   }
 
@@ -163,41 +172,74 @@ class RankStreams {
   std::vector<Axis> axes_;
   std::vector<std::vector<Span>> spans_;  // by step
   std::array<Lane, kStreams> streams_;
-  size_t begun_ = 1;  // steps
+  std::vector<Lane*> used_;  // those that have ops
+  size_t begun_ = 1;         // steps
   double now_ = 0, next_ = kNever;
 };
+
+// The first of those whose time is the earliest, found by matches between two, and between the winners.
+class Earliest {
+ public:
+  explicit Earliest(size_t count)
+      : leaves_(std::bit_ceil(count)), times_(leaves_, std::numeric_limits<double>::infinity()), winner_(2 * leaves_) {
+    for (size_t i = 0; i < leaves_; ++i) winner_[leaves_ + i] = uint32_t(i);
+    for (size_t i = 0; i < leaves_; ++i) play(i);
+  }
+  void set(size_t which, double time) {
+    times_[which] = time;
+    play(which);
+  }
+  size_t first() const { return winner_[1]; }
+
+ private:
+  void play(size_t which) {
+    for (size_t node = (leaves_ + which) / 2; node > 0; node /= 2) {
+      const uint32_t a = winner_[2 * node], b = winner_[2 * node + 1];
+      winner_[node] = times_[b] < times_[a] ? b : a;
+    }
+  }
+  size_t leaves_;
+  std::vector<double> times_;
+  std::vector<uint32_t> winner_;  // by node; the leaves come last
+};
+
+// Who begins its next step when its own has ended, or all when that of all has.
+enum class NextStep { by_rank, together };
 
 // All ranks, from one end of an op to the next.
 class Clock {
  public:
-  Clock(std::span<const TimedProgram> programs, const Mesh& mesh, int steps) : steps_(size_t(steps)) {
+  Clock(std::span<const TimedProgram> programs, const Mesh& mesh, int steps, NextStep begin)
+      : next_(programs.size()), steps_(size_t(steps)), begin_(begin) {
     for (size_t p = 0; p < programs.size(); ++p)
       ranks_.push_back(std::make_unique<RankStreams>(
           programs[p], programs.size() > 1 ? one_rank_each(mesh, int(p)) : Mesh(), steps));
   }
 
-  // What ran when, by rank and step; when each step ended goes to `ends`.
+  // What ran when, by rank and step. Of steps that all begin together: when each ended goes to `ends`.
   std::vector<std::vector<std::vector<Span>>> run(std::vector<double>& ends) {
     double now = 0;
     begin_all(now);
     for (;;) {
-      while (ends.size() < steps_ && all_at_end(ends.size())) {
+      while (begin_ == NextStep::together && ends.size() < steps_ && all_at_end(ends.size())) {
         ends.push_back(now);
         if (ends.size() == steps_) break;
         for (auto& rank : ranks_) rank->begin_step();
         begin_all(now);
       }
-      const auto next = std::min_element(ranks_.begin(), ranks_.end(),
-                                         [](const auto& a, const auto& b) { return a->next() < b->next(); });
-      now = (*next)->next();
+      const size_t next = next_.first();
+      RankStreams& rank = *ranks_[next];
+      now = rank.next();
       if (now == std::numeric_limits<double>::infinity()) break;
-      (*next)->end();
-      (*next)->begin(now);
-      meet(int(next - ranks_.begin()));
+      rank.end();
+      while (begin_ == NextStep::by_rank && rank.begun() < steps_ && rank.at_end(rank.begun() - 1)) rank.begin_step();
+      rank.begin(now);
+      next_.set(next, rank.next());
+      meet(int(next));
     }
     std::vector<std::vector<std::vector<Span>>> spans;
     for (size_t r = 0; r < ranks_.size(); ++r) {
-      if (ends.size() < steps_ || !ranks_[r]->is_done())
+      if (ranks_[r]->begun() < steps_ || !ranks_[r]->is_done())
         throw Error("program " + std::to_string(r) + " of the job would wait for the others for ever.",
                     ExitCode::failed);
       spans.push_back(ranks_[r]->take());
@@ -210,7 +252,10 @@ class Clock {
     return std::all_of(ranks_.begin(), ranks_.end(), [&](const auto& rank) { return rank->at_end(step); });
   }
   void begin_all(double now) {
-    for (auto& rank : ranks_) rank->begin(now);
+    for (size_t r = 0; r < ranks_.size(); ++r) {
+      ranks_[r]->begin(now);
+      next_.set(r, ranks_[r]->next());
+    }
     for (size_t r = 0; r < ranks_.size(); ++r) meet(int(r));
   }
 
@@ -221,24 +266,31 @@ class Clock {
     for (Stream stream : {Stream::send, Stream::receive}) {
       const TimedProgram::Op* op = own.waits_for_others(stream);
       if (!op) continue;
-      const int other = own.others(*op).front();
+      const int other = own.other(*op);
       const Stream back = stream == Stream::send ? Stream::receive : Stream::send;
       const TimedProgram::Op* partner = ranks_[size_t(other)]->waits_for_others(back);
-      if (!partner || ranks_[size_t(other)]->others(*partner).front() != rank) continue;
-      ranks_[size_t(rank)]->begin_with_others(stream, now);
-      ranks_[size_t(other)]->begin_with_others(back, now);
+      if (!partner || ranks_[size_t(other)]->other(*partner) != rank) continue;
+      begin_with_others(rank, stream, now);
+      begin_with_others(other, back, now);
     }
     for (Stream stream : {Stream::exchange, Stream::model_exchange}) {
       const TimedProgram::Op* op = own.waits_for_others(stream);
       if (!op) continue;
-      const std::vector<int> all = own.others(*op);
+      const std::vector<int>& all = own.members(*op);
       if (std::all_of(all.begin(), all.end(), [&](int one) { return ranks_[size_t(one)]->waits_for_others(stream); }))
-        for (int one : all) ranks_[size_t(one)]->begin_with_others(stream, now);
+        for (int one : all) begin_with_others(one, stream, now);
     }
+  }
+  void begin_with_others(int rank, Stream stream, double now) {
+    RankStreams& own = *ranks_[size_t(rank)];
+    own.begin_with_others(stream, now);
+    next_.set(size_t(rank), own.next());
   }
 
   std::vector<std::unique_ptr<RankStreams>> ranks_;
+  Earliest next_;  // of the ranks by when their next op ends
   const size_t steps_;
+  const NextStep begin_;
 };
 
 VectorClock counts_of(const TimedProgram& program) {  // ops by stream
@@ -248,6 +300,19 @@ VectorClock counts_of(const TimedProgram& program) {  // ops by stream
 }
 
 bool overlaps(const TimedProgram& program) { return program.awaited != counts_of(program); }
+
+// As of any program, of one whose ops that are alike are known already.
+DType compute_dtype(const Program& program, const TimedProgram& timed) {
+  std::vector<int64_t> count(timed.alike.size(), 0);
+  std::vector<size_t> first(timed.alike.size());
+  for (size_t i = timed.ops.size(); i-- > 0;) ++count[size_t(timed.ops[i])], first[size_t(timed.ops[i])] = i;
+  std::map<DType, double> flops;
+  for (size_t n = 0; n < count.size(); ++n) {
+    const OpView view(program, program.ops[first[n]]);
+    flops[dtype_of(view)] += cost_of(view).flops * double(count[n]);
+  }
+  return most(flops);
+}
 
 // By stream, what its ops take in a step.
 std::array<double, kStreams> busy_in(const TimedProgram& program, const std::vector<Span>& spans) {
@@ -267,10 +332,11 @@ TimedProgram timed(const Program& program, const MemoryPlan& plan, const Rates& 
     result.waits = plan_waits(program, plan), result.awaited = ops_by_stream(program);
   }
   std::unordered_map<uint64_t, int32_t> known;  // by signature: which of them
+  Signatures signatures(program);
   result.ops.reserve(program.ops.size());
   for (const Op& op : program.ops) {
     const OpView view(program, op);
-    const auto [number, is_new] = known.try_emplace(signature(view), int32_t(result.alike.size()));
+    const auto [number, is_new] = known.try_emplace(signatures.of(op), int32_t(result.alike.size()));
     result.ops.push_back(number->second);
     if (!is_new) continue;
     TimedProgram::Op& made = result.alike.emplace_back(TimedProgram::Op{
@@ -298,7 +364,8 @@ Mesh one_rank_each(const Mesh& mesh, int program) {
 Timeline run_together(std::span<const TimedProgram> programs, const Mesh& mesh) {
   const bool overlap = std::any_of(programs.begin(), programs.end(), overlaps);
   std::vector<double> ends;
-  std::vector<std::vector<std::vector<Span>>> all = Clock(programs, mesh, overlap ? 2 : 1).run(ends);
+  std::vector<std::vector<std::vector<Span>>> all =
+      Clock(programs, mesh, overlap ? 2 : 1, NextStep::together).run(ends);
   const double began = overlap ? ends.front() : 0;
   Timeline result{.programs = {}, .end = ends.back() - began, .seconds = ends.back() - began};
   for (size_t p = 0; p < all.size(); ++p) {
@@ -311,66 +378,31 @@ Timeline run_together(std::span<const TimedProgram> programs, const Mesh& mesh) 
   return result;
 }
 
-namespace {
-
-// So many steps in a row: the first op of a step on each stream waits for what must be over before it begins.
-TimedProgram in_a_row(const TimedProgram& program, int steps) {
-  TimedProgram all{.ops = {},
-                   .alike = program.alike,
-                   .waits = {},
-                   .awaited = {},
-                   .axes = program.axes,
-                   .processors = program.processors};
-  const VectorClock counts = counts_of(program);
-  for (size_t s = 0; s < counts.size(); ++s) all.awaited[s] = counts[s] * steps;
-  for (int step = 0; step < steps; ++step) {
-    std::array<bool, kStreams> begun{};
-    for (size_t i = 0; i < program.ops.size(); ++i) {
-      std::vector<Wait> waits;
-      for (Wait wait : program.waits[i]) {
-        wait.count += step * counts[size_t(wait.stream)];
-        waits.push_back(wait);
-      }
-      if (step > 0 && !std::exchange(begun[size_t(program[i].stream)], true))
-        for (size_t s = 0; s < counts.size(); ++s)
-          if (program.awaited[s] > 0) waits.push_back({Stream(s), (step - 1) * counts[s] + program.awaited[s]});
-      all.ops.push_back(program.ops[i]);
-      all.waits.push_back(waits);
-    }
-  }
-  return all;
-}
-
-}  // namespace
-
 Timeline run_on_and_on(std::span<const TimedProgram> programs, const Mesh& mesh) {
   constexpr size_t kSteps = 4;  // the last two take the same time: what fills the stages is over with the first
-  std::vector<TimedProgram> all;
-  for (const TimedProgram& program : programs) all.push_back(in_a_row(program, kSteps));
   std::vector<double> ends;
-  std::vector<std::vector<std::vector<Span>>> ran = Clock(all, mesh, 1).run(ends);
+  std::vector<std::vector<std::vector<Span>>> ran = Clock(programs, mesh, kSteps, NextStep::by_rank).run(ends);
   Timeline result;
   for (size_t p = 0; p < programs.size(); ++p) {
-    const std::vector<Span>& spans = ran[p].front();
-    const size_t count = programs[p].ops.size();
     const auto end = [&](size_t step) {  // when the one after it begins
       double last = 0;
       VectorClock seen{};
-      for (size_t i = 0; i < count; ++i) {
+      for (size_t i = 0; i < programs[p].ops.size(); ++i) {
         const size_t stream = size_t(programs[p][i].stream);
-        if (seen[stream]++ < programs[p].awaited[stream]) last = std::max(last, spans[step * count + i].finish);
+        if (seen[stream]++ < programs[p].awaited[stream]) last = std::max(last, ran[p][step][i].finish);
       }
       return last;
     };
     const double begin = end(kSteps - 2);
     result.seconds = std::max(result.seconds, end(kSteps - 1) - begin);
     const auto step_of = [&](size_t step) {
-      std::vector<Span> of_step(spans.begin() + int64_t(step * count), spans.begin() + int64_t((step + 1) * count));
+      std::vector<Span> of_step = std::move(ran[p][step]);
       for (Span& span : of_step) span = {span.start - begin, span.finish - begin};
       return of_step;
     };
     result.programs.push_back({.spans = step_of(kSteps - 1)});
     if (overlaps(programs[p])) result.programs.back().before = step_of(kSteps - 2);
+    ran[p] = {};
   }
   result.end = result.seconds;
   return result;
@@ -381,7 +413,7 @@ Prediction prediction_of(const Program& program, const TimedProgram& timed, cons
   Timeline::OfProgram& ran = timeline.programs.at(number);
   Prediction result{
       .spans = std::move(ran.spans), .before = std::move(ran.before), .stalls = {}, .seconds = timeline.seconds};
-  result.dtype = compute_dtype(program);
+  result.dtype = compute_dtype(program, timed);
   result.stalls = StallFinder(program, timed.waits)
                       .find({.spans = result.spans, .over = ops_by_stream(program), .awaited = timed.awaited},
                             result.before.empty() ? nullptr : &result.before);

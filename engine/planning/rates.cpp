@@ -107,6 +107,8 @@ Stripes stripes_of(const std::vector<DiskRates>& disks) {
 }
 
 DType dtype_of(const OpView& view) {
+  // Of what comes from another rank; what a receive is given only says that its gradient goes back.
+  if (view.op().stream == Stream::receive && view.outputs() > 0) return view.output(0).dtype;
   for (int i = 0; i < view.inputs(); ++i)
     if (view.has_input(i)) return view.input(i).dtype;
   return view.outputs() > 0 ? view.output(0).dtype : DType::f32;

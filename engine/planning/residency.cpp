@@ -142,11 +142,11 @@ class Planner {
   // What a step cannot take less than.
   double compute_seconds(const Program& program) {
     double sum = 0;
+    Signatures signatures(program);
     for (const Op& op : program.ops) {
       if (op.stream != Stream::compute) continue;
-      const OpView view(program, op);
-      const auto [known, is_new] = seconds_.try_emplace(signature(view), 0);
-      if (is_new) known->second = seconds_of(view, settings_.rates);
+      const auto [known, is_new] = seconds_.try_emplace(signatures.of(op), 0);
+      if (is_new) known->second = seconds_of(OpView(program, op), settings_.rates);
       sum += known->second;
     }
     return sum;

@@ -34,6 +34,24 @@ TEST(Signature, CopiesHaveTheSame) {
   EXPECT_EQ(plain, changed([](Program& p, Op& op) { op.outputs[0] = p.add(p[op.outputs[0]]); }));
 }
 
+// Tensors and attributes that share values with others, and such that do not, in a program of many more than are
+// remembered.
+TEST(Signature, OneAfterTheOtherTheyAreAsByThemselves) {
+  Program program;
+  Builder build(program);
+  const TensorId weight = build.parameter("weight", {16, 8}, {});
+  for (int i = 0; i < 3000; ++i) {
+    const TensorId x = build.data("x", {4 + i % 7, 8}, DType::f32);
+    if (i % 5 == 0) program[x].role = Role::activation;
+    if (i % 3 == 0) program[x].shape = program.tensors[size_t(x.value) / 2].shape;
+    if (program[x].shape.size() != 2 || program[x].shape[1] != 8) program[x].shape = {4, 8};
+    build.emit("linear", {x, weight, {}}, {{"a", int64_t{i % 11}}, {"b", "text"}}, "y");
+    if (i % 2 == 0) program.ops.back().attributes = program.ops[program.ops.size() / 2].attributes;
+  }
+  Signatures all(program);
+  for (const Op& op : program.ops) ASSERT_EQ(all.of(op), signature(OpView(program, op)));
+}
+
 TEST(Signature, WhatARuleSeesCounts) {
   using Change = std::function<void(Program&, Op&)>;
   const std::vector<Change> changes = {

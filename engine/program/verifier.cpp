@@ -20,7 +20,7 @@ namespace {
 class Verifier {
  public:
   Verifier(const Program& program, std::string_view after, const Mesh* mesh)
-      : program_(program), after_(after), mesh_(mesh), written_(program.tensors.size()) {}
+      : program_(program), after_(after), mesh_(mesh), written_(program.tensors.size()), signatures_(program) {}
 
   void run() {
     for (size_t t = 0; t < program_.tensors.size(); ++t) check_tensor(int32_t(t));
@@ -158,7 +158,7 @@ class Verifier {
     for (size_t i = op.inputs.size() - size_t(op.addends()); i < op.inputs.size(); ++i)
       if (!op.inputs[i]) refuse(op, "lacks an addend.", false);
     // Copies of an op for other microbatches keep to the rule as it does.
-    const uint64_t own = signature(OpView(program_, op));
+    const uint64_t own = signatures_.of(op);
     if (!sound_.contains(own)) {
       check_shapes(op);
       sound_.insert(own);
@@ -375,6 +375,7 @@ class Verifier {
   const RestingForm* form_ = nullptr;
   const Tensor* form_of_ = nullptr;
   bool rests_ = false;
+  Signatures signatures_;
   std::unordered_set<uint64_t> sound_;  // signatures of ops that keep to their shape rules
 };
 

@@ -4,9 +4,13 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <numeric>
+#include <thread>
 
 #include "engine/planning/agreement.h"
 #include "engine/planning/dependencies.h"
+#include "strata/json.h"
+#include "strata/threads.h"
 
 namespace strata {
 namespace {
@@ -19,26 +23,35 @@ Timeline timeline_of(std::span<const TimedProgram> programs, const Mesh& mesh, b
 // Whether a program is of steps in the middle of a run in which stages leave passes to the next step.
 bool goes_on(const PlannedProgram& planned) { return !planned.built.left.empty() && !planned.phases.has_first_step(); }
 
-// A program of all stages: what they exchange is checked against each other, and where they are predicted they run on
-// one clock.
-void check_together(std::vector<RunPlans>& stages, size_t program, const Mesh& mesh) {
-  std::vector<RankExchanges> ranks;
-  std::vector<TimedProgram> all;  // those that are predicted
-  for (const RunPlans& plans : stages) {
-    const PlannedProgram& planned = plans.programs.at(program);
-    if (planned.prediction) all.push_back(timed(planned.program(), planned.memory, planned.rates));
-    const Waits waits = planned.prediction ? all.back().waits : plan_waits(planned.program(), planned.memory);
-    ranks.push_back(
-        {one_rank_each(mesh, int(ranks.size())), exchanges_of(planned.program(), waits, [](Stream) { return false; })});
-  }
+// The FLOPs of a job, given those that it would have were all its ranks as those of one stage, for each stage.
+double of_job(const std::vector<double>& model_flops) {
+  return std::accumulate(model_flops.begin(), model_flops.end(), 0.0) / double(model_flops.size());
+}
+
+// A program of all stages: what they exchange is checked against each other, and if it trains they run on one clock.
+// What is found out of each stage by itself, the team does side by side.
+void check_together(std::vector<RunPlans>& stages, size_t program, const Mesh& mesh, Threads& team) {
+  const auto planned = [&](int64_t s) -> PlannedProgram& { return stages[size_t(s)].programs.at(program); };
+  const bool predicts = planned(0).goal == Goal::train;
+  std::vector<RankExchanges> ranks(stages.size());
+  std::vector<TimedProgram> all(predicts ? stages.size() : 0);
+  team.each(int64_t(stages.size()), [&](int64_t s) {
+    const PlannedProgram& own = planned(s);
+    if (predicts) all[size_t(s)] = timed(own.program(), own.memory, own.rates);
+    const Waits waits = predicts ? all[size_t(s)].waits : plan_waits(own.program(), own.memory);
+    ranks[size_t(s)] = {one_rank_each(mesh, int(s)), exchanges_of(own.program(), waits, [](Stream) { return false; })};
+  });
   require_agreement(ranks);
   ranks.clear();
-  if (all.size() < stages.size()) return;
-  Timeline timeline = timeline_of(all, mesh, goes_on(stages[0].programs[program]));
-  for (size_t s = 0; s < stages.size(); ++s) {
-    PlannedProgram& planned = stages[s].programs[program];
-    planned.prediction = prediction_of(planned.program(), all[s], planned.rates, timeline, s);
-  }
+  std::vector<double> model_flops;
+  for (size_t s = 0; s < stages.size(); ++s) model_flops.push_back(planned(int64_t(s)).built.model_flops);
+  for (size_t s = 0; s < stages.size(); ++s) planned(int64_t(s)).built.model_flops = of_job(model_flops);
+  if (!predicts) return;
+  Timeline timeline = timeline_of(all, mesh, goes_on(planned(0)));
+  team.each(int64_t(stages.size()), [&](int64_t s) {
+    PlannedProgram& own = planned(s);
+    own.prediction = prediction_of(own.program(), all[size_t(s)], own.rates, timeline, size_t(s));
+  });
 }
 
 }  // namespace
@@ -52,10 +65,16 @@ std::optional<double> predict_with_others(World& world, const Mesh& mesh, RunPla
     const bool speaks = world.rank() == mesh.planner().rank();  // for all that have this program
     const std::vector<std::string> texts =
         world.gather_to_zero(speaks ? text_of(timed(planned.program(), planned.memory, planned.rates)) : "");
+    const std::vector<std::string> flops = world.gather_to_zero(speaks ? Json(planned.built.model_flops).dump() : "");
     if (world.rank() != 0) continue;
     std::vector<TimedProgram> all;
-    for (int program = 0; program < count; ++program)
-      all.push_back(timed_from(texts.at(size_t(mesh.planner(program).rank()))));
+    std::vector<double> model_flops;
+    for (int program = 0; program < count; ++program) {
+      const size_t rank = size_t(mesh.planner(program).rank());
+      all.push_back(timed_from(texts.at(rank)));
+      model_flops.push_back(Json::parse(flops.at(rank), "FLOPs of a stage").number("FLOPs"));
+    }
+    planned.built.model_flops = of_job(model_flops);
     Timeline timeline = timeline_of(all, mesh, goes_on(planned));
     for (int program = 0; p == plans.usual() && program < count; ++program) {
       double busy = 0;
@@ -75,6 +94,7 @@ std::vector<RunPlans> plan_stages(Session& session) {
   const int count = session.mesh.programs().size;
   for (int stage = 0; stage < count; ++stage) {
     session.mesh = session.mesh.planner(stage);
+    session.predicts = count == 1;  // of several, all of them below
     try {
       stages.push_back(session.plan_run());
     } catch (const Error& error) {
@@ -82,9 +102,10 @@ std::vector<RunPlans> plan_stages(Session& session) {
       throw Error(fmt::format("stage {} of the pipeline: {}", stage, error.what()), error.code());
     }
   }
-  for (size_t p = 0; count > 1 && p < stages[0].programs.size(); ++p) {
-    check_together(stages, p, session.mesh);
-  }
+  session.predicts = true;
+  if (count == 1) return stages;
+  Threads team(std::clamp(int(std::thread::hardware_concurrency()), 1, count));
+  for (size_t p = 0; p < stages[0].programs.size(); ++p) check_together(stages, p, session.mesh, team);
   return stages;
 }
 

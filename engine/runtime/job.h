@@ -9,11 +9,12 @@
 namespace strata {
 
 // The plans of each program (Mesh::programs), of which a job without stages has one. Predictions are of all of them on
-// one clock. Throws Error where one cannot be planned, naming the stage, and where the exchanges of all would not fit
-// together or never end (agreement.h).
+// one clock, FLOPs the job's. Throws Error where one cannot be planned, naming the stage, and where the exchanges of
+// all would not fit together or never end (agreement.h).
 std::vector<RunPlans> plan_stages(Session& session);
 
-// What a rank has planned for itself, with the predictions of all stages on one clock; rank 0 alone learns them.
+// What a rank has planned for itself, with the predictions of all stages on one clock and the FLOPs of the job; rank 0
+// alone learns them.
 // Returns on rank 0, of a job with stages, what the most seconds are that one of them computes in a step of the first
 // program. All ranks call it together.
 std::optional<double> predict_with_others(World& world, const Mesh& mesh, RunPlans& plans);

@@ -236,12 +236,13 @@ RunPlans Session::plan_run(Goal goal) const {
 RunPlans Session::plan_run(Goal goal, int64_t host_bytes_beside) const {
   const std::vector<Way> ways =
       goal == Goal::train ? ways_of(plugins, batch(goal), mesh.planner()) : std::vector<Way>{{}};
-  return plan_fastest(ways, budgets()[0] > 0, [&] { return plan_one_way(goal, host_bytes_beside); });
+  return plan_fastest(ways, budgets()[0] > 0,
+                      [&] { return plan_one_way(goal, host_bytes_beside, predicts || ways.size() > 1); });
 }
 
-RunPlans Session::plan_one_way(Goal goal, int64_t host_bytes_beside) const {
+RunPlans Session::plan_one_way(Goal goal, int64_t host_bytes_beside, bool predicted) const {
   RunPlans plans = build_run(goal);
-  plan_memory(plans, host_bytes_beside);
+  plan_memory(plans, host_bytes_beside, predicted);
   return plans;
 }
 
@@ -266,11 +267,11 @@ RunPlans Session::plan_generation(int64_t sequences, int64_t prompt_tokens) cons
   const std::array sharing{SharingProgram{"prompts", &plans.programs[0].built.program},
                            SharingProgram{"tokens", &plans.programs[1].built.program}};
   share_persistent(sharing);
-  plan_memory(plans, 0);
+  plan_memory(plans, 0, false);
   return plans;
 }
 
-void Session::plan_memory(RunPlans& plans, int64_t host_bytes_beside) const {
+void Session::plan_memory(RunPlans& plans, int64_t host_bytes_beside, bool predicted) const {
   // Where persistent tensors rest is decided with the program that takes most; the others go along.
   size_t lead = 0;
   if (const size_t steps = plans.phases.programs(); steps > 1) {
@@ -295,6 +296,9 @@ void Session::plan_memory(RunPlans& plans, int64_t host_bytes_beside) const {
       throw Error("program of " + plans.programs[p].title() + ": " + error.what(), error.code());
     }
   }
+  for (PlannedProgram& planned : plans.programs)
+    if (predicted && planned.goal == Goal::train)
+      planned.prediction = predict(planned.program(), planned.memory, planned.rates);
   settle_arenas(plans, host_bytes_beside);
 }
 
@@ -368,7 +372,6 @@ void Session::plan_memory_of(PlannedProgram& planned, const PlannedProgram* lead
     on_host = std::find(anybody.begin(), anybody.end(), "yes") != anybody.end();
   }
   if (on_host) planned.rates = shared_rates(program);
-  planned.prediction = predict(program, planned.memory, planned.rates);
 }
 
 // By bandwidth where somebody measured it: rank 0, so that all spread alike.

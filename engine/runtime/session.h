@@ -38,6 +38,7 @@ class Session {
   std::string note;                  // for the user: ranks that are not alike, too many threads; mostly empty
   NvmeStore::Faults storage_faults;  // what tests break on purpose
   std::optional<Rates> rates;        // what tests give instead of measuring the machine
+  bool predicts = true;              // steps of a plan; false: whoever has the plans of all stages does (job.h)
   std::vector<NamedPlugin> plugins;  // in the order their stages run
   Plugin& model() const { return *model_; }
   int threads() const;  // device.threads, or the number of processors; of ranks the smallest, as they plan alike
@@ -61,9 +62,9 @@ class Session {
 
  private:
   RunPlans plan_run(Goal goal, int64_t host_bytes_beside) const;
-  RunPlans plan_one_way(Goal goal, int64_t host_bytes_beside) const;
+  RunPlans plan_one_way(Goal goal, int64_t host_bytes_beside, bool predicted) const;
   RunPlans build_run(Goal goal) const;
-  void plan_memory(RunPlans& plans, int64_t host_bytes_beside) const;
+  void plan_memory(RunPlans& plans, int64_t host_bytes_beside, bool predicted) const;
   void plan_memory_of(PlannedProgram& planned, const PlannedProgram* lead, int64_t host_bytes_beside) const;
   std::optional<Stripes> stripes(const PlannedProgram& planned) const;
   std::array<int64_t, kTiers> budgets() const;

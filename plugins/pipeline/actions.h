@@ -60,7 +60,8 @@ struct Actions {
 // all of it can, in this order, even where a send waits for its receiver and a stage does one thing at a time: take the
 // pass of the earliest step that ends first of those that have not run. All that its stage receives before it has been
 // made and received; what it makes is what its receiver has next. A plan may therefore let any op wait for any before
-// it, as one does whose memory it takes over.
+// it, as one does whose memory it takes over. Only where two stages send each other something as a step begins a
+// receive must not wait for a send since the last pass: there a plan keeps memory so that it need not.
 Actions actions_of(const Problem& problem, const Schedule& schedule, int steps = 1);
 
 // Under the strictest meaning of send: a send ends when its receive has; a stage's sends begin one after the other,

@@ -16,7 +16,7 @@ namespace strata::pipeline {
 namespace {
 
 // All small problems: the passes are right, all stages come to their end where sends wait, and the engine's check of
-// programs says so too.
+// programs says so too, even where a stage does one thing at a time.
 TEST(PipelineActions, CanAllRun) {
   std::vector<int> microbatches;
   for (int m = 1; m <= 20; ++m) microbatches.push_back(m);
@@ -27,7 +27,8 @@ TEST(PipelineActions, CanAllRun) {
         problem.costs.push_back({double(1 + g * 7 % 5), double(2 + g * 3 % 4), double(g % 3)});
       const Actions actions = actions_of(problem, schedule.make(problem));
       ASSERT_EQ(refusal([&] { require_no_deadlock(actions); }), "");
-      ASSERT_EQ(refusal([&] { require_agreement(job_of(actions)); }), "");
+      for (const Before before : {Before::passes, Before::all})
+        ASSERT_EQ(refusal([&] { require_agreement(job_of(actions, before)); }), "");
       problem.crossing = 0.5;
       const double buffered = clock(problem, actions).makespan;
       EXPECT_GE(clock(problem, actions, Sends::waiting).makespan, buffered);
@@ -35,7 +36,8 @@ TEST(PipelineActions, CanAllRun) {
   });
 }
 
-// Random changes of orders of passes.
+// Random changes of orders of passes. Where these can run, the order of what is received lets stages do one thing at a
+// time.
 TEST(PipelineActions, MutatedPassesAreRefusedOrEnd) {
   std::mt19937 random(18);
   const auto below = [&](size_t n) { return size_t(random() % n); };
@@ -78,12 +80,43 @@ TEST(PipelineActions, MutatedPassesAreRefusedOrEnd) {
     const std::string refused = refusal([&] { require_no_deadlock(actions); });
     for (Sends sends : {Sends::buffered, Sends::waiting})
       EXPECT_EQ(refusal([&] { clock(problem, actions, sends); }).empty(), refused.empty()) << refused;
-    EXPECT_EQ(refusal([&] { require_agreement(job_of(actions)); }).empty(), refused.empty()) << refused;
+    for (const Before before : {Before::passes, Before::all})
+      EXPECT_EQ(refusal([&] { require_agreement(job_of(actions, before)); }).empty(), refused.empty()) << refused;
     ++(refused.empty() ? right : never_end);
   }
   EXPECT_GT(wrong, 300);
   EXPECT_GT(never_end, 300);
   EXPECT_GT(right, 300);
+}
+
+// Swaps, moves among the passes, or drops so many sends and receives.
+void change_exchanges(Actions& actions, size_t changes, std::mt19937& random) {
+  const auto below = [&](size_t n) { return size_t(random() % n); };
+  while (changes-- > 0) {
+    auto& list = actions.by_stage[below(actions.by_stage.size())];
+    std::vector<size_t> exchanges;
+    for (size_t i = 0; i < list.size(); ++i)
+      if (list[i].kind != Action::Kind::run) exchanges.push_back(i);
+    const size_t which = below(exchanges.size()), a = exchanges[which];
+    const auto at = [&](size_t i) { return list.begin() + int64_t(i); };
+    switch (below(4)) {
+      case 0:
+        std::swap(list[a], list[exchanges[std::min(which + 1, exchanges.size() - 1)]]);
+        break;
+      case 1: {  // later or earlier among the passes
+        const size_t b = std::min(list.size() - 1, a + below(6));
+        std::rotate(at(a), at(a) + 1, at(b) + 1);
+        break;
+      }
+      case 2: {
+        const size_t b = a - std::min(a, below(6));
+        std::rotate(at(b), at(a), at(a) + 1);
+        break;
+      }
+      default:
+        if (below(4) == 0) list.erase(at(a));
+    }
+  }
 }
 
 // Real ranks do what the actions say: a thread for passes, one for sends, one for receives. A send waits for its
@@ -147,8 +180,8 @@ class Rank {
 TEST(PipelineActions, WhatIsAcceptedEndsOnRealRanks) {
   std::mt19937 random(22);
   const auto below = [&](size_t n) { return size_t(random() % n); };
-  int accepted = 0;
-  for (int round = 0; accepted < 60; ++round) {
+  int accepted = 0, changed = 0;  // the latter where sends and receives are not as actions_of puts them
+  for (int round = 0; accepted < 60 || changed < 20; ++round) {
     const Named& named = kSchedules[below(kSchedules.size())];
     const Problem problem{.stages = 2 + int(below(4)),
                           .chunks = named.chunks[below(named.chunks.size())],
@@ -160,11 +193,17 @@ TEST(PipelineActions, WhatIsAcceptedEndsOnRealRanks) {
       std::swap(order[a], order[std::min(a + 1, order.size() - 1)]);
     }
     Actions actions;
-    if (!refusal([&] { require_no_deadlock(actions = actions_of(problem, schedule)); }).empty()) continue;
+    const size_t changes = below(3);
+    if (!refusal([&] {
+           actions = actions_of(problem, schedule);
+           change_exchanges(actions, changes, random);
+           require_no_deadlock(actions);
+         }).empty())
+      continue;
     SCOPED_TRACE(std::string(named.name) + ", " + text_of(problem) + ", round " + std::to_string(round));
     run_local(
         problem.stages, [&](World& world) { Rank(actions, world).run(); }, 20);
-    ++accepted;
+    ++accepted, changed += changes > 0;
   }
 }
 
@@ -180,31 +219,7 @@ TEST(PipelineActions, MutatedSendsAndReceivesAreRefusedOrEnd) {
                           .microbatches = 1 + int(below(8))};
     SCOPED_TRACE(std::string(named.name) + ", " + text_of(problem) + ", round " + std::to_string(round));
     Actions actions = actions_of(problem, named.make(problem));
-    for (size_t n = 1 + below(2); n-- > 0;) {
-      auto& list = actions.by_stage[below(actions.by_stage.size())];
-      std::vector<size_t> exchanges;
-      for (size_t i = 0; i < list.size(); ++i)
-        if (list[i].kind != Action::Kind::run) exchanges.push_back(i);
-      const size_t which = below(exchanges.size()), a = exchanges[which];
-      const auto at = [&](size_t i) { return list.begin() + int64_t(i); };
-      switch (below(4)) {
-        case 0:
-          std::swap(list[a], list[exchanges[std::min(which + 1, exchanges.size() - 1)]]);
-          break;
-        case 1: {  // later or earlier among the passes
-          const size_t b = std::min(list.size() - 1, a + below(6));
-          std::rotate(at(a), at(a) + 1, at(b) + 1);
-          break;
-        }
-        case 2: {
-          const size_t b = a - std::min(a, below(6));
-          std::rotate(at(b), at(a), at(a) + 1);
-          break;
-        }
-        default:
-          if (below(4) == 0) list.erase(at(a));
-      }
-    }
+    change_exchanges(actions, 1 + below(2), random);
     const std::string refused = refusal([&] { require_no_deadlock(actions); });
     const std::string stands = refusal([&] { clock(problem, actions, Sends::waiting); });
     if (refused.empty()) {
@@ -212,6 +227,7 @@ TEST(PipelineActions, MutatedSendsAndReceivesAreRefusedOrEnd) {
       EXPECT_EQ(refusal([&] { require_agreement(job_of(actions)); }), "");
     } else if (refused.find("would never end") != std::string::npos) {
       EXPECT_NE(stands, "") << refused;
+      EXPECT_NE(refusal([&] { require_agreement(job_of(actions, Before::all)); }), "") << refused;
       ++never_end;
       continue;
     }
@@ -227,6 +243,21 @@ Actions of_step(const Actions& two, int step) {
   Actions one = two;
   for (auto& list : one.by_stage) std::erase_if(list, [&](const Action& action) { return action.step != step; });
   return one;
+}
+
+// Without flush two stages may send each other something as a step begins, and neither can wait for that before it
+// receives. Memory is kept so that it need not (keep_what_is_sent), and all else may be waited for.
+TEST(PipelineActions, StepsWithoutFlushMayWaitForAllButWhatIsSent) {
+  for (const int stages : {2, 3, 5, 8})
+    for (const int microbatches : {8, 9, 15}) {
+      const Problem problem{.stages = stages, .microbatches = microbatches};
+      for (auto make : {pipedream, two_buffered_weights}) {
+        SCOPED_TRACE(text_of(problem));
+        const Actions two = actions_of(problem, make(problem), 2);
+        for (int step : {0, 1})
+          ASSERT_EQ(refusal([&] { require_agreement(job_of(of_step(two, step), Before::all_but_sent)); }), "");
+      }
+    }
 }
 
 // Without flush: where the engine finds nothing wrong with the first step and with each that follows, by themselves,

@@ -45,17 +45,22 @@ inline void each_problem(const std::vector<int>& stages, const std::vector<int>&
         }
 }
 
+// What a stage may have to wait for before it sends or receives: passes before that in its list, or, as by way of
+// memory, everything, but for receives what was sent since the last pass.
+enum class Before { passes, all, all_but_sent };
+
 // What a stage brings to the engine's check of real programs (engine/planning/agreement.h).
-inline std::vector<RankExchanges> job_of(const Actions& actions) {
+inline std::vector<RankExchanges> job_of(const Actions& actions, Before before = Before::passes) {
   std::vector<RankExchanges> job;
   for (int stage = 0; stage < actions.stages(); ++stage) {
     RankExchanges rank{Mesh(stage, {{"pipeline", actions.stages()}}), {}};
     std::vector<int32_t> place(2 * size_t(actions.chunks()) * size_t(actions.microbatches), INT32_MAX);
-    int32_t received = 0, needed = 0;
+    int32_t received = 0, sent = 0, sent_before_pass = 0, needed = 0;
     for (const Action& action : actions.by_stage[size_t(stage)]) {
       const Message need = actions.needed(stage, action.pass);
       if (action.kind == Action::Kind::run) {
         if (need.chunk >= 0) needed = std::max(needed, place[actions.index(need)]);
+        sent_before_pass = sent;
         continue;
       }
       const bool sends = action.kind == Action::Kind::send;
@@ -63,8 +68,14 @@ inline std::vector<RankExchanges> job_of(const Actions& actions) {
                         .axis = "pipeline",
                         .stream = sends ? Stream::send : Stream::receive,
                         .offset = action.peer - stage};
-      step.after[size_t(Stream::receive)] = needed;
-      if (!sends) place[actions.index(need)] = ++received;
+      step.after[size_t(Stream::receive)] = before == Before::passes ? needed : received;
+      step.after[size_t(Stream::send)] = before == Before::passes                   ? 0
+                                         : before == Before::all_but_sent && !sends ? sent_before_pass
+                                                                                    : sent;
+      if (sends)
+        ++sent;
+      else
+        place[actions.index(need)] = ++received;
       rank.steps.push_back(step);
     }
     job.push_back(std::move(rank));
