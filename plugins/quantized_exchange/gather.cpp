@@ -185,6 +185,7 @@ class Replaced {
       const TensorId from = op.inputs[i], to = op.outputs[i];
       const bool as_codes = program_[from].role == Role::parameter && program_[from].persistent &&
                             can_be_packed(program_[from]) && elements(program_[to].shape) >= as_.minimum;
+      as_.gathers |= program_[from].role == Role::parameter;
       Op& taken = as_codes ? codes : plain;
       taken.inputs.push_back(from), taken.outputs.push_back(to);
       if (!as_codes) continue;

@@ -15,10 +15,11 @@ namespace strata::quantized {
 void register_gathers();
 
 struct GatheredAs {
-  std::string format;   // of codes.h
-  int64_t minimum;      // parameters of fewer elements come together as they are
-  bool any = false;     // whether any crosses as codes now
-  bool loaded = false;  // whether there is a scalar kLoadedScalar
+  std::string format;    // of codes.h
+  int64_t minimum;       // parameters of fewer elements come together as they are
+  bool gathers = false;  // whether any comes together at all
+  bool any = false;      // whether any crosses as codes now
+  bool loaded = false;   // whether there is a scalar kLoadedScalar
 };
 // 1 in the first step of a process, in which parameters are what a checkpoint's masters or first values make them.
 inline constexpr const char* kLoadedScalar = "quantized_exchange.loaded";

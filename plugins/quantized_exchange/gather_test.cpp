@@ -300,7 +300,8 @@ TEST(QuantizedGather, WhatCannotBeIsRefused) {
     const std::string found = test::usage_error_of(text);
     EXPECT_NE(found.find(message), std::string::npos) << found;
   };
-  expect(config(2, kParallel + as("int8")), "requires \"gathered parameters\", which no enabled plugin provides");
+  expect(config(2, kParallel + as("int8")),
+         "but ranks have whole parameters and gather none; let them share parameters (ZeRO)");
   expect(config(2, zero_stage(2) + as("int8")), "has no master: what it is rounded to would be");
   expect(config(2, zero_stage(3) + kHalf + as("bf16")), "of 16 bits as it is; choose fewer bits");
   expect(config(2, zero_stage(3) + as("none")), "so nothing crosses otherwise; leave the plugin out");

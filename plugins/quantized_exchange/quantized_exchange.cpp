@@ -125,14 +125,16 @@ class QuantizedExchange final : public strata::Plugin {
         .unit("elements");
   }
 
-  // Of int4, the coarsest.
   strata::Capabilities capabilities() const override {
     strata::Capabilities c{
         .conflicts = {{"reproducible sums",
                        "how numbers are rounded depends on which rank has which of them; leave one of the two out"}},
-        .effect = strata::Effect::lossy(parameters_ == "int4" ? 0.3 : 0.05)};
-    if (format_ != kNone) c.provides = {"form of gradients", format_ == "int4" ? "sums within 0.4" : "sums within 0.1"};
-    if (parameters_ != kNone) c.requires_ = {"gathered parameters"};
+        .effect = strata::Effect::lossy(parameters_ == "int4" ? 0.1 : 0.05)};
+    if (format_ != kNone) c.provides.push_back("form of gradients");
+    // Gradients at parameters that are rounded are others, however they are summed.
+    if (format_ != kNone && parameters_ == kNone)
+      c.provides.push_back(format_ == "int4" ? "sums within 0.4" : "sums within 0.1");
+    if (parameters_ != kNone) c.after = {"gathered parameters"};
     return c;
   }
 
@@ -162,9 +164,11 @@ class QuantizedExchange final : public strata::Plugin {
     strata::quantized::GatheredAs as{.format = parameters_, .minimum = minimum_};
     gather_as_codes(stage, as);
     loaded_ |= as.loaded;
-    if (!as.any && stage.goal == strata::Goal::train && stage.mesh.programs().size == 1)
-      throw strata::Error("parameters = \"" + parameters_ +
-                          "\", but ranks gather no parameter of minimum = " + std::to_string(minimum_) + " elements.");
+    if (as.any || stage.goal != strata::Goal::train || stage.mesh.programs().size > 1) return;
+    throw strata::Error("parameters = \"" + parameters_ + "\", but ranks " +
+                        (as.gathers ? "gather no parameter of minimum = " + std::to_string(minimum_) + " elements."
+                                    : "have whole parameters and gather none; let them share parameters (ZeRO), or "
+                                      "leave it out."));
   }
 
   void step_start(strata::StepContext& context) override {
