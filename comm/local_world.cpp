@@ -1,9 +1,14 @@
 // Ranks as threads of one process; see world.h.
 #include <fmt/format.h>
 
+#include <fcntl.h>
+#include <unistd.h>
+
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <condition_variable>
+#include <cstring>
 #include <exception>
 #include <map>
 #include <mutex>
@@ -34,6 +39,10 @@ struct Hall {
   };
   std::map<int64_t, Round> rounds;
   std::map<std::string, std::weak_ptr<Arena>> blocks;
+  std::map<std::string, std::pair<int, int>> files;  // a file, and how many have it
+  ~Hall() {
+    for (const auto& [key, file] : files) close(file.first);
+  }
   std::set<int> waiting;  // for too long
 };
 
@@ -74,13 +83,9 @@ class LocalWorld final : public World {
                                       bool rounds_each) override {
     WindowsOptions options{
         .name = name, .ranks = members, .timeout_seconds = hall_.timeout, .rounds_each = rounds_each};
-    std::string key = name + "#" + std::to_string(made_[name]++);
-    int mine = -1;
-    for (size_t i = 0; i < members.size(); ++i) {
-      key += " " + std::to_string(members[i]);
-      if (members[i] == rank_) mine = int(i);
-    }
-    STRATA_CHECK(mine >= 0);
+    const std::string key = key_of(name, members);
+    const auto mine = int(std::find(members.begin(), members.end(), rank_) - members.begin());
+    STRATA_CHECK(size_t(mine) < members.size());
     std::lock_guard lock(hall_.mutex);
     std::shared_ptr<Arena> block = hall_.blocks[key].lock();
     if (!block) {
@@ -88,6 +93,17 @@ class LocalWorld final : public World {
       hall_.blocks[key] = block;
     }
     return windows_communicator(block->base(), block, mine, std::move(options), hall_.abort);
+  }
+
+  int shared_file(const std::string& name, const std::vector<int>& members, int64_t bytes) override {
+    const std::string key = key_of(name, members);
+    const std::lock_guard lock(hall_.mutex);
+    auto& [file, taken] = hall_.files[key];
+    if (taken == 0) file = memory_file(bytes);
+    const int own = ++taken == int(members.size()) ? file : fcntl(file, F_DUPFD_CLOEXEC, 0);
+    if (taken == int(members.size())) hall_.files.erase(key);
+    if (own < 0) throw Error(std::string("cannot share memory: ") + std::strerror(errno) + ".", ExitCode::failed);
+    return own;
   }
 
   void check() const override {
@@ -114,6 +130,13 @@ class LocalWorld final : public World {
 
  private:
   static constexpr double kLongest = 1e6;  // seconds; what clocks can count
+
+  // The same for all members, and another one each time.
+  std::string key_of(const std::string& name, const std::vector<int>& members) {
+    std::string key = name + "#" + std::to_string(made_[name]++);
+    for (int member : members) key += " " + std::to_string(member);
+    return key;
+  }
 
   std::string late(const Hall::Round& round) const {
     std::string names;
@@ -145,6 +168,7 @@ std::unique_ptr<World> single_world() {
     std::unique_ptr<Communicator> group(const std::string&, const std::vector<int>&, bool) override {
       internal_error("a group of one rank", __FILE__, __LINE__);
     }
+    int shared_file(const std::string&, const std::vector<int>&, int64_t bytes) override { return memory_file(bytes); }
     void abort(const std::string&, ExitCode) override {}
   };
   return std::make_unique<Alone>();

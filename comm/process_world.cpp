@@ -19,6 +19,7 @@
 
 #include "comm/fabric.h"
 #include "comm/windows.h"
+#include "memory/arena.h"
 #include "strata/error.h"
 
 namespace strata {
@@ -83,27 +84,40 @@ class ProcessWorld final : public World {
     return meeting_.collect(next_key(), everybody_, mine, Answer::all, network_.timeout_seconds);
   }
   std::vector<std::string> gather_to_zero(const std::string& mine) override {
-    return meeting_.collect(next_key(), everybody_, mine, rank_ == 0 ? Answer::all : Answer::none,
-                            work_seconds());
+    return meeting_.collect(next_key(), everybody_, mine, rank_ == 0 ? Answer::all : Answer::none, work_seconds());
   }
   std::string broadcast(const std::string& text) override {
     const bool own = rank_ == 0;
-    const auto texts = meeting_.collect(next_key(), everybody_, own ? text : "", own ? Answer::none : Answer::first,
-                                        work_seconds());
+    const auto texts =
+        meeting_.collect(next_key(), everybody_, own ? text : "", own ? Answer::none : Answer::first, work_seconds());
     return own ? text : texts[0];
+  }
+
+  int shared_file(const std::string& name, const std::vector<int>& members, int64_t bytes) override {
+    for (int member : members)
+      if (hosts_[size_t(member)] != hosts_[size_t(rank_)])
+        throw Error("ranks " + std::to_string(rank_) + " and " + std::to_string(member) +
+                    " are to have one memory of " + name +
+                    ", but they are on different hosts; start all that share it on one.");
+    const std::string key = key_of("file " + name, members);
+    if (members[0] != rank_) {
+      const int file = file_of_first(key, members);
+      meeting_.collect(key + " opened", members, "", Answer::all, network_.timeout_seconds);
+      return file;
+    }
+    const int file = memory_file(bytes);
+    publish(key, members, file);
+    meeting_.collect(key + " opened", members, "", Answer::all, network_.timeout_seconds);
+    return file;
   }
 
   std::unique_ptr<Communicator> group(const std::string& name, const std::vector<int>& members,
                                       bool rounds_each) override {
-    std::string key = "group " + name + " " + std::to_string(made_[name]++);
-    int mine = -1;
-    bool one_host = true;
-    for (size_t i = 0; i < members.size(); ++i) {
-      key += " " + std::to_string(members[i]);
-      if (members[i] == rank_) mine = int(i);
-      one_host &= hosts_[size_t(members[i])] == hosts_[size_t(rank_)];
-    }
-    STRATA_CHECK(mine >= 0);
+    const std::string key = key_of("group " + name, members);
+    const auto mine = int(std::find(members.begin(), members.end(), rank_) - members.begin());
+    STRATA_CHECK(size_t(mine) < members.size());
+    const bool one_host = std::all_of(members.begin(), members.end(),
+                                      [this](int member) { return hosts_[size_t(member)] == hosts_[size_t(rank_)]; });
     if (network_.provider != "auto" || !one_host)
       return fabric_communicator({.name = name,
                                   .ranks = members,
@@ -135,19 +149,30 @@ class ProcessWorld final : public World {
  private:
   // What comes before these texts is work of one rank alone, which operations of all are not kept waiting by.
   double work_seconds() const { return std::max(network_.timeout_seconds, network_.work_seconds); }
+  // The same for all members, and another one each time.
+  std::string key_of(const std::string& name, const std::vector<int>& members) {
+    std::string key = name + " " + std::to_string(made_[name]++);
+    for (int member : members) key += " " + std::to_string(member);
+    return key;
+  }
   std::string next_key() { return "number " + std::to_string(gathers_++) + " of all ranks"; }
 
   std::shared_ptr<SharedBlock> make(const std::string& key, const std::vector<int>& members, int64_t bytes) {
-    const int file = memfd_create("strata", MFD_CLOEXEC);
-    if (file < 0 || ftruncate(file, bytes) != 0)
-      throw Error("cannot make shared memory of " + std::to_string(bytes) + " bytes: " + std::strerror(errno) + ".",
-                  ExitCode::failed);
+    const int file = memory_file(bytes);
     auto block = std::make_shared<SharedBlock>(file, bytes);
-    meeting_.collect(key, members, "/proc/" + std::to_string(getpid()) + "/fd/" + std::to_string(file), Answer::none,
-                     0);
+    publish(key, members, file);
     return block;
   }
   std::shared_ptr<SharedBlock> open(const std::string& key, const std::vector<int>& members, int64_t bytes) {
+    return std::make_shared<SharedBlock>(file_of_first(key, members), bytes);
+  }
+
+  // The first of the members has a file, which the others open where its process has it.
+  void publish(const std::string& key, const std::vector<int>& members, int file) {
+    meeting_.collect(key, members, "/proc/" + std::to_string(getpid()) + "/fd/" + std::to_string(file), Answer::none,
+                     0);
+  }
+  int file_of_first(const std::string& key, const std::vector<int>& members) {
     const std::string path = meeting_.collect(key, members, "", Answer::first, network_.timeout_seconds)[0];
     const int file = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
     const std::string why = std::strerror(errno);
@@ -159,7 +184,7 @@ class ProcessWorld final : public World {
       throw Error("cannot open the shared memory of another rank (" + path + "): " + why +
                       ". Set network.provider = \"tcp\" where processes may not see each other.",
                   ExitCode::failed);
-    return std::make_shared<SharedBlock>(file, bytes);
+    return file;
   }
 
   int rank_, size_, local_size_ = 1, local_rank_ = 0;

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 #include <netinet/in.h>
+#include <sched.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
@@ -16,6 +17,7 @@
 #include <filesystem>
 #include <fstream>
 
+#include "memory/arena.h"
 #include "strata/error.h"
 
 namespace strata::process_world_test {
@@ -221,6 +223,50 @@ void all_reduce_for_ever(World& world) {
 }
 
 // Killed or stopped, rank 0 included: the others end soon, and say who and where.
+// Pairs of ranks: each sees what the other of its pair wrote to the page that they share, and nothing else.
+TEST(SharedFiles, AreOfTheirRanksAlone) {
+  const auto check = [](World& world) {
+    const int rank = world.rank(), other = (rank + 2) % 4;
+    const std::vector<int> pair{std::min(rank, other), std::max(rank, other)};
+    for (int n = 0; n < 2; ++n) {  // another one each time
+      const int file = world.shared_file("numbers", pair, 4096);
+      Arena arena(8192);
+      arena.share(file, 4096);
+      close(file);
+      auto* const numbers = reinterpret_cast<int*>(arena.base());
+      EXPECT_EQ(numbers[rank], 0);
+      world.gather("");
+      numbers[rank] = rank + 10;
+      numbers[1024 + rank] = rank + 20;
+      world.gather("");
+      for (int r = 0; r < 4; ++r) {
+        EXPECT_EQ(numbers[r], r == rank || r == other ? r + 10 : 0) << r;
+        EXPECT_EQ(numbers[1024 + r], r == rank ? r + 20 : 0) << r;
+      }
+    }
+  };
+  for (const Child& child : run_processes(4, {}, check)) EXPECT_EQ(child.code, 0) << child.text;
+  run_local(4, check);
+}
+
+// Another name space of users stands for another host.
+TEST(SharedFiles, NeedOneHost) {
+  const auto children = run_processes(
+      2, {},
+      [](World& world) {
+        close(world.shared_file("numbers", {0, 1}, 4096));
+      },
+      [](RendezvousOptions& options) {
+        if (options.rank == 1 && unshare(CLONE_NEWUSER) != 0) throw Error("no name space", ExitCode::failed);
+        options.join_seconds = 5;
+      });
+  if (children[1].text == "no name space") GTEST_SKIP() << "name spaces cannot be made here";
+  EXPECT_EQ(children[0].code, int(ExitCode::usage));
+  EXPECT_NE(children[0].text.find("ranks 0 and 1 are to have one memory of numbers, but they are on different hosts"),
+            std::string::npos)
+      << children[0].text;
+}
+
 TEST(ProcessFaults, AreNamed) {
   for (const std::string provider : {"auto", "tcp"})
     for (int victim : {2, 0})

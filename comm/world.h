@@ -29,6 +29,10 @@ class World {
   // 16 bits are rounded after each addition, as those of one rank are, and not once.
   virtual std::unique_ptr<Communicator> group(const std::string& name, const std::vector<int>& members,
                                               bool rounds_each = false) = 0;
+  // A file without a name of `bytes` zeros, the same for these ranks, which are of this host: memory that they share
+  // once each has mapped it. Called by its members alone, as `group` is; the caller closes it. Throws Error (usage)
+  // where some of them are on another host.
+  virtual int shared_file(const std::string& name, const std::vector<int>& members, int64_t bytes) = 0;
   // For waits that are not this interface's own: throws what ended another rank, if one has.
   virtual void check() const = 0;
   // Called by ranks that waited for too long: those that do not call it within `seconds`.

@@ -6,11 +6,16 @@
 
 namespace strata {
 
+// A file without a name in memory, of so many zeros, for Arena::share; the caller closes it.
+int memory_file(int64_t bytes);
+
 // Pages of host memory, zero until written; huge pages where the system gives them. Owns them.
 class Arena {
  public:
   Arena() = default;
   explicit Arena(int64_t bytes);  // throws Error (failed) when the system refuses
+  // Puts the file's memory in the place of the first `bytes` bytes, whole pages: what others write there is seen here.
+  void share(int file, int64_t bytes);
   ~Arena();
   Arena(Arena&& other) noexcept { *this = std::move(other); }
   Arena& operator=(Arena&& other) noexcept {

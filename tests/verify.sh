@@ -74,6 +74,11 @@ cmp <(outcomes processes) <(outcomes threads) || { cat processes threads; fail "
 "$strata" verify --matrix config.toml --only clip --steps 2 --json own.json >own || { cat own; fail "a matrix of a configuration"; }
 grep -q 'strata verify --matrix config.toml --only clip' own.json || fail "the command of its cell"
 
+# Gathered parameters as codes: no part of the matrix's own modes, as only some sets gather any.
+"$strata" verify --matrix --only quantized_exchange+zero --smallest cpu --set plugins.zero.stage=3 \
+  --set 'plugins.quantized_exchange.parameters="int8"' >codes || { cat codes; fail "codes of parameters"; }
+grep -q 'data=2 .*within: loss' codes || { cat codes; fail "codes of parameters are held to their band"; }
+
 expect() {  # CODE TEXT COMMAND...
   local code=0
   "${@:3}" >out 2>&1 || code=$?

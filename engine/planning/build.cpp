@@ -420,6 +420,9 @@ class Build {
     ProgramStage placement = stage_of(step());
     rewrite(plugins_, "placement", step(), mesh_, checks_, [&](Plugin& plugin) { plugin.placement(placement); });
     verify(step(), "placement", &mesh_);
+    for (const Tensor& tensor : step().tensors)
+      if (tensor.persistent && !tensor.lasting->one_memory_over.empty() && tensor.farthest == Tier::nvme)
+        throw Error(tensor.name + " is to rest on NVMe, but ranks have one memory of it; let it rest in memory.");
   }
 
   // What ranks that train apart have each for itself: what updates change, but for what is exchanged before. What an

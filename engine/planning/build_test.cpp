@@ -49,7 +49,7 @@ TEST(Build, WhatIsMissingIsListed) {
   EXPECT_EQ(test::message_of(
                 [&] { build_program(session.plugins, session.batch(Goal::train), Goal::train, session.mesh); }),
             "mesh.data asks for several ranks, but no enabled plugin sums gradients over them; enable one that does "
-            "(installed: data_parallel, gossip, local_sgd, zero), or set it to 1.");
+            "(installed: data_parallel, gossip, hogwild, local_sgd, zero), or set it to 1.");
 }
 
 }  // namespace

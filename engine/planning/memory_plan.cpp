@@ -251,18 +251,32 @@ void require_countable(const Program& program) {
                 largest->name + " " + text(largest->shape) + ".");
 }
 
+constexpr int64_t kPage = 4096;  // bytes; what can be mapped
+
 // Liveness of everything, and the peak of each tier.
 MemoryPlan lay_out(const Program& program, const std::string& backend, int threads, int64_t alignment) {
   if (alignment == 0) alignment = alignment_of(program);
   require_countable(program);
   MemoryPlan plan;
+  const auto place = [&](size_t i, int64_t bytes) {
+    TierPlan& tier = plan[program.tensors[i].home];
+    plan.persistent_offset[int32_t(i)] = tier.persistent_bytes;
+    tier.persistent_bytes += bytes;
+    tier.at_peak[int(program.tensors[i].role)] += bytes;
+  };
+  std::vector<size_t> shared, own;
   for (size_t i = 0; i < program.tensors.size(); ++i)
-    if (const Tensor& tensor = program.tensors[i]; tensor.persistent && !tensor.part_of) {
-      TierPlan& tier = plan[tensor.home];
-      plan.persistent_offset[int32_t(i)] = tier.persistent_bytes;
-      tier.persistent_bytes += aligned(tensor.bytes(), alignment);
-      tier.at_peak[int(tensor.role)] += aligned(tensor.bytes(), alignment);
-    }
+    if (const Tensor& tensor = program.tensors[i]; tensor.persistent && !tensor.part_of)
+      (tensor.lasting->one_memory_over.empty() ? own : shared).push_back(i);
+  for (size_t n = 0; n < shared.size(); ++n) {
+    const Tensor& tensor = program.tensors[shared[n]];
+    STRATA_CHECK(tensor.home == program.tensors[shared[0]].home && tensor.home != Tier::nvme);
+    TierPlan& tier = plan[tensor.home];
+    const int64_t end = tier.persistent_bytes + aligned(tensor.bytes(), alignment);
+    tier.shared_bytes = n + 1 == shared.size() ? aligned(end, kPage) : end;
+    place(shared[n], tier.shared_bytes - tier.persistent_bytes);
+  }
+  for (size_t i : own) place(i, aligned(program.tensors[i].bytes(), alignment));
   for (size_t i = 0; i < program.tensors.size(); ++i)
     if (const Tensor& part = program.tensors[i]; part.persistent && part.part_of)
       plan.persistent_offset[int32_t(i)] = plan.persistent_offset.at(part.part_of.value);

@@ -37,6 +37,7 @@ std::string name_of(const Buffer& buffer, const Program& program);
 // One arena.
 struct TierPlan {
   int64_t persistent_bytes = 0;  // region at the start of the arena: parameters, states, scalars
+  int64_t shared_bytes = 0;      // of these the first, whole pages: one memory of several ranks (Lasting)
   int64_t transient_bytes = 0;   // region after it, shared over time
   int64_t live_peak_bytes = 0;   // most transient bytes alive at once: transient_bytes can't be less
   int32_t peak_op = -1;          // where that is

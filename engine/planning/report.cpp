@@ -471,6 +471,9 @@ std::string plan_text(const RunPlans& plans) {
     text += fmt::format("  {:<18}{:>14}\n", "alive", bytes_text(at_peak));
     text += fmt::format("  {:<18}{:>14}   ({:.2f}% lost between tensors)\n", "arena", bytes_text(tier.total_bytes()),
                         100.0 * double(tier.total_bytes() - at_peak) / double(tier.total_bytes()));
+    if (tier.shared_bytes > 0)
+      text += fmt::format("  {:<18}{:>14}   (of the arena; one memory of all ranks of a host)\n", "shared",
+                          bytes_text(tier.shared_bytes));
     if (const int64_t more = planned.arena_bytes[t]; more > tier.total_bytes())
       text += fmt::format("  {:<18}{:>14}\n", plans.phases.programs() > 1 ? "of all programs" : "with validation",
                           bytes_text(more));
@@ -506,6 +509,7 @@ std::string plan_json(const RunPlans& plans) {
           Json::Object{{"name", one.name}, {"category", std::string(name_of(one.role))}, {"bytes", one.bytes}});
     tiers.emplace_back(std::string(name_of(Tier(t))), Json::Object{{"arena_bytes", planned.arena_bytes[t]},
                                                                    {"persistent_bytes", tier.persistent_bytes},
+                                                                   {"shared_bytes", tier.shared_bytes},
                                                                    {"transient_bytes", tier.transient_bytes},
                                                                    {"live_peak_bytes", tier.live_peak_bytes},
                                                                    {"peak_op", int64_t(tier.peak_op)},

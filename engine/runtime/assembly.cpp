@@ -27,6 +27,20 @@ std::vector<const Program*> programs_of(const RunPlans& plans) {
   return programs;
 }
 
+int64_t shared_bytes(const RunPlans& plans) {
+  int64_t bytes = 0;
+  for (const TierPlan& tier : plans.main().memory.tiers) bytes += tier.shared_bytes;
+  return bytes;
+}
+
+// The memory that this rank has together with others of its host; -1: there is none.
+int shared_file(const RunPlans& plans, const Session& session, World& world) {
+  for (const Tensor& tensor : plans.main().program().tensors)
+    if (const std::string& axis = tensor.lasting->one_memory_over; tensor.persistent && !axis.empty())
+      return world.shared_file("parameters", session.mesh[axis].members, shared_bytes(plans));
+  return -1;
+}
+
 std::vector<const MemoryPlan*> memory_of(const RunPlans& plans) {
   std::vector<const MemoryPlan*> memory;
   for (const PlannedProgram& planned : plans.programs) memory.push_back(&planned.memory);
@@ -92,7 +106,8 @@ Assembly::Assembly(const Session& session, World& world, RunPlans own, Device* s
       threads(session.threads(), session.cut()),
       device(shared ? shared : own_device_.get()),
       free_before(free_bytes(device, session.device.memory.count)),
-      storage(program(), plans.main().memory, memory_of(plans), session.storage_faults, device),
+      storage(program(), plans.main().memory, memory_of(plans), session.storage_faults, device,
+              shared_file(plans, session, world)),
       groups(make_groups(world, session.mesh, device, session.network, session.run.reproducible, programs_of(plans))),
       executors(bind_all(session)) {
   for (const auto& executor : executors) {
@@ -100,6 +115,8 @@ Assembly::Assembly(const Session& session, World& world, RunPlans own, Device* s
     if (!session.device.graphs) executor->without_graphs();
   }
 }
+
+bool Assembly::shares_memory() const { return shared_bytes(plans) > 0; }
 
 std::vector<std::unique_ptr<Executor>> Assembly::bind_all(const Session& session) {
   std::vector<std::unique_ptr<Executor>> all;

@@ -32,6 +32,7 @@ class Assembly {
   Assembly(const Assembly&) = delete;
 
   const Program& program() const { return plans.main().program(); }
+  bool shares_memory() const;  // of persistent tensors, with other ranks (Lasting::one_memory_over)
   Executor& executor_of(size_t program) const { return *executors.at(program); }
 
   const RunPlans plans;

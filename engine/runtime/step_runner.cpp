@@ -12,6 +12,8 @@ namespace strata {
 void StepRunner::run(int64_t step, const std::function<void()>& load, const std::function<void()>& publish,
                      StepMode mode) {
   const size_t program = assembly_.plans.of_step(step);
+  // Nobody changes what others still load or give first values.
+  if (step_ == 0 && assembly_.shares_memory()) assembly_.groups.at("loop")->barrier();
   if (program != program_) drain();
   step_ = step;
   program_ = program;

@@ -1,6 +1,8 @@
 // Storage and first values of persistent tensors; see storage.h.
 #include "engine/runtime/storage.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstring>
 
@@ -73,7 +75,7 @@ class Storage::Slot final : public StorageSlot {
 };
 
 Storage::Storage(const Program& program, const MemoryPlan& plan, const std::vector<const MemoryPlan*>& also,
-                 NvmeStore::Faults faults, Device* device)
+                 NvmeStore::Faults faults, Device* device, int shared_file)
     : device_(device) {
   for (int t = 0; t < kTiers; ++t) {
     persistent_bytes_[t] = plan.tiers[t].persistent_bytes;
@@ -83,9 +85,11 @@ Storage::Storage(const Program& program, const MemoryPlan& plan, const std::vect
       bases_[t] = static_cast<std::byte*>(device_->allocate(Tier(t), bytes_[t]));
     } else {
       arenas_[t] = Arena(bytes_[t]);
+      if (shared_file >= 0) arenas_[t].share(shared_file, plan.tiers[t].shared_bytes);
       bases_[t] = arenas_[t].base();
     }
   }
+  if (shared_file >= 0) close(shared_file);
   if (bytes(Tier::nvme) > 0) {
     const std::vector<std::string>& directories = program.storage_directories;
     nvme_ = std::make_unique<Nvme>(nvme_options(directories, plan, bytes(Tier::nvme), std::move(faults)));

@@ -25,9 +25,10 @@ class Storage {
   // Persistent tensors live where `plan` says; transient regions hold the most of the plan and of `also`, the plans of
   // other programs that will run here. Throws Error when a directory of the NVMe tier cannot be used.
   // `device`: where the arenas come from when it is not the host's own memory; outlives this. It opens the NVMe tier's
-  // file itself when a program moves bytes between the two. `faults` is for tests.
+  // file itself when a program moves bytes between the two. `faults` is for tests. `shared_file`: the memory of what
+  // the plan has ranks share, mapped and closed here.
   Storage(const Program& program, const MemoryPlan& plan, const std::vector<const MemoryPlan*>& also = {},
-          NvmeStore::Faults faults = {}, Device* device = nullptr);
+          NvmeStore::Faults faults = {}, Device* device = nullptr, int shared_file = -1);
   ~Storage();
   // Throws what the constructor would throw of the NVMe tier's directories now; allocates nothing, leaves nothing
   // there.

@@ -64,6 +64,7 @@ class Loop {
     make_own(plans, session, world_);
     if (stop_before_first_step()) return;
     assembly_.emplace(session, world_, std::move(plans));
+    goes_on_ |= assembly_->shares_memory();
     say_where();
     steps_.emplace(session, *assembly_);
     report_.emplace(*assembly_, world_.size());
@@ -178,6 +179,7 @@ class Loop {
   // What went wrong is told when more steps follow; the end of the run says it otherwise.
   void save() {
     steps_->drain();
+    meet();
     std::map<std::string, std::string> values;
     Notes notes(values);
     for (const NamedPlugin& named : session_.plugins) {
@@ -186,7 +188,12 @@ class Loop {
     }
     warn_unsaved(saver_->finish());  // the one before, written behind
     unsaved_ = saver_->save({step_, samples_, values, session_.config.text()});
+    meet();
     if (!stopping_ && step_ < steps()) warn_unsaved(unsaved_);
+  }
+  // Where ranks change one memory, nobody does while it is saved.
+  void meet() {
+    if (assembly_->shares_memory()) assembly_->groups.at("loop")->barrier();
   }
   void warn_unsaved(const std::string& problem) {
     if (!problem.empty())
@@ -330,7 +337,8 @@ class Loop {
     per_rank_ = values.size();
     take_shared_loss();  // of the step before
     const auto share = [this, values] { return values_of_ranks(assembly_->groups, values); };
-    // Stages that go on from step to step do not wait for each other here: what they make is known a step later.
+    // Stages that go on from step to step, and ranks that change one memory, do not wait for each other here: what they
+    // make is known a step later.
     sharing_ = std::async(goes_on_ ? std::launch::async : std::launch::deferred, share);
     if (!goes_on_) take_shared_loss();
   }
@@ -370,7 +378,7 @@ class Loop {
   std::unique_ptr<World> alone_;
   World& world_;
   bool stopping_ = false;
-  bool goes_on_ = false;  // stages leave passes to the next step
+  bool goes_on_ = false;  // ranks do not wait for each other's losses: stages leave passes to the next step, or so
   std::string unsaved_;   // what went wrong with the last save
   std::optional<RunData> data_;
   std::optional<Assembly> assembly_;

@@ -32,6 +32,8 @@ constexpr std::string_view kSumsLate = "sums late by ", kSumsLateAtMost = "sums 
 constexpr std::string_view kByRanks = "depends on mesh.data";
 // A capability: ranks train apart, so that what crosses is no sum of gradients.
 constexpr std::string_view kApart = "ranks apart";
+// A capability: no two runs are the same to the bit, so nothing beside it is held to that.
+constexpr std::string_view kByChance = "left to chance";
 // A capability: where a device computes, some updates are the host's kernels', which may round otherwise.
 constexpr std::string_view kHostUpdates = "updates on the host";
 
@@ -39,10 +41,10 @@ constexpr std::string_view kHostUpdates = "updates on the host";
 struct Effects {
   std::map<std::string, Effect> all{};
   std::map<std::string, HeldSums> sums{};  // by plugin
-  std::vector<std::string> plainly{};  // what the plain program sets otherwise, as "key=value"
+  std::vector<std::string> plainly{};      // what the plain program sets otherwise, as "key=value"
   std::string backend{};
   bool host_updates = false;  // on a device
-  bool by_ranks = false;
+  bool by_ranks = false, by_chance = false;
   int ranks = 1;
   bool has(Effect::Kind kind) const {
     return std::any_of(all.begin(), all.end(), [&](const auto& named) { return named.second.kind == kind; });
@@ -76,6 +78,8 @@ Effects effects_of(const Setup& setup, const std::vector<std::string>& more) {
         effects.plainly.push_back("plugins." + named.name + "." + capability.substr(kPlainly.size()));
       else if (capability == kByRanks)
         effects.by_ranks = true;
+      else if (capability == kByChance)
+        effects.by_chance = true;
       else if (capability == kHostUpdates && effects.backend != "cpu" &&
                capabilities.effect.kind == Effect::Kind::exact)
         effects.all[named.name] = Effect::reorders(), effects.host_updates = true;
@@ -303,7 +307,7 @@ Verdict Judge::judge(const Trial& trial) {
   if (trial.reproducible && !effects.host_updates && !effects.by_ranks)
     less.plugins = without(effects, less.plugins, Effect::Kind::reorders);
   less.mesh = mesh_for(less.plugins, trial.mesh);
-  if (verdict.difference.is_within() && less.plugins != trial.plugins &&
+  if (verdict.difference.is_within() && !effects.by_chance && less.plugins != trial.plugins &&
       (less.plugins != beside.plugins || !effects.plainly.empty()) && outcome(less).end == Outcome::End::done) {
     if (const Difference apart = same_bits(actual, outcome(less)); !apart.is_within()) {
       verdict.difference = apart;

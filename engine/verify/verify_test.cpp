@@ -259,7 +259,7 @@ TEST_F(Verify, RefusesWhatCannotBeHeldToAnything) {
   EXPECT_EQ(
       message("[mesh]\ndata = 2\n"),
       "the configuration cannot run here: mesh.data asks for several ranks, but no enabled plugin sums gradients over "
-      "them; enable one that does (installed: data_parallel, gossip, local_sgd, zero), or set it to 1.");
+      "them; enable one that does (installed: data_parallel, gossip, hogwild, local_sgd, zero), or set it to 1.");
 }
 
 TEST(VerifyDistance, IsRelativeToTheTensorsNorm) {

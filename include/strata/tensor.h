@@ -173,6 +173,9 @@ struct Lasting {
   std::string own_over{};
   // The same on ranks that train apart, since what changes it has been exchanged.
   bool alike = false;
+  // Ranks along that axis of the mesh (`data`: all its parts), which then have to be of one host, have one memory of
+  // it: what one of them writes all read at once, and nobody waits. Such a tensor is `alike`.
+  std::string one_memory_over{};
   // What ranks that train apart have together, for a tensor of which each has its own: begins with that one's values,
   // and a checkpoint has it under that one's name.
   Name stands_for{};

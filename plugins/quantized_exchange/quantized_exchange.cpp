@@ -1,9 +1,11 @@
-// Quantized gradients as a plugin: a form of exchange in which gradients cross as codes of few bits, as ZeRO++'s qgZ
-// has it (Wang et al., arXiv 2306.10209): each rank sends every other the codes of that one's share, adds up what it
-// gets, and, where all ranks want all of the sum, sends the codes of its share of it. The codes are made in codes.h.
+// Quantized exchanges as a plugin: a form in which gradients cross as codes of few bits, as ZeRO++'s qgZ has it (Wang
+// et al., arXiv 2306.10209): each rank sends every other the codes of that one's share, adds up what it gets, and,
+// where all ranks want all of the sum, sends the codes of its share of it. And qwZ: parameters that are gathered as
+// codes (gather.h). The codes are made in codes.h.
 #include <algorithm>
 
 #include "plugins/quantized_exchange/codes.h"
+#include "plugins/quantized_exchange/gather.h"
 #include "strata/convert.h"
 #include "strata/layout.h"
 #include "strata/plugin.h"
@@ -19,16 +21,7 @@ using strata::Range;
 using strata::Shape;
 using strata::TensorId;
 using strata::TensorSpec;
-using strata::quantized::Format;
-
-constexpr std::pair<const char*, Format> kFormats[] = {
-    {"int8", Format::int8}, {"int4", Format::int4}, {"fp8_e4m3", Format::fp8_e4m3}, {"bf16", Format::bf16}};
-
-Format format_of(const std::string& wanted) {
-  for (const auto& [name, format] : kFormats)
-    if (wanted == name) return format;
-  throw strata::Error("there is no format \"" + wanted + "\".", strata::ExitCode::failed);
-}
+using strata::quantized::format_of;
 
 int64_t row_elements(const Shape& shape) { return strata::elements(shape) / std::max<int64_t>(1, shape[0]); }
 std::string size_name(size_t dimension) { return "size" + std::to_string(dimension); }
@@ -115,27 +108,41 @@ void register_unpack() {
 class QuantizedExchange final : public strata::Plugin {
  public:
   QuantizedExchange() {
-    static const bool once = (register_pack(), register_unpack(), true);
+    static const bool once = (register_pack(), register_unpack(), strata::quantized::register_gathers(), true);
     (void)once;
   }
 
   void options(strata::Options& o) override {
-    o.add("format", format_, "what a number crosses as").choices({"int8", "int4", "fp8_e4m3", "bf16"});
+    o.add("format", format_, "what a number of a gradient crosses as; none: gradients cross as they are")
+        .choices({"int8", "int4", "fp8_e4m3", "bf16", "none"});
+    o.add("parameters", parameters_,
+          "what a number of a parameter crosses as where ranks gather parameters that they share; none: as it is")
+        .choices({"none", "int8", "int4", "fp8_e4m3", "bf16"});
     o.add("axis", axis_, "over which sums cross so: all that see different sequences, or only between groups of them")
         .choices({"data", "replicate"});
-    o.add("minimum", minimum_, "gradients of fewer elements cross as they are").non_negative().unit("elements");
+    o.add("minimum", minimum_, "gradients and parameters of fewer elements cross as they are")
+        .non_negative()
+        .unit("elements");
   }
 
-  // Of int4, the coarsest.
   strata::Capabilities capabilities() const override {
-    return {
-        .provides = {"form of gradients", format_ == "int4" ? "sums within 0.4" : "sums within 0.1"},
+    strata::Capabilities c{
         .conflicts = {{"reproducible sums",
-                       "how gradients are rounded depends on which rank has which of them; leave one of the two out"}},
-        .effect = strata::Effect::lossy(0.05)};
+                       "how numbers are rounded depends on which rank has which of them; leave one of the two out"}},
+        .effect = strata::Effect::lossy(parameters_ == "int4" ? 0.1 : 0.05)};
+    if (format_ != kNone) c.provides.push_back("form of gradients");
+    // Gradients at parameters that are rounded are others, however they are summed.
+    if (format_ != kNone && parameters_ == kNone)
+      c.provides.push_back(format_ == "int4" ? "sums within 0.4" : "sums within 0.1");
+    if (parameters_ != kNone) c.after = {"gathered parameters"};
+    return c;
   }
 
   void exchange(strata::ExchangeStage& stage) override {
+    if (format_ == kNone && parameters_ == kNone)
+      throw strata::Error(
+          "format and parameters are both \"none\", so nothing crosses otherwise; leave the plugin out.");
+    if (format_ == kNone) return;
     if (stage.mesh().size(axis_) == 1)
       stage.note("it does nothing here: axis \"" + axis_ + "\" of the mesh has one rank.");
     bool any = false;
@@ -152,7 +159,25 @@ class QuantizedExchange final : public strata::Plugin {
                           std::to_string(largest) + ".");
   }
 
+  void placement(strata::ProgramStage& stage) override {
+    if (parameters_ == kNone || stage.mesh.size(strata::kDataAxis) == 1) return;
+    strata::quantized::GatheredAs as{.format = parameters_, .minimum = minimum_};
+    gather_as_codes(stage, as);
+    loaded_ |= as.loaded;
+    if (as.any || stage.goal != strata::Goal::train || stage.mesh.programs().size > 1) return;
+    throw strata::Error("parameters = \"" + parameters_ + "\", but ranks " +
+                        (as.gathers ? "gather no parameter of minimum = " + std::to_string(minimum_) + " elements."
+                                    : "have whole parameters and gather none; let them share parameters (ZeRO), or "
+                                      "leave it out."));
+  }
+
+  void step_start(strata::StepContext& context) override {
+    if (loaded_) context.set_scalar(strata::quantized::kLoadedScalar, steps_++ == 0 ? 1 : 0);
+  }
+
  private:
+  static constexpr const char* kNone = "none";
+
   // One list of codes of `from` for each rank's share of its rows, or one of all. Lists are as long as the longest,
   // that of the first rank, on all ranks: `bytes`.
   TensorId pack(strata::GradientBucket& bucket, size_t i, TensorId from, int64_t lists, int64_t bytes) const {
@@ -214,11 +239,13 @@ class QuantizedExchange final : public strata::Plugin {
     return results;
   }
 
-  std::string format_ = "int8", axis_{strata::kDataAxis};
+  std::string format_ = "int8", parameters_ = kNone, axis_{strata::kDataAxis};
   int64_t minimum_ = 1024;
+  bool loaded_ = false;  // the program has kLoadedScalar
+  int64_t steps_ = 0;    // begun in this process
 };
 
 }  // namespace
 
 STRATA_PLUGIN(QuantizedExchange, "quantized_exchange", "1.0.0",
-              "gradients cross between ranks as codes of 4, 8 or 16 bits")
+              "gradients and gathered parameters cross between ranks as codes of 4, 8 or 16 bits")

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Records what crosses between three ranks when made-up gradients are exchanged as int8 and int4 in blocks, rounded
 stochastically, in two rounds (ZeRO++'s qgZ, Wang et al., arXiv 2306.10209, within one group): a plain NumPy program with
-a Philox of its own (Salmon et al., SC'11), into plugins/quantized_exchange/quantized_recorded.h."""
+a Philox (Salmon et al., SC'11) and a hash of its own, into plugins/quantized_exchange/quantized_recorded.h."""
 import numpy as np
 
 RANKS, ROWS, COLUMNS, BLOCK = 3, 13, 97, 256
@@ -25,13 +25,23 @@ def philox(counter, key):
     return c
 
 
-def uniform(stream, block, scale):
-    """A number for each element of a block: element i is of counter i % 32, half-word i // 32."""
-    numbers = np.empty(BLOCK, f32)
-    for lane in range(32):
-        words = philox((block * 32 + lane, 0, STEP, int(scale.view(np.uint32))), (SEED, stream))
-        for half in range(8):
-            numbers[half * 32 + lane] = ((words[half // 2] >> (16 * (half % 2)) & 0xFFFF) + 0.5) / 65536
+def mixed(x):
+    """Wellons' lowbias32."""
+    x ^= x >> 16
+    x = x * 0x7FEB352D & 0xFFFFFFFF
+    x ^= x >> 15
+    x = x * 0x846CA68B & 0xFFFFFFFF
+    return x ^ x >> 16
+
+
+def random_bits(stream, block, scale):
+    """16 bits for each element of a block: elements i and i + 128 share a word."""
+    words, bits = philox((0, 0, STEP, 0), (SEED, stream)), int(scale.view(np.uint32))
+    first, second = (mixed(mixed(words[i] + block & 0xFFFFFFFF) ^ bits) for i in (0, 1))
+    numbers = np.empty(BLOCK, np.int64)
+    for i in range(BLOCK // 2):
+        word = mixed(first + i * 0x9E3779B9 & 0xFFFFFFFF) ^ second
+        numbers[i], numbers[i + BLOCK // 2] = word & 0xFFFF, word >> 16
     return numbers
 
 
@@ -42,7 +52,7 @@ def rounded(x, largest, stream):
         part = x[begin:begin + BLOCK]
         scale = f32(np.max(np.abs(part))) / f32(largest)
         level = np.clip(part * (f32(1) / scale), -f32(largest), f32(largest)) + f32(largest)
-        codes = np.minimum(np.floor(level + uniform(stream, block, scale)[:len(part)]), 2 * largest)
+        codes = np.floor(level * f32(65536)).astype(np.int64) + random_bits(stream, block, scale)[:len(part)] >> 16
         out[begin:begin + BLOCK] = (codes - largest).astype(f32) * scale
     return out
 
