@@ -8,6 +8,7 @@
 
 #include "comm/world.h"
 #include "engine/planning/agreement.h"
+#include "engine/planning/stages_report.h"
 #include "engine/runtime/job.h"
 #include "tests/harness.h"
 
@@ -34,10 +35,10 @@ std::string toml(const std::string& schedule, int stages, int chunks, int layers
          "\"\nchunks = " + std::to_string(chunks) + "\n" + more;
 }
 
-std::vector<RunPlans> planned(const std::string& config, Plugin* more = nullptr) {
+std::vector<RunPlans> planned(const std::string& config, Plugin* more = nullptr, const Rates& rates = {}) {
   const test::TemporaryFolder folder;
   Session session(test::write_file(folder / "config.toml", config), {});
-  session.rates = Rates();
+  session.rates = rates;
   if (more) session.plugins.push_back({"more", more});
   return plan_stages(session);
 }
@@ -72,6 +73,39 @@ TEST(PipelinePlans, TellOfTheJobAndOfWhatCrosses) {
     const int64_t neighbours = &plans == &stages[1] ? 2 : 1;
     EXPECT_EQ(received, (std::map<std::string, int64_t>{{"receive f32", 4 * neighbours}}));
   }
+}
+
+// Where products alone take time and stages are alike, stages go on to the next step without waiting for each other:
+// there zero bubbles are next to none in real plans, too, but where all wait for one norm, a forward pass of each stage
+// but one.
+TEST(PipelinePlans, StagesGoOnToTheNextStep) {
+  Rates rates;
+  rates.flops = 1e8, rates.memory = rates.copy = 1e15, rates.launch = 1e-12;
+  for (const int stages : {2, 4}) {
+    SCOPED_TRACE(stages);
+    const int microbatches = 2 * stages;
+    const auto bubble = [&](const std::string& schedule, int chunks, bool clips) {
+      std::string config = toml(schedule, stages, chunks, 4 * stages, microbatches);
+      if (!clips) config.erase(config.find("[plugins.clip]\n"), std::string("[plugins.clip]\n").size());
+      return summary_of(planned(config, nullptr, rates)).bubble();
+    };
+    const double round = double(stages - 1) / (3 * microbatches);
+    EXPECT_NEAR(bubble("1f1b", 1, true), 3 * round, 0.02);
+    EXPECT_NEAR(bubble("zero_bubble_h2", 1, true), round, 0.02);
+    EXPECT_LT(bubble("zero_bubble_h2", 1, false), 0.3 * round);
+    EXPECT_LT(bubble("zero_bubble_v", 2, false), bubble("zero_bubble_v", 2, true));
+  }
+}
+
+// What a stage takes does not hang on how many were planned before it.
+TEST(PipelinePlans, ProcessesAreOfOneStage) {
+  const std::vector<RunPlans> stages = planned(toml("1f1b", 8, 1, 16, 256));
+  int64_t least = INT64_MAX, most = 0;
+  for (const RunPlans& plans : stages) {
+    least = std::min(least, plans.main().process.program);
+    most = std::max(most, plans.main().process.program);
+  }
+  EXPECT_LT(most - least, int64_t{10} << 20);
 }
 
 // Receives of stages by chance in another order or at another time than `pipeline` says.

@@ -9,19 +9,19 @@
 
 #include "engine/planning/agreement.h"
 #include "engine/planning/dependencies.h"
+#include "engine/runtime/usage.h"
 #include "strata/json.h"
 #include "strata/threads.h"
 
 namespace strata {
 namespace {
 
-// When the ops of a step run. Steps that leave passes to the next follow each other closely.
-Timeline timeline_of(std::span<const TimedProgram> programs, const Mesh& mesh, bool goes_on) {
+// When the ops of a step run. Stages go on to the next one without waiting for each other; the first step of a run in
+// which they leave passes to the next is another than those that follow.
+Timeline timeline_of(std::span<const TimedProgram> programs, const Mesh& mesh, const PlannedProgram& planned) {
+  const bool goes_on = planned.built.left.empty() || !planned.phases.has_first_step();
   return goes_on ? run_on_and_on(programs, mesh) : run_together(programs, mesh);
 }
-
-// Whether a program is of steps in the middle of a run in which stages leave passes to the next step.
-bool goes_on(const PlannedProgram& planned) { return !planned.built.left.empty() && !planned.phases.has_first_step(); }
 
 // The FLOPs of a job, given those that it would have were all its ranks as those of one stage, for each stage.
 double of_job(const std::vector<double>& model_flops) {
@@ -47,7 +47,7 @@ void check_together(std::vector<RunPlans>& stages, size_t program, const Mesh& m
   for (size_t s = 0; s < stages.size(); ++s) model_flops.push_back(planned(int64_t(s)).built.model_flops);
   for (size_t s = 0; s < stages.size(); ++s) planned(int64_t(s)).built.model_flops = of_job(model_flops);
   if (!predicts) return;
-  Timeline timeline = timeline_of(all, mesh, goes_on(planned(0)));
+  Timeline timeline = timeline_of(all, mesh, planned(0));
   team.each(int64_t(stages.size()), [&](int64_t s) {
     PlannedProgram& own = planned(s);
     own.prediction = prediction_of(own.program(), all[size_t(s)], own.rates, timeline, size_t(s));
@@ -75,7 +75,7 @@ std::optional<double> predict_with_others(World& world, const Mesh& mesh, RunPla
       model_flops.push_back(Json::parse(flops.at(rank), "FLOPs of a stage").number("FLOPs"));
     }
     planned.built.model_flops = of_job(model_flops);
-    Timeline timeline = timeline_of(all, mesh, goes_on(planned));
+    Timeline timeline = timeline_of(all, mesh, planned);
     for (int program = 0; p == plans.usual() && program < count; ++program) {
       double busy = 0;
       for (size_t i = 0; i < all[size_t(program)].ops.size(); ++i)
@@ -97,12 +97,14 @@ std::vector<RunPlans> plan_stages(Session& session) {
     session.predicts = count == 1;  // of several, all of them below
     try {
       stages.push_back(session.plan_run());
+      if (stage == 0) session.resident = resident_bytes();
     } catch (const Error& error) {
       if (count == 1) throw;
       throw Error(fmt::format("stage {} of the pipeline: {}", stage, error.what()), error.code());
     }
   }
   session.predicts = true;
+  session.resident.reset();
   if (count == 1) return stages;
   Threads team(std::clamp(int(std::thread::hardware_concurrency()), 1, count));
   for (size_t p = 0; p < stages[0].programs.size(); ++p) check_together(stages, p, session.mesh, team);

@@ -421,7 +421,7 @@ void Session::settle_arenas(RunPlans& plans, int64_t host_bytes_beside) const {
                       bytes_text(all), memory_name(plans.main().program(), Tier(t)), bytes_text(budgets[t]), all),
           Tier(t), all);
   }
-  const int64_t resident = resident_bytes();
+  const int64_t resident = this->resident.value_or(resident_bytes());
   for (PlannedProgram& planned : plans.programs) {
     for (size_t t = 0; t < kTiers; ++t) {
       planned.memory.tiers[t].persistent_bytes = persistent[t];

@@ -38,6 +38,8 @@ class Session {
   std::string note;                  // for the user: ranks that are not alike, too many threads; mostly empty
   NvmeStore::Faults storage_faults;  // what tests break on purpose
   std::optional<Rates> rates;        // what tests give instead of measuring the machine
+  // Bytes of a process that has planned one run, where this one plans those of several stages; none: as it is.
+  std::optional<int64_t> resident;
   bool predicts = true;              // steps of a plan; false: whoever has the plans of all stages does (job.h)
   std::vector<NamedPlugin> plugins;  // in the order their stages run
   Plugin& model() const { return *model_; }

@@ -59,7 +59,7 @@ class Loop {
     data_.emplace(session, Goal::train, plans.main().built.vocabulary);
     data_->set_steps(session);
     require_same_plan(world_, print(plans), std::to_string(data_->mixture().tokens()) + " tokens", session.mesh);
-    goes_on_ = session.mesh.programs().size > 1 && !plans.main().built.left.empty();
+    goes_on_ = session.mesh.programs().size > 1;
     busiest_predicted_ = predict_with_others(world_, session.mesh, plans);
     make_own(plans, session, world_);
     if (stop_before_first_step()) return;
@@ -378,7 +378,7 @@ class Loop {
   std::unique_ptr<World> alone_;
   World& world_;
   bool stopping_ = false;
-  bool goes_on_ = false;  // ranks do not wait for each other's losses: stages leave passes to the next step, or so
+  bool goes_on_ = false;  // ranks do not wait for each other's losses as a step ends
   std::string unsaved_;   // what went wrong with the last save
   std::optional<RunData> data_;
   std::optional<Assembly> assembly_;
