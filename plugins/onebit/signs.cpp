@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "plugins/quantized_exchange/streaming.h"
 #include "strata/convert.h"
 #include "strata/simd.h"
 
@@ -47,13 +48,23 @@ STRATA_SIMD void encode(const float* x, int64_t count, Block& block) {
   if (!std::isfinite(sum_without + sum_with)) block.without = block.with = sum_without + sum_with;
 }
 
+// A row of lanes at a time, in the compiler's vectors: left to itself it goes along the other dimension, in strides.
+using Words = uint32_t __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
+using Row = float __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
+
+STRATA_SIMD void read(const Block& block, float* x) {
+  const auto without = std::bit_cast<uint32_t>(block.without), both = std::bit_cast<uint32_t>(block.with) ^ without;
+  const Words signs = *reinterpret_cast<const Words*>(block.signs);
+  for (int r = 0; r < 32; ++r)
+    *reinterpret_cast<Words*>(x + kLanes * r) = without ^ (both & -(signs >> uint32_t(r) & 1u));
+}
 STRATA_SIMD void add(const Block& block, float* x) {
-  const auto without = std::bit_cast<uint32_t>(block.without), with = std::bit_cast<uint32_t>(block.with);
-  for (uint32_t r = 0; r < 32; ++r)
-    for (int l = 0; l < kLanes; ++l) {
-      const uint32_t mask = 0u - (block.signs[l] >> r & 1);
-      x[kLanes * r + l] += std::bit_cast<float>((with & mask) | (without & ~mask));
-    }
+  const auto without = std::bit_cast<uint32_t>(block.without), both = std::bit_cast<uint32_t>(block.with) ^ without;
+  const Words signs = *reinterpret_cast<const Words*>(block.signs);
+  for (int r = 0; r < 32; ++r) {
+    const Words values = without ^ (both & -(signs >> uint32_t(r) & 1u));
+    *reinterpret_cast<Row*>(x + kLanes * r) += reinterpret_cast<const Row&>(values);
+  }
 }
 
 STRATA_SIMD void plus(const float* from, int64_t count, float* x) {
@@ -62,12 +73,13 @@ STRATA_SIMD void plus(const float* from, int64_t count, float* x) {
 
 // error = x - what is read of the block
 STRATA_SIMD void leave(const Block& block, const float* x, float* error) {
-  const auto without = std::bit_cast<uint32_t>(block.without), with = std::bit_cast<uint32_t>(block.with);
-  for (uint32_t r = 0; r < 32; ++r)
-    for (int l = 0; l < kLanes; ++l) {
-      const uint32_t mask = 0u - (block.signs[l] >> r & 1);
-      error[kLanes * r + l] = x[kLanes * r + l] - std::bit_cast<float>((with & mask) | (without & ~mask));
-    }
+  const auto without = std::bit_cast<uint32_t>(block.without), both = std::bit_cast<uint32_t>(block.with) ^ without;
+  const Words signs = *reinterpret_cast<const Words*>(block.signs);
+  for (int r = 0; r < 32; ++r) {
+    const Words values = without ^ (both & -(signs >> uint32_t(r) & 1u));
+    *reinterpret_cast<Row*>(error + kLanes * r) =
+        *reinterpret_cast<const Row*>(x + kLanes * r) - reinterpret_cast<const Row&>(values);
+  }
 }
 
 }  // namespace
@@ -97,18 +109,22 @@ void pack(Threads& threads, DType dtype, const void* from, int64_t elements, flo
 
 void unpack(Threads& threads, const std::byte* lists, int64_t sources, int64_t stride, int64_t elements, DType dtype,
             void* to) {
+  const bool past = dtype == DType::f32 && 4 * elements >= kPastCaches;
   threads.split(blocks_of(elements), kGrain, [&](int64_t begin, int64_t end) {
     float sum[kBlock];
     Block block;
     for (int64_t b = begin; b < end; ++b) {
       const int64_t first = b * kBlock, count = std::min(kBlock, elements - first);
-      std::fill(sum, sum + kBlock, 0.0f);
       for (int64_t source = 0; source < sources; ++source) {
         std::memcpy(&block, lists + source * stride + b * int64_t(sizeof(Block)), sizeof(Block));
-        add(block, sum);
+        (source == 0 ? read : add)(block, sum);
       }
-      from_f32(dtype, sum, at(to, dtype, first), count);
+      if (past)
+        store_past_caches(static_cast<float*>(to) + first, sum, count);
+      else
+        from_f32(dtype, sum, at(to, dtype, first), count);
     }
+    if (past) drain_stores();
   });
 }
 

@@ -1,6 +1,8 @@
 // How one number becomes a code of int8 or int4, on CPU and GPU alike: which random bits an element has, and which of
 // two codes they make it. See codes.h for blocks and lists.
 #pragma once
+#include <algorithm>
+#include <bit>
 #include <cstdint>
 
 #include "strata/simd.h"
@@ -29,12 +31,13 @@ struct Keys {
 inline constexpr uint32_t kToNearest = 0x8000;  // in place of random bits
 
 // 0 to 2 · kLargest, of a number within kLargest (rounding may bring it a little beyond): of the two codes it lies
-// between, the upper one for as large a part of the `random` below 2^16 as it is above the lower one. NaN becomes 0.
+// between, the upper one for as large a part of the `random` below 2^16 as it is above the lower one. Any for NaN.
 template <int kLargest>
 STRATA_ANYWHERE uint32_t code_of(float scaled, uint32_t random) {
-  const float least = scaled > -float(kLargest) ? scaled : -float(kLargest);
-  const float within = least < float(kLargest) ? least : float(kLargest);
-  return (uint32_t(int32_t((within + float(kLargest)) * 65536.0f)) + random) >> 16;
+  // Bits of floats that are not negative are in the floats' order: so no comparison of floats is in the way of vectors.
+  const auto bits = std::bit_cast<int32_t>((scaled + float(kLargest)) * 65536.0f);
+  const int32_t within = std::min(std::max(bits, 0), std::bit_cast<int32_t>(kLargest * 131072.0f));
+  return (uint32_t(int32_t(std::bit_cast<float>(within))) + random) >> 16;
 }
 
 }  // namespace strata::quantized

@@ -50,10 +50,10 @@ void register_take(bool momentum) {
     if (momentum) specs.push_back({v.input(1).shape, DType::f32});
     return specs;
   };
-  // Read and written once, and read four times more to select.
+  // Read and written once; most of it, where little is sent, is not read again to select.
   kind.cost = [momentum](const OpView& v) {
     const auto count = double(strata::elements(v.input(1).shape));
-    return strata::Cost{.flops = 8 * count, .bytes = double(v.input(0).bytes()) + (momentum ? 8 * 4 : 6 * 4) * count};
+    return strata::Cost{.flops = 8 * count, .bytes = double(v.input(0).bytes()) + (momentum ? 6 * 4 : 4 * 4) * count};
   };
   const strata::Kernel kernel{[momentum](const Binding& b) -> strata::Launch {
                                 return [b, momentum, k = b.attributes().integer("k"),
@@ -67,7 +67,9 @@ void register_take(bool momentum) {
                                                       b.workspace(), b.out<std::byte>(0));
                                 };
                               },
-                              [](const OpView&, int threads) { return strata::top_k::workspace_bytes(threads); }};
+                              [](const OpView& v, int threads) {
+                                return strata::top_k::workspace_bytes(strata::elements(v.input(0).shape), threads);
+                              }};
   kind.kernels = {{"cpu", kernel}, {"reference", kernel}};
   register_kind(std::move(kind));
 }

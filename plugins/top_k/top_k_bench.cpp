@@ -21,7 +21,8 @@ void run(benchmark::State& state, bool back) {
   for (float& value : drawn) value = normal(random);
   for (size_t i = 0; i < x.size(); ++i) x[i] = drawn[i % drawn.size()] * (1 + 1e-3f * float(i % 1009));
   const int64_t k = kept(kCount, 0.999), bytes = list_bytes(k, DType::f32);
-  std::vector<std::byte> list(static_cast<size_t>(bytes)), workspace(static_cast<size_t>(workspace_bytes(count)));
+  std::vector<std::byte> list(static_cast<size_t>(bytes)),
+      workspace(static_cast<size_t>(workspace_bytes(kCount, count)));
   const auto take_all = [&] {
     take(threads, DType::f32, x.data(), kCount, k, 0, nullptr, accumulated.data(), workspace.data(), list.data());
   };

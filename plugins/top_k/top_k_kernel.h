@@ -15,7 +15,7 @@ int64_t kept(int64_t elements, double sparsity);
 // elements the last indices are kNone.
 inline constexpr uint32_t kNone = UINT32_MAX;
 int64_t list_bytes(int64_t k, DType dtype);
-int64_t workspace_bytes(int threads);
+int64_t workspace_bytes(int64_t elements, int threads);
 
 // velocity = momentum · velocity + gradient, accumulated += velocity; the k elements of accumulated of largest size
 // (NaN before all, the first of equals first) go to the list and out of both. Without a velocity (null) the gradient is

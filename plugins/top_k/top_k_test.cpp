@@ -49,7 +49,7 @@ TEST(TopK, StepsAreThoseOfThePaperForAnyNumberOfThreads) {
           const int64_t k = kept(int64_t(count), sparsity);
           Values velocity(count), accumulated(count), expected_velocity(count), expected_accumulated(count);
           std::vector<std::byte> list(size_t(list_bytes(k, DType::f32))),
-              workspace(size_t(workspace_bytes(threads_count)));
+              workspace(size_t(workspace_bytes(int64_t(count), threads_count)));
           for (int step = 0; step < 3; ++step) {
             Values gradient(count), sum(count);
             // Few sizes, so that many are equal.
@@ -80,7 +80,7 @@ TEST(TopK, RoundingIsKept) {
     Values all = accumulated;
     for (size_t i = 0; i < x.size(); ++i) all[i] += rounded[i];
     const int64_t k = 3;
-    std::vector<std::byte> list(size_t(list_bytes(k, dtype))), workspace(size_t(workspace_bytes(1)));
+    std::vector<std::byte> list(size_t(list_bytes(k, dtype))), workspace(size_t(workspace_bytes(5, 1)));
     EXPECT_EQ(list.size(), 20u);
     take(threads, dtype, gradient.data(), 5, k, 0, nullptr, accumulated.data(), workspace.data(), list.data());
     add_up(threads, dtype, list.data(), 1, 0, k, 0, 5, result.data());
@@ -96,7 +96,7 @@ TEST(TopK, WhatIsNotFiniteIsSeenAndNotKept) {
   for (float bad : {INFINITY, -INFINITY, NAN}) {
     Values x(100, 1e38f), accumulated(100), sum(100);
     x[77] = bad;
-    std::vector<std::byte> list(size_t(list_bytes(1, DType::f32))), workspace(size_t(workspace_bytes(1)));
+    std::vector<std::byte> list(size_t(list_bytes(1, DType::f32))), workspace(size_t(workspace_bytes(100, 1)));
     take(threads, DType::f32, x.data(), 100, 1, 0, nullptr, accumulated.data(), workspace.data(), list.data());
     add_up(threads, DType::f32, list.data(), 1, 0, 1, 0, 100, sum.data());
     EXPECT_FALSE(std::isfinite(sum[77]));
