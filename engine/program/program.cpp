@@ -10,7 +10,7 @@ namespace {
 
 const Attribute* find_attribute(const std::vector<std::pair<std::string, Attribute>>& values, std::string_view name) {
   for (const auto& [key, value] : values)
-    if (key == name) return &value;
+    if (std::string_view(key) == name) return &value;  // no Name, which a string may become, is made
   return nullptr;
 }
 
