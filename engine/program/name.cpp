@@ -30,10 +30,10 @@ bool Name::is_of_microbatch() const {
   return at != std::string::npos && at + 1 < base_->size() && (*base_)[at] == '@';
 }
 
-bool operator==(const Name& a, std::string_view b) {
-  if (!b.starts_with(*a.base_)) return false;
-  const std::string text = a.text();
-  return std::string_view(text) == b;
+bool Name::is(std::string_view other) const {
+  if (!other.starts_with(*base_)) return false;
+  const std::string text = this->text();
+  return std::string_view(text) == other;
 }
 
 std::ostream& operator<<(std::ostream& out, const Name& name) { return out << name.text(); }

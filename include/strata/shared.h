@@ -105,13 +105,15 @@ class Name {
 
   Name of_microbatch(int32_t microbatch) const;
   Name of_copy(int32_t number) const;
+  bool is(std::string_view other) const;
   // Whether it ends like one of a microbatch, put together or not.
   bool is_of_microbatch() const;
 
   friend bool operator==(const Name& a, const Name& b) {
     return a.base_.is_same(b.base_) ? a.microbatch_ == b.microbatch_ && a.copy_ == b.copy_ : a.text() == b.text();
   }
-  friend bool operator==(const Name& a, std::string_view b);
+  // Defined here, so that only a Name finds it, and no text becomes one to be compared.
+  friend bool operator==(const Name& a, std::string_view b) { return a.is(b); }
   friend bool operator==(const Name& a, const std::string& b) { return a == std::string_view(b); }
   friend bool operator==(const Name& a, const char* b) { return a == std::string_view(b); }
   friend std::string operator+(const Name& a, std::string_view b) { return a.text().append(b); }
