@@ -35,8 +35,8 @@ std::vector<Op> behind_exchanges(Program& program, const std::vector<int32_t>& o
   for (int32_t i : order) {
     Op& op = program.ops[size_t(i)];
     const bool exchange = op.stream == Stream::exchange, after_held = touches(op, read, written);
-    // What ranks send each other stays in the order in which all have it.
-    const bool passes = op.stream == Stream::send || op.stream == Stream::receive;
+    // What ranks send each other, or exchange over other axes, stays in the order in which all have it.
+    const bool passes = is_exchange(op.stream);
     if (!exchange && !passes && movable[size_t(i)] && (after_held || touches(op, {}, arriving))) {
       for (TensorId id : op.inputs)
         if (id) read.insert(whole(id));
@@ -77,21 +77,27 @@ std::vector<int32_t> places(const Program& program, const std::vector<char>& mov
   std::vector<int32_t> last_write(count, -1), last_access(count, -1), ready(program.ops.size());
   // What comes from another rank ahead of its turn: for ops that move, it is there with the first op that waits for it.
   std::vector<char> received(count, false);
-  std::map<std::string, int32_t> last_pass;  // by axis: where the last op that sends or receives over it is
+  std::map<std::string, int32_t> last_pass;      // by axis: where the last op that sends or receives over it is
+  std::map<std::string, int32_t> last_together;  // of these axes, where the last op is by which all ranks exchange
   for (size_t i = 0; i < program.ops.size(); ++i) {
     const Op& op = program.ops[i];
     // What all ranks of an axis exchange together comes after all that they hand to each other along it: another may
     // wait for that before it comes, and what is held up behind the exchange may be what is to be handed on. So does
-    // what they send each other of gradients that they share, in the same order on all.
+    // what they send each other of gradients that they share, in the same order on all. And what they exchange together
+    // has one order, though on each it may be ready at another time.
     const std::string axis = axis_of(op);
     const bool passes = op.stream == Stream::send || op.stream == Stream::receive;
     const auto found = last_pass.find(axis);
     int32_t after = found != last_pass.end() && (movable[i] || !passes) ? found->second : -1;
+    const bool together = found != last_pass.end() && !passes && !axis.empty();
+    if (const auto other = last_together.find(axis); together && other != last_together.end())
+      after = std::max(after, other->second);
     const auto whole = [&](TensorId id) { return size_t(program.whole(id).value); };
     for (TensorId id : op.inputs)
       if (id) after = std::max(after, last_write[whole(id)]);
     for (TensorId id : op.outputs) after = std::max(after, last_access[whole(id)]);
     ready[i] = movable[i] ? after : int32_t(i);
+    if (together) last_together[axis] = ready[i];
     if (passes) last_pass[axis] = found == last_pass.end() ? ready[i] : std::max(found->second, ready[i]);
     for (TensorId id : op.inputs)
       if (id) last_access[whole(id)] = std::max(last_access[whole(id)], ready[i]);

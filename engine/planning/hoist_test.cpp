@@ -82,5 +82,22 @@ TEST(Hoist, WhatAllExchangeComesAfterWhatIsSentAlongTheSameAxis) {
   EXPECT_EQ(kinds, "all_reduce other, send along, add, send along, all_reduce along, ");
 }
 
+// Of two such exchanges the first may be ready last on one stage and first on another: they keep their order.
+TEST(Hoist, WhatAllExchangeAlongAnAxisOfStagesKeepsItsOrder) {
+  Program program;
+  Builder build(program);
+  const TensorId x = build.data("x", {4}, DType::f32), y = build.data("y", {8}, DType::f32);
+  build.emit("send", {x}, {{"axis", std::string("along")}, {"offset", int64_t(1)}});
+  const TensorId late = build.emit("gelu", {y});
+  const size_t first = program.ops.size();
+  for (TensorId id : {late, x})
+    build.emit("all_reduce", {id}, {{"axis", std::string("along")}, {"reduction", std::string("sum")}});
+  hoist(program, first);
+  std::string order;
+  for (const Op& op : program.ops)
+    if (op.kind->name == "all_reduce") order += program[op.inputs[0]].name.text() + ", ";
+  EXPECT_EQ(order, program[late].name.text() + ", x, ");
+}
+
 }  // namespace
 }  // namespace strata::hoist_test

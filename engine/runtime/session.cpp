@@ -404,10 +404,11 @@ void Session::settle_arenas(RunPlans& plans, int64_t host_bytes_beside) const {
   size_t ops = 0;
   for (const PlannedProgram& planned : plans.programs) {
     ops += planned.program().ops.size();
-    if (!one_memory && planned.memory[Tier::device].shared_bytes > 0)
+    const auto shared = [](const TierPlan& tier) { return tier.shared_bytes > 0; };
+    if (!one_memory && std::ranges::any_of(planned.memory.tiers, shared))
       throw Error(
           "ranks are to have one memory of parameters, but those lie in the memory of devices, of which each rank has "
-          "its own; set device.backend = \"cpu\".");
+          "its own, or go there; set device.backend = \"cpu\".");
     for (size_t t = 0; t < kTiers; ++t) {
       persistent[t] = std::max(persistent[t], planned.memory.tiers[t].persistent_bytes);
       transient[t] = std::max(transient[t], planned.memory.tiers[t].transient_bytes);
