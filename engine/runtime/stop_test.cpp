@@ -7,16 +7,20 @@
 
 #include <chrono>
 #include <cstdlib>
+#include <memory>
 #include <thread>
+#include <utility>
 
 namespace strata::stop_test {
 namespace {
 
 void pause_a_little() { std::this_thread::sleep_for(std::chrono::milliseconds(5)); }
 
-// Leaves with 0 once a stop is asked for; the test's own limit of time ends it otherwise.
-[[noreturn]] void leave_when_asked(const StopSignals& stop) {
-  while (!stop.asked()) pause_a_little();
+// Leaves with 0 once a stop is asked for and what is said of it is written (its thread joined, as a run does it); the
+// test's own limit of time ends it otherwise.
+[[noreturn]] void leave_when_asked(std::unique_ptr<StopSignals> stop) {
+  while (!stop->asked()) pause_a_little();
+  stop.reset();
   std::_Exit(0);
 }
 
@@ -28,8 +32,8 @@ TEST(Stop, EachSignalAsks) {
           if (stop_signal_waits()) std::_Exit(1);
         kill(getpid(), signal);  // waits for somebody to take it
         if (!stop_signal_waits()) std::_Exit(2);
-          StopSignals stop(true);
-          leave_when_asked(stop);
+          auto stop = std::make_unique<StopSignals>(true);
+          leave_when_asked(std::move(stop));
         },
         testing::ExitedWithCode(0), "stops after the step")
         << signal;
@@ -38,13 +42,13 @@ TEST(Stop, EachSignalAsks) {
 TEST(Stop, OnlyASecondOneFromTheKeyboardEndsAtOnce) {
   EXPECT_EXIT(
       {
-        StopSignals stop(false);
+        auto stop = std::make_unique<StopSignals>(false);
         for (int i = 0; i < 3; ++i) {
           kill(getpid(), SIGTERM);
           pause_a_little();
         }
         kill(getpid(), SIGINT);
-        leave_when_asked(stop);
+        leave_when_asked(std::move(stop));
       },
       testing::ExitedWithCode(0), "");
   EXPECT_EXIT(
@@ -86,13 +90,13 @@ TEST(Stop, WhatWasIgnoredStaysIgnoredAndTheRestEndsNothing) {
         std::signal(SIGINT, SIG_IGN);  // as shells do for the background
         block_stop_signals();
         kill(getpid(), SIGHUP);
-        StopSignals stop(true);
+        auto stop = std::make_unique<StopSignals>(true);
         ::raise(SIGPIPE);
         ::raise(SIGXFSZ);
         for (int i = 0; i < 20; ++i) pause_a_little();
-        if (stop.asked()) std::_Exit(1);
+        if (stop->asked()) std::_Exit(1);
         kill(getpid(), SIGINT);
-        leave_when_asked(stop);
+        leave_when_asked(std::move(stop));
       },
       testing::ExitedWithCode(0), "SIGINT");
 }
