@@ -1,6 +1,7 @@
 // Tokens on their way to experts and back (engine/ops/expert_dispatch.cpp), and an expert's gate (sigmoid_gate.cpp).
 // Slots are given without atomics, in the order of the CPU's: a warp an expert looks through all choices.
 #include "cuda/bind.h"
+#include "engine/ops/rank_order.h"
 
 namespace strata::cuda::expert_dispatch_kernels {
 namespace {
@@ -55,6 +56,44 @@ Launch bind_slots(const Binding& b) {
     launch(add_offsets, dim3(1), 1, 0, queue, offsets, experts);
     launch(place_slots, dim3(blocks(tokens * k, kBlock)), kBlock, 0, queue, choices, slots, offsets, tokens * k,
            experts, capacity, padded);
+  };
+}
+
+// blockIdx.x: an expert. Which of all ranks' choices of it find room, in the order of the sequences; this rank's are
+// told.
+STRATA_KERNEL keep_choices(const int32_t* all, int32_t* kept, int64_t sequences, int64_t k, int64_t capacity,
+                           RankOrder order) {
+  const int32_t expert = int32_t(blockIdx.x);
+  const int lane = int(threadIdx.x);
+  const int64_t tokens = order.all();
+  int64_t taken = 0;
+  for (int64_t j = 0; j < k; ++j)
+    for (int64_t i = 0; i < sequences * tokens; i += 32) {
+      const bool there = i + lane < sequences * tokens;
+      const int64_t s = (i + lane) / tokens, t = (i + lane) % tokens, local = order.local(t);
+      const bool mine = there && all[(s * tokens + order.owner(t) * order.share + local) * k + j] == expert;
+      const unsigned ballot = __ballot_sync(0xFFFFFFFFu, mine);
+      const int64_t number = taken + bits_set(ballot & ((1u << lane) - 1));
+      if (mine && order.owner(t) == order.coordinate)
+        kept[(s * order.share + local) * k + j] = number < capacity ? expert : -1;
+      taken += bits_set(ballot);
+    }
+}
+STRATA_KERNEL keep_none(const int32_t* choices, int32_t* kept, int64_t count) {
+  const int64_t i = int64_t(blockIdx.x) * kBlock + threadIdx.x;
+  if (i < count && choices[i] < 0) kept[i] = -1;
+}
+
+Launch bind_kept(const Binding& b) {
+  const bool divided = b.has_input(1);
+  const RankOrder order(b.input(0), 1, divided ? b.attributes().string("axis") : std::string(),
+                        divided ? b.attributes().integer("size") : 1);
+  return [=, choices = b.in<int32_t>(0), all = b.in<int32_t>(divided ? 1 : 0), kept = b.out<int32_t>(0),
+          sequences = b.input(0).shape[0], k = b.columns(0), own = count(b.input(0)),
+          experts = b.attributes().integer("experts"), capacity = b.attributes().integer("capacity"),
+          queue = b.queue()] {
+    launch(keep_none, dim3(blocks(own, kBlock)), kBlock, 0, queue, choices, kept, own);
+    launch(keep_choices, dim3(unsigned(experts)), 32, 0, queue, all, kept, sequences, k, capacity, order);
   };
 }
 
@@ -208,6 +247,7 @@ Launch bind_gate_gradient(const Binding& b) {
 
 const Registration kinds[] = {
     {"expert_slots", bind_slots},
+    {"expert_kept", bind_kept},
     {"expert_filled",
      [](const Binding& b) -> Launch {
        return

@@ -14,10 +14,12 @@ void must_copy(cudaError_t error) {
                 ExitCode::failed);
 }
 
-// Where the output's share begins: the last of its splits along the dimension says so.
+// Where the output's share begins: the last of its splits along the dimension says so. Pairs of chunks stand in the
+// order of ranks.
 int64_t first_of(const Binding& b, int dimension) {
   for (size_t s = b.output(0).layout.size(); s-- > 0;)
-    if (b.output(0).layout[s].dimension == dimension) return b.output(0).layout[s].first;
+    if (const Split& split = b.output(0).layout[s]; split.dimension == dimension)
+      return split.pair > 0 ? 2 * split.first : split.first;
   return 0;
 }
 

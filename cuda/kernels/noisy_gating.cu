@@ -12,21 +12,23 @@ constexpr int kBlock = 128;
 struct Draw {
   const double *seed, *step;
   uint64_t stream;
-  int64_t first;  // element of this microbatch among the step's
+  int64_t first;       // element of this microbatch among the step's
+  GlobalIndex global;  // of this rank's part in the microbatch
   explicit Draw(const Binding& b)
       : seed(b.in<double>(b.inputs() - 2)),
         step(b.in<double>(b.inputs() - 1)),
         stream(uint64_t(b.attributes().integer("stream"))),
-        first(std::max(0, b.op().microbatch) * elements(b.input(0).shape)) {}
+        first(std::max(0, b.op().microbatch) * elements(b.output(0).full_shape())),
+        global(b.output(0)) {}
   STRATA_DEVICE Words words(uint64_t block) const {
     return random_words(uint64_t(*seed), stream ^ (uint64_t(*step) * 0x9E3779B97F4A7C15ull), block);
   }
   STRATA_DEVICE double uniform(int64_t i) const {  // in [0, 1)
-    const uint64_t at = uint64_t(first + i);
+    const uint64_t at = uint64_t(first + global(i));
     return double(pick(words(at / 4), uint32_t(at % 4))) / 4294967296.0;
   }
   STRATA_DEVICE float normal(int64_t i) const {  // base/random.cpp
-    const uint64_t at = uint64_t(first + i);
+    const uint64_t at = uint64_t(first + global(i));
     const Words all = words(at / 4);
     const uint32_t pair = uint32_t(at % 4) / 2 * 2;
     const double u = (double(pick(all, pair)) + 0.5) / 4294967296.0;

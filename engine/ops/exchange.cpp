@@ -17,6 +17,7 @@ Attributes along(const OpView& v) {
   Attributes attributes{{"axis", axis_of(v)}};
   if (dimension_of(v) != 0) attributes.set("dimension", int64_t(dimension_of(v)));
   if (v.attributes().has("size")) attributes.set("size", v.attributes().integer("size"));
+  if (v.attributes().has("order")) attributes.set("order", v.attributes().string("order"));
   return attributes;
 }
 

@@ -9,9 +9,12 @@
 //
 // Padded slots may be filled in several rounds: what finds no room in the slots of the first takes those of the second,
 // and so on. The copies of a round (attribute `round`) are as many as those of any other.
+//
+// Where ranks divide the tokens of sequences each has slots, and copies, of its own tokens' choices.
 #include <algorithm>
 #include <cstring>
 
+#include "engine/ops/rank_order.h"
 #include "engine/ops/registration.h"
 #include "engine/ops/vector.h"
 
@@ -70,6 +73,68 @@ void register_slots() {
                  v, "choices i32 (…, k), at most 2^30, and attributes experts and capacity, at most 2^30 slots");
          return {like(v.input(0)), {{v.attributes().integer("experts") + 1}, DType::i32}};
        },
+       .sharding = {.dimensions = "btk -> btk, e", .whole = "bk", .by_data = "t", .own = 2},
+       .kernels = {{"cpu", kernel}, {"reference", kernel}}});
+}
+
+// Choices that find room where each expert takes `capacity` of a microbatch whose tokens ranks divide: those of all
+// ranks compete, in the order of the sequence. Inputs: this rank's, and those of all in the order of ranks (without
+// them: this rank's are all).
+void keep_choices(const Binding& b) {
+  const Tensor& own = b.input(0);
+  const bool divided = b.has_input(1);
+  const RankOrder order(own, 1, divided ? b.attributes().string("axis") : std::string(),
+                        divided ? b.attributes().integer("size") : 1);
+  const int64_t k = b.columns(0), tokens = order.all(), capacity = b.attributes().integer("capacity");
+  const auto* choices = b.in<int32_t>(divided ? 1 : 0);
+  auto* const counts = b.workspace<int32_t>();
+  std::memset(counts, 0, size_t(b.attributes().integer("experts")) * 4);
+  for (int64_t j = 0; j < k; ++j)
+    for (int64_t s = 0; s < own.shape[0]; ++s)
+      for (int64_t t = 0; t < tokens; ++t) {
+        const int64_t owner = order.owner(t), local = order.local(t);
+        const int32_t e = choices[(s * tokens + owner * order.share + local) * k + j];
+        const bool fits = e >= 0 && counts[e] < capacity;
+        if (fits) ++counts[e];
+        if (owner == order.coordinate) b.out<int32_t>(0)[(s * order.share + local) * k + j] = fits ? e : -1;
+      }
+}
+
+// As `keep_choices` is given what all ranks have.
+std::vector<TensorId> kept_of_all(Builder& build, const OpView& v, const std::string& axis, int size) {
+  const TensorId own = v.op().inputs[0];
+  Attributes attributes = v.attributes();
+  attributes.set("axis", axis);
+  attributes.set("size", int64_t(size));
+  return {build.emit("expert_kept", {own, gathered_by_rank(build, own, axis, size, 1)}, attributes)};
+}
+
+void register_kept() {
+  const Kernel kernel{[](const Binding& b) -> Launch { return [b] { keep_choices(b); }; },
+                      [](const OpView& v, int) { return v.attributes().integer("experts") * 4; }};
+  register_kind(
+      {.name = "expert_kept",
+       .summary = "choices i32 (B, T, k) of experts, -1: none, [those of all ranks of an axis that divides tokens (B, "
+                  "T·size, k)] -> choices, -1 where the expert has `capacity` already, first choices of all tokens "
+                  "before second ones; attributes experts, capacity, axis, size",
+       .shape = [](const OpView& v) -> std::vector<TensorSpec> {
+         const Attributes& a = v.attributes();
+         require(v.inputs() >= 1 && is_integer(v, 0) && v.input(0).shape.size() == 3 && a.has("experts") &&
+                     a.integer("experts") > 0 && a.has("capacity") && a.integer("capacity") > 0,
+                 v, "choices i32 (B, T, k) and attributes experts and capacity");
+         if (v.inputs() > 1) {
+           Shape all = v.input(0).shape;
+           require(a.has("axis") && a.has("size"), v, "attributes axis and size, where there are others' choices");
+           all[1] *= a.integer("size");
+           require(is_integer(v, 1) && v.input(1).shape == all, v, "choices i32 (B, T·size, k) of all ranks");
+         }
+         return {like(v.input(0))};
+       },
+       .sharding = {.dimensions = "btk, bsk -> btk",
+                    .whole = "bks",
+                    .by_data = "t",
+                    .replaced = "t",
+                    .replace = kept_of_all},
        .kernels = {{"cpu", kernel}, {"reference", kernel}}});
 }
 
@@ -285,6 +350,7 @@ void register_dispatch() {
                                      d.forward().attributes()));
            },
        .half = true,
+       .sharding = {.dimensions = "...c, ...k, e, ...k -> (...)c", .whole = "cke", .by_data = "."},
        .kernels = {{"cpu", cpu_kernel(dispatch)}, {"reference", reference_kernel([](const Binding& b, auto zero) {
                                                      plain_dispatch<decltype(zero)>(b);
                                                    })}}});
@@ -318,6 +384,7 @@ void register_combine() {
        .gradient = combine_gradients,
        .accumulates = 1,
        .half = true,
+       .sharding = {.dimensions = "(...)c, ...k, e, ...k -> ...c", .whole = "cke", .by_data = "."},
        .kernels = {{"cpu", cpu_kernel(combine)}, {"reference", reference_kernel([](const Binding& b, auto zero) {
                                                     plain_combine<decltype(zero)>(b);
                                                   })}}});
@@ -335,6 +402,7 @@ void register_combine() {
        },
        .accumulates = 1,
        .half = true,
+       .sharding = {.dimensions = "...c, (...)c, ...k -> ...k", .whole = "ck", .by_data = "."},
        .kernels = {{"cpu", cpu_kernel(weight_gradient)},
                    {"reference",
                     reference_kernel([](const Binding& b, auto zero) { plain_weight_gradient<decltype(zero)>(b); })}}});
@@ -342,6 +410,7 @@ void register_combine() {
 
 const AtLoad expert_dispatch_registered([] {
   register_slots();
+  register_kept();
   register_filled();
   register_most();
   register_dispatch();

@@ -5,6 +5,8 @@
 // Rows of a further round (attribute `round`) cross only where some expert has more than all rounds before take: with
 // attribute `capacity`, what it takes of a rank in one, and the most that any has of one rank, alike on all ranks, as
 // the second input. Otherwise nothing comes, and nobody reads what should have: there it is nobody's rows.
+//
+// Where an axis divides tokens (a split of S), ranks with the same part of the tokens exchange with each other.
 #include <algorithm>
 
 #include "engine/ops/registration.h"
@@ -33,7 +35,7 @@ std::vector<TensorSpec> shape(const OpView& v) {
   const Tensor& x = v.input(0);
   Shape shape = x.shape;
   if (to_experts(v)) {
-    require(shape[0] % size_of_axis(v) == 0 && !has_split(x, 0, ""), v,
+    require(shape[0] % size_of_axis(v) == 0 && !has_split(x, 0, axis_of(v)), v,
             "rows for the experts of each of " + std::to_string(size_of_axis(v)) + " ranks, x (S, …)");
     shape[0] /= size_of_axis(v);
     shape.insert(shape.begin(), size_of_axis(v));
@@ -50,7 +52,13 @@ std::vector<Layout> layout(const OpView& v) {
   Layout layout;
   for (Split split : v.input(0).layout) {
     if (!to_experts(v) && split.dimension == 1 && split.axis == axis_of(v)) continue;
-    split.dimension += to_experts(v) ? 1 : -1;
+    if (split.dimension == 0) {  // other ranks' tokens: rows from as many more ranks
+      const int64_t ranks = split.full / v.input(0).shape[0];
+      split.full = ranks * (to_experts(v) ? size_of_axis(v) : v.input(0).shape[0] * v.input(0).shape[1]);
+      split.pair = 0;
+    } else {
+      split.dimension += to_experts(v) ? 1 : -1;
+    }
     layout.push_back(split);
   }
   if (to_experts(v)) layout.push_back({.dimension = 1, .axis = axis_of(v), .full = v.input(0).shape[0]});

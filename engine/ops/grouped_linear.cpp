@@ -270,7 +270,7 @@ void gradients(Differentiation& d, bool transpose, bool padded) {
 void register_groups(bool transpose, bool padded) {
   const std::string rows = padded ? "(N, R, " : "(S, ", groups = padded ? "filled i32 (N, E)" : "offsets i32 (E + 1)";
   const std::string in = transpose ? "F)" : "C)", out = transpose ? "C)" : "F)";
-  const std::string dimensions = padded ? (transpose ? "nef, ef, ne -> nec" : "nec, ef, ne -> nef")
+  const std::string dimensions = padded ? (transpose ? "nef, ef, me -> nec" : "nec, ef, me -> nef")
                                         : (transpose ? "sf, rf, e -> sc" : "sc, rf, e -> sf");
   register_kind(
       {.name = name_of_kind(padded, transpose ? "_transposed" : ""),
@@ -284,7 +284,7 @@ void register_groups(bool transpose, bool padded) {
            },
        .accumulates = 1,
        .half = true,
-       .sharding = {.dimensions = dimensions, .whole = padded ? "nc" : "scre", .linear = 1},
+       .sharding = {.dimensions = dimensions, .whole = padded ? "c" : "cre", .by_data = padded ? "n" : "s", .linear = 1},
        .kernels = {{"cpu", cpu_kernel([=](const Binding& b) { run_groups(b, Transpose(transpose)); }, workspace_of)},
                    {"reference", reference_kernel([=](const Binding& b, auto zero) {
                       plain_groups<decltype(zero)>(b, transpose);
@@ -312,8 +312,11 @@ void register_weight_gradient(bool padded, bool apart = false) {
        .half = true,
        .sharding = {.dimensions = !padded ? "sc, sf, e -> rf"
                                   : apart ? "nec, nef, ne -> nef"
-                                          : "nec, nef, ne -> ef",
-                    .whole = padded ? "nc" : "sce"},
+                                          : "nec, nef, me -> ef",
+                    .whole = apart    ? "nc"
+                             : padded ? "c"
+                                      : "ce",
+                    .by_data = padded ? "n" : "s"},
        .kernels = {{"cpu", cpu_kernel([=](const Binding& b) { run_weight_gradient(b, apart); }, workspace_of)},
                    {"reference", reference_kernel([=](const Binding& b, auto zero) {
                       plain_weight_gradient<decltype(zero)>(b, apart);

@@ -2,6 +2,7 @@
 // local_slice takes a share along a dimension; replicated takes all of it, and says that each rank's gradient is only
 // what this rank adds to it. Their gradients are exchanges (exchange.cpp). counted_once takes all of it on one rank and
 // zeros on the others, so that a sum over the axis has it once; its gradient is the sum's, on every rank.
+// What all_gather put together in the order of ranks (order = "ranks") is taken apart in that order.
 #include <cstring>
 
 #include "engine/ops/registration.h"
@@ -11,6 +12,8 @@ namespace strata {
 namespace {
 
 std::string axis_of(const OpView& v) { return v.attributes().string("axis"); }
+
+bool in_rank_order(const OpView& v) { return v.attributes().has("order"); }
 
 // Rows of an output in its input: the slice is `outer` pieces of memory.
 struct Slice {
@@ -24,7 +27,7 @@ Slice slice_of(const OpView& v) {
   for (int d = 0; d < dimension; ++d) slice.outer *= whole[size_t(d)];
   for (size_t d = size_t(dimension) + 1; d < whole.size(); ++d) slice.step *= whole[d];
   const Split* split = last_split(v.output(0), dimension, axis_of(v));
-  slice.offset = split ? split->first * slice.step : 0;
+  if (split) slice.offset = (split->pair > 0 ? 2 * split->first : split->first) * slice.step;
   slice.bytes = own[size_t(dimension)] * slice.step;
   slice.step *= whole[size_t(dimension)];
   return slice;
@@ -57,7 +60,8 @@ TensorId split_as_output(Differentiation& d) {
 
 void register_slice() {
   OpKind kind{.name = "local_slice",
-              .summary = "x (…), the same on all ranks of an axis of `size` -> this rank's share along `dimension`"};
+              .summary = "x (…), the same on all ranks of an axis of `size` -> this rank's share along `dimension`; "
+                         "attribute order = \"ranks\": of pairs of chunks that stand in the order of ranks"};
   kind.shape = [](const OpView& v) -> std::vector<TensorSpec> {
     const int dimension = dimension_of(v), size = int(v.attributes().integer("size"));
     require(v.inputs() == 1 && v.has_input(0) && dimension >= 0 && dimension < int(v.input(0).shape.size()) &&
@@ -68,7 +72,10 @@ void register_slice() {
     return {{shape, v.input(0).dtype}};
   };
   kind.layout = [](const OpView& v) -> std::vector<Layout> {
-    return {with_split(v.input(0).layout, dimension_of(v), axis_of(v), v.input(0).shape[size_t(dimension_of(v))])};
+    const int64_t full = v.input(0).shape[size_t(dimension_of(v))];
+    Layout layout = with_split(v.input(0).layout, dimension_of(v), axis_of(v), full);
+    if (in_rank_order(v)) layout.back().pair = full / v.attributes().integer("size") / 2;
+    return {layout};
   };
   kind.gradient = [](Differentiation& d) {
     const OpView& v = d.forward();
@@ -76,6 +83,7 @@ void register_slice() {
                           {"dimension", int64_t(dimension_of(v))},
                           {"size", v.attributes().integer("size")},
                           {"gradient", std::string("whole")}};
+    if (in_rank_order(v)) attributes.set("order", std::string("ranks"));
     const TensorId gradient = split_as_output(d);
     d.set(0, d.build().emit("all_gather", {gradient}, attributes));
   };

@@ -3,11 +3,13 @@
 // importance and load (Shazeer et al., arXiv 1701.06538, sections 2.1, 4 and appendix A).
 //
 // Numbers come from Philox by seed, step, site and the element's index in the step's microbatches, so that they are the
-// same however the batch is divided, and when an op runs again.
+// same however the batch and its sequences are divided, and when an op runs again.
 #include <cmath>
 #include <numbers>
 
+#include "engine/ops/loss_of_tokens.h"
 #include "engine/ops/registration.h"
+#include "strata/layout.h"
 #include "strata/random.h"
 
 namespace strata::noisy_gating {
@@ -16,24 +18,27 @@ namespace {
 // The numbers of one op; seed and step are its last two inputs.
 class Draw {
  public:
-  Draw(const Binding& b, int of)
+  explicit Draw(const Binding& b)
       : seed_(uint64_t(*b.in<double>(b.inputs() - 2))),
         stream_(uint64_t(b.attributes().integer("stream")) ^
                 (uint64_t(*b.in<double>(b.inputs() - 1)) * 0x9E3779B97F4A7C15ull)),
-        first_(std::max(0, b.op().microbatch) * elements(b.input(of).shape)) {}
+        first_(std::max(0, b.op().microbatch) * elements(b.output(0).full_shape())),
+        global_(b.output(0)) {}
   // Uniform in [0, 1), by element.
   double uniform(int64_t i) const {
-    return double(random_block(seed_, stream_, uint64_t(first_ + i) / 4)[size_t(first_ + i) % 4]) / 4294967296.0;
+    const auto at = uint64_t(first_ + global_(i));
+    return double(random_block(seed_, stream_, at / 4)[size_t(at % 4)]) / 4294967296.0;
   }
   float normal(int64_t i) const {
     float value;
-    fill_normal(&value, first_ + i, 1, 1, seed_, stream_);
+    fill_normal(&value, first_ + global_(i), 1, 1, seed_, stream_);
     return value;
   }
 
  private:
   uint64_t seed_, stream_;
-  int64_t first_;
+  int64_t first_;       // of the microbatch's elements among the step's
+  GlobalIndex global_;  // of this rank's part among the microbatch's
 };
 
 bool is_drawn(const OpView& v) {
@@ -64,7 +69,7 @@ std::map<std::string, Kernel, std::less<>> by_elements(Body body) {
 void register_jitter() {
   const auto jitter = [](const Binding& b, int64_t begin, int64_t end, auto zero) {
     using T = decltype(zero);
-    const Draw draw(b, 0);
+    const Draw draw(b);
     const double epsilon = b.attributes().real("epsilon");
     const auto factor = [&](int64_t i) { return T(1 - epsilon + 2 * epsilon * draw.uniform(i)); };
     if constexpr (std::is_same_v<T, float>)
@@ -88,13 +93,14 @@ void register_jitter() {
                                                d.forward().attributes()));
                      },
                  .half = true,
+                 .sharding = elementwise(1, 1, 2, 1),
                  .kernels = by_elements(jitter)});
 }
 
 // The second choice stays where twice its weight is above a uniform number; of others there is none (-1).
 void register_second_by_chance() {
   const auto choose = [](const Binding& b, int64_t begin, int64_t end, auto zero) {
-    const Draw draw(b, 0);
+    const Draw draw(b);
     for (int64_t i = begin; i < end; ++i) {
       const bool stays = i % 2 == 0 || 2 * double(b.in<decltype(zero)>(0)[i]) > draw.uniform(i);
       b.out<int32_t>(0)[i] = stays ? b.in<int32_t>(1)[i] : -1;
@@ -109,6 +115,7 @@ void register_second_by_chance() {
                            v, "weights f32 (…, 2), choices i32 (…, 2), the scalars seed and step, and stream");
                    return {like(v.input(1))};
                  },
+                 .sharding = {.dimensions = "...k, ...k, _, _ -> ...k", .whole = "k"},
                  .kernels = by_elements(choose)});
 }
 
@@ -124,12 +131,12 @@ T sigmoid(T x) {
 void register_noisy_logits() {
   const auto noisy = [](const Binding& b, int64_t begin, int64_t end, auto zero) {
     using T = decltype(zero);
-    const Draw draw(b, 0);
+    const Draw draw(b);
     for (int64_t i = begin; i < end; ++i) b.out<T>(0)[i] = b.in<T>(0)[i] + T(draw.normal(i)) * softplus(b.in<T>(1)[i]);
   };
   const auto gradient = [](const Binding& b, int64_t begin, int64_t end, auto zero) {
     using T = decltype(zero);
-    const Draw draw(b, 0);
+    const Draw draw(b);
     for (int64_t i = begin; i < end; ++i) b.out<T>(0)[i] = b.in<T>(0)[i] * T(draw.normal(i)) * sigmoid(b.in<T>(1)[i]);
   };
   const auto shape = [](const OpView& v) -> std::vector<TensorSpec> {
@@ -150,10 +157,12 @@ void register_noisy_logits() {
                                                  d.forward().attributes()));
                        if (d.needs(0)) d.set(0, dy);
                      },
+                 .sharding = elementwise(2, 1, 2),
                  .kernels = by_elements(noisy)});
   register_kind({.name = "noisy_logits_gradient",
                  .summary = "dy f32 (…, E), spread f32 (…, E), seed, step -> dspread f32 (…, E); attribute stream",
                  .shape = shape,
+                 .sharding = elementwise(2, 1, 2),
                  .kernels = by_elements(gradient)});
 }
 
@@ -227,6 +236,7 @@ void register_importance() {
                        if (d.output_gradient(0)) inputs.push_back(d.output_gradient(0));
                        d.set(0, d.build().emit("importance_loss_gradient", inputs, d.forward().attributes()));
                      },
+                 .sharding = loss_of_tokens("btk, btk -> _"),
                  .kernels = with_sums(loss)});
   register_kind({.name = "importance_loss_gradient",
                  .summary = "weights f32 (…, k), choices i32 (…, k), [dloss f64 (1)] -> dweights f32 (…, k)",
@@ -325,6 +335,7 @@ void register_load() {
              const auto made = d.build().emit_all("load_loss_gradient", inputs, d.forward().attributes());
              for (int i = 0; i < 3; ++i) d.set(i, made[size_t(i)]);
            },
+       .sharding = loss_of_tokens("bte, bte, bte, btk -> _"),
        .kernels = with_sums(loss)});
   register_kind({.name = "load_loss_gradient",
                  .summary = "clean, spread, noisy f32 (…, E), choices i32 (…, k), [dloss f64 (1)] -> their gradients",

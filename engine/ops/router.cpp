@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "engine/ops/gemm.h"
+#include "engine/ops/loss_of_tokens.h"
 #include "engine/ops/registration.h"
 
 namespace strata::router {
@@ -285,6 +286,7 @@ void register_route() {
                        d.set(0, d.build().emit("route_gradient", {d.output_gradient(0), d.input(0), d.output(1)},
                                                {{"normalize", d.forward().attributes().integer("normalize")}}));
                      },
+                 .sharding = {.dimensions = "...e, e -> ...k, ...k", .whole = "ek"},
                  .kernels = by_tokens(0, route<float>, [](const Binding& b, int64_t rows, auto zero) {
                    route<decltype(zero)>(b, 0, rows);
                  })});
@@ -296,6 +298,7 @@ void register_route() {
                            v, "dweights f32 (…, k), logits f32 (…, E) and choices i32 (…, k)");
                    return {like(v.input(1))};
                  },
+                 .sharding = {.dimensions = "...k, ...e, ...k -> ...e", .whole = "ek"},
                  .kernels = by_tokens(0, route_gradient<float>, [](const Binding& b, int64_t rows, auto zero) {
                    route_gradient<decltype(zero)>(b, 0, rows);
                  })});
@@ -402,6 +405,7 @@ void register_loss() {
              if (d.output_gradient(0)) inputs.push_back(d.output_gradient(0));
              d.set(0, d.build().emit("router_loss_gradient", inputs, d.forward().attributes()));
            },
+       .sharding = loss_of_tokens("bte, btk -> _"),
        .kernels =
            with_workspace(router_loss<float>, [](const Binding& b, auto zero) { router_loss<decltype(zero)>(b); })});
   register_kind(

@@ -133,8 +133,8 @@ class Splitter {
  private:
   bool is_partial(TensorId id) const { return !partial_[size_t(id.value)].empty(); }
   bool is_plain(TensorId id) const { return program_[id].layout.empty() && !is_partial(id); }
-  // What has a gradient in the end: it may depend on a parameter.
-  bool differentiable(TensorId id) const { return depends_[size_t(id.value)]; }
+  // What has a gradient in the end: numbers that may depend on a parameter.
+  bool differentiable(TensorId id) const { return depends_[size_t(id.value)] && program_[id].dtype != DType::i32; }
 
   // Learns of tensors and ops that came since the last call.
   void track() {
@@ -446,6 +446,11 @@ class Splitter {
         if (added) id = converted(id, "counted_once", axis, {{"coordinate", int64_t{0}}}, ".once");
         continue;
       }
+      // Rows of several dimensions are split where they were made, or not at all.
+      if (dimension >= 0 && all.inputs[i][size_t(dimension)] == kMerged) {
+        const Split* split = split_over(program_[id], axis);
+        STRATA_CHECK(split && split->dimension == dimension);
+      }
       if (partial_[size_t(id.value)].contains(axis)) sum(id, axis, dimension);
       id = fitted(id, axis, dimension, factor >= 0, added && lacks);
     }
@@ -463,7 +468,7 @@ class Splitter {
       for (const NamedSplit& split : splits_)
         if (const int d = named_dimension(program_[made], split.dimension);
             d >= 0 && split.axis == axis && split.role == Role::activation)
-          return can_split(op, all, names[size_t(d)]) ? names[size_t(d)] : -1;
+          return can_split(op, all, names[size_t(d)], axis) ? names[size_t(d)] : -1;
       if (size_t(made.value) >= reader_.size() || uses_[size_t(made.value)] != 1) return -1;
       at = &original_[reader_[size_t(made.value)]];
       if (!has_rule(*at->kind) || at->accumulate != 0) return -1;
@@ -473,17 +478,24 @@ class Splitter {
         const Split* split = i != input && at->inputs[i] ? split_over(program_[at->inputs[i]], axis) : nullptr;
         if (!split) continue;
         const int d = Factors::dimension_of(factors.inputs[input], factors.inputs[i][size_t(split->dimension)]);
-        return d >= 0 && can_split(op, all, names[size_t(d)]) ? names[size_t(d)] : -1;
+        return d >= 0 && can_split(op, all, names[size_t(d)], axis) ? names[size_t(d)] : -1;
       }
       if (factors.inputs[input] != factors.outputs[0] || !(at->kind->sharding.linear >> input & 1)) return -1;
     }
     return -1;
   }
-  static bool can_split(const Op& op, const Factors& all, int factor) {
+  bool needs_whole(const Op& op, int factor, const std::string& axis) const {
+    const Sharding& rule = op.kind->sharding;
+    if (strata::needs_whole(rule, factor)) return true;
+    return needs_data_axis(rule, factor) && std::none_of(splits_.begin(), splits_.end(), [&](const NamedSplit& split) {
+             return split.role == Role::data && split.axis == axis;
+           });
+  }
+  bool can_split(const Op& op, const Factors& all, int factor, const std::string& axis) const {
     const bool there = std::any_of(all.inputs.begin(), all.inputs.end(), [&](const std::vector<int>& input) {
       return Factors::dimension_of(input, factor) >= 0;
     });
-    return factor >= 0 && there && !needs_whole(op.kind->sharding, factor);
+    return factor >= 0 && there && !needs_whole(op, factor, axis);
   }
 
   // Whether a partial sum may go through the op: it is linear in all that are partial sums, and all in which it is are.
@@ -535,7 +547,7 @@ class Splitter {
         if (factor >= 0) bytes[factor] += program_[id].bytes();
         continue;
       }
-      if (needs_whole(op.kind->sharding, factor) || (fixed >= 0 && fixed != factor)) refuse(op, id, axis, fixes);
+      if (needs_whole(op, factor, axis) || (fixed >= 0 && fixed != factor)) refuse(op, id, axis, fixes);
       fixed = factor, fixes = id;
     }
     const auto whole_parameter = [&](int factor) {
@@ -551,7 +563,7 @@ class Splitter {
     }
     int chosen = -1;
     for (const auto& [factor, size] : bytes)
-      if (!needs_whole(op.kind->sharding, factor) && !whole_parameter(factor) && (chosen < 0 || size > bytes[chosen]))
+      if (!needs_whole(op, factor, axis) && !whole_parameter(factor) && (chosen < 0 || size > bytes[chosen]))
         chosen = factor;
     return chosen;
   }

@@ -104,11 +104,11 @@ std::vector<Layout> layouts_by_rule(const OpView& view) {
       for (const Split& split : input.layout) {
         const int factor = all.inputs[size_t(i)][size_t(split.dimension)];
         if (factor < 0 || !is_seen(split)) continue;
-        int d = Factors::dimension_of(all.outputs[o], factor);
-        if (d < 0 && is_leading(factor)) d = Factors::dimension_of(all.outputs[o], kMerged);
+        const int d = Factors::dimension_of(all.outputs[o], factor);
         const auto same = [&](const Split& known) { return known.axis == split.axis; };
         if (d < 0 || std::any_of(layouts[o].begin(), layouts[o].end(), same)) continue;
         layouts[o].push_back(carried(view, split, input.shape[size_t(split.dimension)], d, shape(o)[size_t(d)]));
+        if (all.outputs[o][size_t(d)] == kMerged) layouts[o].back().pair = 0;  // no two chunks of rows
       }
     }
   return layouts;
@@ -177,7 +177,8 @@ std::string partial_problem(const OpView& view, const Factors& all, const std::v
 }  // namespace
 
 int Factors::dimension_of(const std::vector<int>& tensor, int factor) {
-  const auto at = std::find(tensor.begin(), tensor.end(), factor);
+  auto at = std::find(tensor.begin(), tensor.end(), factor);
+  if (at == tensor.end() && is_leading(factor)) at = std::find(tensor.begin(), tensor.end(), kMerged);
   return at == tensor.end() ? -1 : int(at - tensor.begin());
 }
 
@@ -209,9 +210,13 @@ Factors factors_of(const OpView& view) {
   return all;
 }
 
-bool needs_whole(const Sharding& sharding, int factor) {
-  return sharding.whole.find(is_leading(factor) ? '.' : char(factor)) != std::string::npos;
+namespace {
+bool names(const std::string& factors, int factor) {
+  return factors.find(is_leading(factor) ? '.' : char(factor)) != std::string::npos;
 }
+}  // namespace
+bool needs_whole(const Sharding& sharding, int factor) { return names(sharding.whole, factor); }
+bool needs_data_axis(const Sharding& sharding, int factor) { return names(sharding.by_data, factor); }
 bool is_replaced(const Sharding& sharding, int factor) {
   return !is_leading(factor) && sharding.replaced.find(char(factor)) != std::string::npos;
 }
@@ -238,8 +243,7 @@ std::vector<Partial> partial_of(const OpView& view, const std::vector<Partial>& 
   for (const auto& [axis, list] : split_factors(view, all))
     for (size_t o = 0; o < outputs.size(); ++o)
       for (int factor : list) {
-        const bool merged = is_leading(factor) && Factors::dimension_of(all.outputs[o], kMerged) >= 0;
-        const bool there = merged || Factors::dimension_of(all.outputs[o], factor) >= 0 ||
+        const bool there = Factors::dimension_of(all.outputs[o], factor) >= 0 ||
                            split_over(view.output(int(o)), axis) != nullptr;
         if (!there && (is_leading(factor) || !(kind.sharding.own >> o & 1))) outputs[o].insert(axis);
       }

@@ -17,7 +17,7 @@ inline constexpr int kNoFactor = -1, kMerged = -2;
 // left out have none.
 struct Factors {
   std::vector<std::vector<int>> inputs, outputs;
-  // The dimension of a tensor that a factor is, or -1.
+  // The dimension of a tensor that a factor is, or is merged into; or -1.
   static int dimension_of(const std::vector<int>& tensor, int factor);
 };
 
@@ -25,6 +25,7 @@ inline bool has_rule(const OpKind& kind) { return !kind.sharding.dimensions.empt
 // Throws Error (failed) where the rule does not fit the op's tensors: a slip of who wrote the kind.
 Factors factors_of(const OpView& view);
 bool needs_whole(const Sharding& sharding, int factor);
+bool needs_data_axis(const Sharding& sharding, int factor);  // Sharding::by_data
 bool is_replaced(const Sharding& sharding, int factor);
 
 inline bool is_seen(const Split& split) { return !split.unseen; }

@@ -150,6 +150,8 @@ class Differentiation {
 struct Sharding {
   std::string dimensions{};  // empty: no rule; the op takes and makes whole tensors
   std::string whole{};       // factors that cannot be split, "." for those of "..."
+  // Factors that only axes which split data can split: of its own tokens each rank then makes what nobody else needs.
+  std::string by_data{};
   uint32_t linear = 0;  // bit i: outputs are linear in these inputs together: of partial sums they are partial sums
   uint32_t added = 0;   // bit i: input i is added to the output, so once where that is a partial sum
   uint32_t own = 0;     // bit o: output o, where it lacks a split letter, is no sum but this rank's own value

@@ -63,9 +63,11 @@ void update_biases(UpdateStage& stage, double rate) {
   for (const auto& [bias, list] : choices) {
     build.role = Role::workspace;
     TensorId counts = build.emit("expert_counts", list, {{"experts", elements(build[bias].shape)}});
-    if (stage.mesh().size(kDataAxis) > 1)
-      counts =
-          build.emit("all_reduce", {counts}, {{"axis", std::string(kDataAxis)}, {"reduction", std::string("sum")}});
+    std::vector<std::string> axes{std::string(kDataAxis)};  // whose ranks have other choices
+    for (const Split& split : build[list[0]].layout) axes.push_back(split.axis);
+    for (const std::string& axis : axes)
+      if (stage.mesh().size(axis) > 1)
+        counts = build.emit("all_reduce", {counts}, {{"axis", axis}, {"reduction", std::string("sum")}});
     build.emit_all("balance_bias", {bias, counts}, {{"rate", rate}}, {bias});
   }
 }

@@ -88,9 +88,6 @@ class Experts final : public strata::Plugin {
   strata::Capabilities capabilities() const override {
     // Where the loss is scaled, and what a stage of a pipeline keeps, must be known when losses are added (forward).
     return {.provides = {"changes the model", "splits over expert", "part of foreign models"},
-            .conflicts = {{"splits over sequence",
-                           "experts share out all tokens of a microbatch, and the other divides those of a sequence "
-                           "among ranks; leave one of the two out"}},
             .after = {"unscaled_gradients", "splits over pipeline"},
             .effect = strata::Effect::program()};
   }
@@ -117,6 +114,8 @@ class Experts final : public strata::Plugin {
     batch_ = stage.batch();
     trains_ = stage.goal() == strata::Goal::train;
     ranks_ = stage.mesh().size(strata::kExpertAxis);
+    parts_ = stage.mesh().size(strata::kSequenceAxis);
+    if (dropout_ > 0 && (ranks_ > 1 || parts_ > 1)) refuse_dropout();
     if (ranks_ > 1) require_divisible(stage);
     stage.wrap("feed_forward", [this](Builder& b, TensorId x, const strata::ModelStage::Module& inner) {
       if (!blocks_.empty() && std::find(blocks_.begin(), blocks_.end(), b.block_index) == blocks_.end())
@@ -211,14 +210,18 @@ class Experts final : public strata::Plugin {
                     ", but the model has no feed-forward layer there; blocks are counted from 0.");
   }
 
+  [[noreturn]] void refuse_dropout() const {
+    const std::string axis = ranks_ > 1 ? "mesh.expert" : "mesh.sequence";
+    throw Error("dropout between an expert's products draws by row, and with " + axis + " = " +
+                std::to_string(ranks_ > 1 ? ranks_ : parts_) + " a rank has other rows than one rank alone" +
+                ", which is not built; set dropout to 0, or " + axis + " to 1.");
+  }
+
   void require_divisible(const strata::ModelStage& stage) const {
     const std::string axis = "mesh.expert = " + std::to_string(ranks_);
     if (experts_ % ranks_ != 0)
       throw Error("experts = " + std::to_string(experts_) + " cannot be divided evenly among the ranks of " + axis +
                   "; set mesh.expert to a divisor of " + std::to_string(experts_) + ".");
-    if (dropout_ > 0)
-      throw Error("dropout between an expert's products draws by row, and with " + axis +
-                  " rows of several ranks come together, which is not built; set dropout to 0, or mesh.expert to 1.");
     if (!stage.batch().reproducible) return;
     if (receive_factor_ > 0)
       throw Error(
@@ -257,13 +260,14 @@ class Experts final : public strata::Plugin {
     return activation_ == "swiglu" ? b.emit("swiglu", {into("gate"), up}) : b.emit(activation_, {up});
   }
 
-  // Rows that an expert takes of a microbatch of one rank at once, and in how many rounds it takes all.
+  // Rows that an expert takes of a microbatch of one rank at once, which has so many of its tokens, and in how many
+  // rounds it takes all.
   struct Room {
     int64_t rows = 0, rounds = 1;
   };
   Room room(int64_t tokens) const {
-    const int64_t most = capacity(tokens);
-    if (ranks_ == 1) return {most, 1};
+    const int64_t most = capacity(tokens * parts_);
+    if (ranks_ == 1) return {parts_ > 1 ? 0 : most, 1};
     if (most > 0) return {std::min(most, tokens), 1};
     if (receive_factor_ == 0) return {tokens, 1};
     const double even = double(tokens) * double(k_) / double(experts_);
@@ -275,9 +279,12 @@ class Experts final : public strata::Plugin {
   // ranks send each other is always the same bytes. While rows are on their way to experts and back, the shared expert
   // computes.
   TensorId layer(Builder& b, TensorId x) const {
-    const int64_t tokens = strata::elements(b[x].shape) / b[x].shape.back();
+    const int64_t tokens = strata::elements(b[x].shape) / b[x].shape.back() / parts_;
     const Room room = this->room(tokens);
-    const Routed routed = router_ == "shazeer" ? noisy_routes(b, x) : routes(b, x);
+    Routed routed = router_ == "shazeer" ? noisy_routes(b, x) : routes(b, x);
+    if (parts_ > 1 && capacity_factor_ > 0)
+      routed.choices = b.emit("expert_kept", {routed.choices},
+                              {{"experts", experts_}, {"capacity", capacity(tokens * parts_)}}, "experts.kept");
     const Slots slots = this->slots(b, routed.choices, room, tokens);
     const TensorId rows = dispatched(b, x, slots, 0);
     const TensorId beside = shared_ > 0 ? shared_between(b, x) : TensorId{};
@@ -370,7 +377,7 @@ class Experts final : public strata::Plugin {
   }
 
   // Where choices go, and how many rows each of a rank's experts gets; `most`: of the busiest expert of all ranks,
-  // which tells how many rounds there are.
+  // which tells how many rounds there are. `tokens`: of a microbatch, those that a rank has.
   struct Slots {
     TensorId of_choices, offsets, groups, most;
     Room room;
@@ -488,6 +495,7 @@ class Experts final : public strata::Plugin {
   strata::BatchShape batch_{};  // of the program that is being planned
   bool trains_ = false;
   int ranks_ = 1;  // that experts are divided among
+  int parts_ = 1;  // of each sequence, which ranks divide: each dispatches its own tokens
   strata::moe::Report report_{};
   std::string family_{};
   std::map<int64_t, int64_t> replaced_{};  // blocks, and how wide their input is

@@ -52,15 +52,15 @@ Kernel reporting_kernel(void (*run)(const Binding&)) {
   return {[run](const Binding& b) -> Launch { return [run, b] { run(b); }; }};
 }
 
-// Over all ranks: those with other tokens, and those with other layers.
+std::vector<TensorId> over(Builder& build, std::string_view axis, const std::vector<TensorId>& values) {
+  return build.emit_all("all_reduce", values, {{"axis", std::string(axis)}, {"reduction", std::string("sum")}});
+}
+
+// Over all ranks: those with other sequences, and those with other layers.
 std::vector<TensorId> over_ranks(GradientStage& stage, std::vector<TensorId> values) {
-  const auto sum = [&](std::string_view axis) {
-    values =
-        stage.build().emit_all("all_reduce", values, {{"axis", std::string(axis)}, {"reduction", std::string("sum")}});
-  };
-  if (stage.mesh().size(kDataAxis) > 1) sum(kDataAxis);
+  if (stage.mesh().size(kDataAxis) > 1) values = over(stage.build(), kDataAxis, values);
   for (const Axis& axis : stage.mesh().axes())
-    if (axis.own_programs && axis.size > 1) sum(axis.name);
+    if (axis.own_programs && axis.size > 1) values = over(stage.build(), axis.name, values);
   return values;
 }
 
@@ -116,11 +116,12 @@ void Report::emit(GradientStage& stage) const {
     if (is_loss(op)) losses.push_back(op.outputs[0]);
     if (op.kind->name != "expert_slots" || op.step_part != StepPart::forward) continue;
     offsets.push_back(op.outputs[1]);
-    choices = elements(build[op.inputs[0]].shape);
+    choices = elements(build[op.inputs[0]].full_shape());
     const auto layer = std::find(layers_.begin(), layers_.end(), int64_t{op.block});
     rows += std::to_string(layer - layers_.begin()) + " ";
   }
   build.role = Role::workspace;
+  if (stage.mesh().size(kSequenceAxis) > 1 && !offsets.empty()) offsets = over(build, kSequenceAxis, offsets);
   const double share = 1 / (double(microbatches_) * double(stage.mesh().size(kDataAxis)));
   Attributes attributes{
       {"losses", int64_t(losses.size())}, {"choices", choices}, {"share", share / double(layers_.size())}};
