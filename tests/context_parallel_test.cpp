@@ -172,12 +172,13 @@ TEST(ContextParallel, ExpertsOnCudaAgreeWithTheCpu) {
   for (const std::string router : {"router = \"topk\"\nk = 2\nbias_rate = 0.01\n", "router = \"gshard\"\n",
                                    "router = \"shazeer\"\nk = 2\n", "router = \"switch\"\njitter = 0.1\n"}) {
     Case c;
-    c.model = "hidden = 32\nheads = 4\nffn = 64\n";
+    c.model = "hidden = 16\nheads = 2\nffn = 64\n";
     c.optimizer =
         "[plugins.adamw]\nlearning_rate = 1e-3\nepsilon = 1e-5\n[plugins.moe]\nexperts = 4\nffn = 12\ndeviation = 0.5\n"
         "capacity_factor = 0.9\n" + router;
     c.strategies = "[plugins.context_parallel]\nattention = \"ulysses\"\n[plugins.data_parallel]\n";
     c.batch = c.data = 2;
+    c.length = 8;
     if (router.find("topk") != router.npos) c.expert = 2;
     SCOPED_TRACE(text_of(c, false));
     const Outcome expected = outcome(c, true), actual = outcome(c, false, "cuda");
@@ -185,18 +186,43 @@ TEST(ContextParallel, ExpertsOnCudaAgreeWithTheCpu) {
   }
 }
 
-// Plain attention between all-to-alls; positions and dropout's masks are those of the tokens that a rank has.
-TEST(ContextParallel, UlyssesOnCudaAgreesWithTheCpu) {
-  for (const std::string positions : {"learned", "rotary"}) {
+// Positions and dropout's masks are those of the tokens that a rank has, of two chunks or one; keys and values are of
+// fewer heads.
+TEST(ContextParallel, EachFormOnCudaAgreesWithTheCpu) {
+  const std::string two = "heads = 2\ndropout = 0.1\nattention_dropout = 0.1\npositions = \"learned\"\n",
+                    one = "heads = 4\nkv_heads = 1\nwindow = 5\nscore_cap = 2\npositions = \"rotary\"\n";
+  const struct {
+    std::string form, model;
+    int ranks, length;
+  } cases[] = {{"ulysses\"", one, 4, 16},
+               {"gather\"", two, 2, 8},
+               {"gather\"\nbalance = false", one, 3, 9},
+               {"ring\"", one, 2, 8},
+               {"ring\"\nbalance = false", two, 3, 9},
+               {"ring\"", two, 2, 72}};
+  for (const auto& [form, model, ranks, length] : cases) {
     Case c;
-    c.model =
-        "hidden = 32\nheads = 4\nffn = 64\ndropout = 0.1\nattention_dropout = 0.1\npositions = \"" + positions + "\"\n";
+    c.model = "hidden = 16\nffn = 16\n" + model;
     c.optimizer = "[plugins.adamw]\nlearning_rate = 1e-3\nepsilon = 1e-5\n[plugins.clip]\nmax_norm = 0.1\n";
-    c.strategies = "[plugins.context_parallel]\nattention = \"ulysses\"\n";
-    c.batch = 2;
+    c.strategies = "[plugins.context_parallel]\nattention = \"" + form + "\n";
+    c.sequence = ranks, c.length = length;
+    c.batch = length > 64 ? 1 : 2;
     SCOPED_TRACE(text_of(c, false));
     const Outcome expected = outcome(c, true), actual = outcome(c, false, "cuda");
     expect_close(actual, expected);
+  }
+}
+
+TEST(ContextParallel, RandomModelsOnCudaAgreeWithTheCpu) {
+  const test::TemporaryFolder folder;
+  const uint64_t first = test::first_seed();
+  for (uint64_t seed = first; seed < first + uint64_t(test::cases(1)); ++seed) {
+    test::Random random(seed);
+    const Case c = draw(random, folder.path());
+    SCOPED_TRACE("STRATA_SEED=" + std::to_string(seed) + " STRATA_CASES=1\n" + text_of(c, false));
+    const Outcome expected = outcome(c, true), actual = outcome(c, false, "cuda");
+    expect_close(actual, expected);
+    if (HasFailure()) return;
   }
 }
 #endif

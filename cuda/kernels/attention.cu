@@ -1,41 +1,11 @@
 // Causal attention with grouped queries, tile by tile with a running softmax (FlashAttention, arXiv 2205.14135): scores
 // of time × time never exist. A warp owns a query row (backward: also a key row), its lanes 32 keys at a time, then the
 // head's dimensions; sums in f32 and in a fixed order.
-#include "cuda/kernels/attention.h"
+#include "cuda/kernels/attention_rows.h"
 #include "cuda/kernels/flash_attention.h"
 
 namespace strata::cuda::attention_kernels {
 namespace {
-
-constexpr int kWarps = 8, kBlock = 32 * kWarps, kTile = 32, kMostDims = 256, kDims = kMostDims / 32;
-
-int shared_bytes(const Sizes& s) { return (2 * kTile * (s.size + 1) + 2 * kWarps * s.size) * 4; }
-
-// Rows [first, first + kTile) of a slice `size` wide into shared memory, rows size + 1 apart, zeros after `rows`.
-template <class T>
-STRATA_DEVICE void fill(float* tile, const T* from, int64_t stride, int first, int rows, int size) {
-  for (int i = int(threadIdx.x); i < kTile * size; i += kBlock) {
-    const int r = i / size, d = i % size;
-    tile[r * (size + 1) + d] = first + r < rows ? to_float(from[int64_t(first + r) * stride + d]) : 0.0f;
-  }
-}
-
-STRATA_DEVICE float dot(const float* a, const float* b, int size) {
-  float sum = 0;
-  for (int d = 0; d < size; ++d) sum += a[d] * b[d];
-  return sum;
-}
-
-// sum[d] += Σ over lanes of weight · row lane of the tile, for the dimensions of this lane.
-STRATA_DEVICE void add_rows(float (&sum)[kDims], float weight, const float* tile, int size) {
-  const int lane = int(threadIdx.x) % 32;
-  for (int k = 0; k < kTile; ++k) {
-    const float w = __shfl_sync(0xFFFFFFFFu, weight, k);
-#pragma unroll
-    for (int j = 0; j < kDims; ++j)
-      if (j * 32 + lane < size) sum[j] += w * tile[k * (size + 1) + j * 32 + lane];
-  }
-}
 
 template <class T, bool kDrops>
 STRATA_KERNEL forward(const T* qkv, T* out, float* lse, Sizes s) {
@@ -72,18 +42,6 @@ STRATA_KERNEL forward(const T* qkv, T* out, float* lse, Sizes s) {
   for (int j = 0; j < kDims; ++j)
     if (j * 32 + lane < s.size) to[j * 32 + lane] = from_float<T>(o[j] / sum);
   if (lane == 0) lse[(int64_t(n) * s.heads + head) * s.time + row] = top + logf(sum);
-}
-
-// dots (B, H, T): do · o of each row, a warp a row.
-template <class T>
-STRATA_KERNEL row_dots(const T* d_out, const T* out, float* dots, Sizes s) {
-  const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32, row = int(blockIdx.x) * kWarps + warp;
-  if (row >= s.time) return;
-  const int64_t at = (int64_t(blockIdx.z) * s.time + row) * s.heads * s.size + blockIdx.y * s.size;
-  float sum = 0;
-  for (int d = lane; d < s.size; d += 32) sum += to_float(d_out[at + d]) * to_float(out[at + d]);
-  sum = warp_sum(sum);
-  if (lane == 0) dots[(int64_t(blockIdx.z) * s.heads + blockIdx.y) * s.time + row] = sum;
 }
 
 template <class T, bool kDrops>
@@ -179,30 +137,6 @@ Launch on_tensor_cores(const Sizes& s, Body&& body) {
     if (s.size == 128) return body(std::integral_constant<int, 128>{});
   }
   return {};
-}
-
-// body(std::bool_constant<drops>) for an op with and without dropout.
-template <class Body>
-Launch with_drops(const Sizes& s, Body&& body) {
-  return s.dropped.threshold > 0 ? body(std::true_type{}) : body(std::false_type{});
-}
-
-Sizes sizes_with(const Binding& b, int qkv, int documents) {
-  Sizes s(b, b.input(qkv));
-  if (b.has_input(documents)) s.documents = b.in<int32_t>(documents);
-  const attention::Dropped dropped = attention::dropped_by(b, qkv == 1);
-  if (!dropped.any()) return s;
-  s.dropped = {.seed = b.in<double>(documents + 1),
-               .step = b.in<double>(documents + 2),
-               .stream = uint64_t(b.attributes().integer("stream")),
-               .threshold = dropped.threshold,
-               .factor = float(dropped.factor),
-               .sequence = dropped.sequence,
-               .time = dropped.time,
-               .row = dropped.row,
-               .head = int(dropped.head),
-               .heads = int(dropped.heads)};
-  return s;
 }
 
 template <class T>

@@ -2,6 +2,7 @@
 // numbers. Sums over tokens are made of parts in a fixed order.
 #include "cuda/elementwise.h"
 #include "cuda/philox.h"
+#include "strata/layout.h"
 
 namespace strata::cuda::noisy_gating_kernels {
 namespace {

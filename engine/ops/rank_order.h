@@ -25,6 +25,11 @@ struct RankOrder {
     const int64_t chunk = token / pair;
     return chunk < ranks ? chunk : 2 * ranks - 1 - chunk;
   }
+  // The token that a rank has as its `local`.
+  STRATA_EVERYWHERE int64_t token(int64_t rank, int64_t local) const {
+    if (pair == 0) return rank * share + local;
+    return local < pair ? rank * pair + local : (2 * ranks - 1 - rank) * pair + local - pair;
+  }
   // Among the owner's tokens.
   STRATA_EVERYWHERE int64_t local(int64_t token) const {
     if (pair == 0) return token % share;

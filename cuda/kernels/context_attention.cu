@@ -1,0 +1,334 @@
+// Attention of a rank's queries on a block of keys: those of one rank in a ring, or those of all
+// (engine/ops/context_attention.cpp), which go on from the softmax of the blocks before. As attention.cu without tensor
+// cores, with positions: a warp owns a query row (backward: also a key row), sums in f32 and in a fixed order. And keys and
+// values apart from queries, and repeated.
+#include "cuda/kernels/attention_rows.h"
+#include "engine/ops/rank_order.h"
+
+namespace strata::cuda::context_attention_kernels {
+namespace {
+
+using namespace attention_kernels;
+
+constexpr int kCopyBlock = 256;
+
+struct Block {
+  Sizes s;          // of qkv; its time is this rank's
+  RankOrder order;  // of tokens
+  int keys, width, window;
+  int from = -1;  // the rank whose keys they are; -1: of all ranks, by rank
+
+  Block(const Binding& b, int qkv, int documents)
+      : s(sizes_with(b, qkv, documents)),
+        order(b.input(qkv), 1, b.attributes().string("axis"), b.attributes().integer("size")),
+        keys(int(b.input(qkv + 1).shape[1])),
+        width(int(b.input(qkv + 1).shape[2])),
+        window(int(b.attributes().integer("window", 0))) {
+    if (!b.attributes().has("step")) return;
+    const int64_t back = b.attributes().integer("coordinate") - b.attributes().integer("step");
+    from = int((back % order.ranks + order.ranks) % order.ranks);
+  }
+  STRATA_DEVICE int query_at(int row) const { return int(order.token(order.coordinate, row)); }
+  STRATA_DEVICE int key_at(int key) const {
+    return int(from >= 0 ? order.token(from, key) : order.token(key / order.share, key % order.share));
+  }
+  // Places in a row of keys.
+  STRATA_DEVICE int key(int group) const { return group * 2 * s.size; }
+  STRATA_DEVICE int value(int group) const { return key(group) + s.size; }
+  // Whether the query of a row, at position `query`, sees the key at position `key`; both are there.
+  STRATA_DEVICE bool sees(int n, int row, int query, int key) const {
+    return key <= query && (window == 0 || key > query - window) &&
+           (!s.documents || key >= s.documents[int64_t(n) * s.time + row]);
+  }
+  // The lowest position in a tile of keys: a rank's tokens are in order, and so are the first ones of ranks.
+  STRATA_DEVICE int lowest(int first) const {
+    const int at = key_at(first), next = int((first / order.share + 1) * order.share);
+    if (from >= 0 || next >= first + kTile || next >= keys) return at;
+    const int other = key_at(next);
+    return other < at ? other : at;
+  }
+};
+
+template <class T, class Out, bool kDrops>
+STRATA_KERNEL forward(const T* qkv, const T* kv, const float* before, const float* lse_before, Out* out, float* lse,
+                      Block b) {
+  const Sizes& s = b.s;
+  float* const keys = dynamic_shared<float>();
+  float *const values = keys + kTile * (s.size + 1), *const queries = values + kTile * (s.size + 1);
+  const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
+  const int head = int(blockIdx.y), n = int(blockIdx.z), first = int(blockIdx.x) * kWarps, row = first + warp;
+  const bool there = row < s.time;
+  const T* base = kv + int64_t(n) * b.keys * b.width;
+  float* query = queries + warp * s.size;
+  for (int d = lane; d < s.size; d += 32)
+    query[d] = there ? to_float(qkv[(int64_t(n) * s.time + row) * s.width + s.query(head) + d]) : 0.0f;
+  const int64_t at = (int64_t(n) * s.time + (there ? row : 0)) * s.heads * s.size + head * s.size;
+  const int64_t of_row = (int64_t(n) * s.heads + head) * s.time + (there ? row : 0);
+  float top = before ? lse_before[of_row] : -3.0e38f, sum = before ? 1.0f : 0.0f, o[kDims] = {};
+#pragma unroll
+  for (int j = 0; j < kDims; ++j)
+    if (before && j * 32 + lane < s.size) o[j] = before[at + j * 32 + lane];
+  const int position = b.query_at(there ? row : 0);
+  const int last = b.query_at((first + kWarps < s.time ? first + kWarps : s.time) - 1);  // the highest here
+  for (int k = 0; k < b.keys; k += kTile) {
+    if (b.lowest(k) > last) continue;
+    __syncthreads();
+    fill(keys, base + b.key(head / s.per_group()), b.width, k, b.keys, s.size);
+    fill(values, base + b.value(head / s.per_group()), b.width, k, b.keys, s.size);
+    __syncthreads();
+    const int key = k + lane < b.keys ? b.key_at(k + lane) : 0;
+    const bool seen = there && k + lane < b.keys && b.sees(n, row, position, key);
+    const float score = seen ? s.score(dot(query, keys + lane * (s.size + 1), s.size)) : -3.0e38f;
+    const float highest = warp_max(score), old = top;
+    top = highest > top ? highest : top;
+    float p = seen ? __expf(score - top) : 0.0f;
+    const float keep = __expf(old - top);
+    sum = sum * keep + warp_sum(p);
+    if constexpr (kDrops) p *= s.dropped.kept(n, head, position, key);
+#pragma unroll
+    for (int j = 0; j < kDims; ++j) o[j] *= keep;
+    add_rows(o, p, values, s.size);
+  }
+  if (!there) return;
+#pragma unroll
+  for (int j = 0; j < kDims; ++j)
+    if (j * 32 + lane < s.size) out[at + j * 32 + lane] = from_float<Out>(o[j] / sum);
+  if (lane == 0) lse[of_row] = top + logf(sum);
+}
+
+template <class T>
+STRATA_KERNEL clear(T* data, int64_t count) {
+  const int64_t i = int64_t(blockIdx.x) * kCopyBlock + threadIdx.x;
+  if (i < count) data[i] = from_float<T>(0.0f);
+}
+
+template <class T, bool kDrops>
+STRATA_KERNEL query_gradient(const T* d_out, const T* qkv, const T* kv, const float* lse, const float* dots, T* d_qkv,
+                             Block b) {
+  const Sizes& s = b.s;
+  float* const keys = dynamic_shared<float>();
+  float *const values = keys + kTile * (s.size + 1), *const rows = values + kTile * (s.size + 1);
+  const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
+  const int head = int(blockIdx.y), n = int(blockIdx.z), first = int(blockIdx.x) * kWarps, row = first + warp;
+  const bool there = row < s.time;
+  const T* base = kv + int64_t(n) * b.keys * b.width;
+  float *query = rows + 2 * warp * s.size, *slope = query + s.size;
+  for (int d = lane; d < s.size; d += 32) {
+    const int64_t at = int64_t(n) * s.time + row;
+    query[d] = there ? to_float(qkv[at * s.width + s.query(head) + d]) : 0.0f;
+    slope[d] = there ? to_float(d_out[at * s.heads * s.size + head * s.size + d]) : 0.0f;
+  }
+  const int64_t at = (int64_t(n) * s.heads + head) * s.time + (there ? row : 0);
+  const float shift = lse[at], mean = dots[at];
+  float dq[kDims] = {};
+  const int position = b.query_at(there ? row : 0);
+  const int last = b.query_at((first + kWarps < s.time ? first + kWarps : s.time) - 1);
+  for (int k = 0; k < b.keys; k += kTile) {
+    if (b.lowest(k) > last) continue;
+    __syncthreads();
+    fill(keys, base + b.key(head / s.per_group()), b.width, k, b.keys, s.size);
+    fill(values, base + b.value(head / s.per_group()), b.width, k, b.keys, s.size);
+    __syncthreads();
+    const int key = k + lane < b.keys ? b.key_at(k + lane) : 0;
+    float ds = 0;
+    if (there && k + lane < b.keys && b.sees(n, row, position, key)) {
+      const float score = s.score(dot(query, keys + lane * (s.size + 1), s.size));
+      float dp = dot(slope, values + lane * (s.size + 1), s.size);
+      if constexpr (kDrops) dp *= s.dropped.kept(n, head, position, key);
+      ds = __expf(score - shift) * (dp - mean) * s.slope(score);
+    }
+    add_rows(dq, ds, keys, s.size);
+  }
+  if (!there) return;
+  T* to = d_qkv + (int64_t(n) * s.time + row) * s.width + s.query(head);
+#pragma unroll
+  for (int j = 0; j < kDims; ++j)
+    if (j * 32 + lane < s.size) to[j * 32 + lane] = from_float<T>(to_float(to[j * 32 + lane]) + dq[j]);
+}
+
+// A warp a key row: its lanes are 32 queries at a time, over the query heads of the group.
+template <class T, bool kDrops>
+STRATA_KERNEL key_gradient(const T* d_out, const T* qkv, const T* kv, const float* lse, const float* dots, T* d_kv,
+                           Block b) {
+  const Sizes& s = b.s;
+  float* const queries = dynamic_shared<float>();
+  float *const slopes = queries + kTile * (s.size + 1), *const rows = slopes + kTile * (s.size + 1);
+  const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
+  const int group = int(blockIdx.y), n = int(blockIdx.z), first = int(blockIdx.x) * kWarps, row = first + warp;
+  const bool there = row < b.keys;
+  const T* base = kv + int64_t(n) * b.keys * b.width;
+  float *key = rows + 2 * warp * s.size, *value = key + s.size;
+  for (int d = lane; d < s.size; d += 32) {
+    key[d] = there ? to_float(base[int64_t(row) * b.width + b.key(group) + d]) : 0.0f;
+    value[d] = there ? to_float(base[int64_t(row) * b.width + b.value(group) + d]) : 0.0f;
+  }
+  const int position = b.key_at(there ? row : 0), lowest = b.lowest(first);
+  float dk[kDims] = {}, dv[kDims] = {};
+  for (int head = group * s.per_group(); head < (group + 1) * s.per_group(); ++head) {
+    const int64_t of_head = (int64_t(n) * s.heads + head) * s.time;
+    for (int q = 0; q < s.time; q += kTile) {
+      if (b.query_at((q + kTile < s.time ? q + kTile : s.time) - 1) < lowest) continue;
+      __syncthreads();
+      fill(queries, qkv + int64_t(n) * s.time * s.width + s.query(head), s.width, q, s.time, s.size);
+      fill(slopes, d_out + int64_t(n) * s.time * s.heads * s.size + head * s.size, int64_t(s.heads) * s.size, q, s.time,
+           s.size);
+      __syncthreads();
+      const int query = q + lane < s.time ? b.query_at(q + lane) : 0;
+      float p = 0, ds = 0;
+      if (there && q + lane < s.time && b.sees(n, q + lane, query, position)) {
+        const float score = s.score(dot(key, queries + lane * (s.size + 1), s.size));
+        p = __expf(score - lse[of_head + q + lane]);
+        float dp = dot(value, slopes + lane * (s.size + 1), s.size);
+        const float kept = kDrops ? s.dropped.kept(n, head, query, position) : 1.0f;
+        if constexpr (kDrops) dp *= kept;
+        ds = p * (dp - dots[of_head + q + lane]) * s.slope(score);
+        if constexpr (kDrops) p *= kept;
+      }
+      add_rows(dv, p, slopes, s.size);
+      add_rows(dk, ds, queries, s.size);
+    }
+  }
+  if (!there) return;
+  T* to = d_kv + (int64_t(n) * b.keys + row) * b.width;
+#pragma unroll
+  for (int j = 0; j < kDims; ++j)
+    if (j * 32 + lane < s.size) {
+      to[b.key(group) + j * 32 + lane] = from_float<T>(dk[j]);
+      to[b.value(group) + j * 32 + lane] = from_float<T>(dv[j]);
+    }
+}
+
+Launch bind_forward(const Binding& b) {
+  const Block block(b, 0, 4);
+  const dim3 grid(blocks(block.s.time, kWarps), unsigned(block.s.heads), unsigned(b.input(0).shape[0]));
+  return with_type(b.input(0).dtype, [&](auto zero) -> Launch {
+    return with_type(b.output(0).dtype, [&](auto wide) -> Launch {
+      return with_drops(block.s, [&](auto drops) -> Launch {
+        using T = decltype(zero);
+        using Out = decltype(wide);
+        constexpr bool kDrops = decltype(drops)::value;
+        return [=, qkv = b.in<T>(0), kv = b.in<T>(1), before = b.has_input(2) ? b.in<float>(2) : nullptr,
+                lse_before = b.has_input(3) ? b.in<float>(3) : nullptr, out = b.out<Out>(0), lse = b.out<float>(1),
+                queue = b.queue()] {
+          launch(forward<T, Out, kDrops>, grid, kBlock, shared_bytes(block.s), queue, qkv, kv, before, lse_before, out,
+                 lse, block);
+        };
+      });
+    });
+  });
+}
+
+Launch bind_gradient(const Binding& b) {
+  const Block block(b, 1, 5);
+  const unsigned batch = unsigned(b.input(1).shape[0]);
+  const dim3 by_query(blocks(block.s.time, kWarps), unsigned(block.s.heads), batch),
+      by_key(blocks(block.keys, kWarps), unsigned(block.s.groups), batch);
+  return with_type(b.input(1).dtype, [&](auto zero) -> Launch {
+    return with_drops(block.s, [&](auto drops) -> Launch {
+      using T = decltype(zero);
+      constexpr bool kDrops = decltype(drops)::value;
+      return [=, d_out = b.in<T>(0), qkv = b.in<T>(1), kv = b.in<T>(2), out = b.in<T>(3), lse = b.in<float>(4),
+              d_qkv = b.out<T>(0), d_kv = b.out<T>(1), dots = b.workspace<float>(), all = count(b.output(0)),
+              onto = b.accumulates(0), queue = b.queue()] {
+        const int shared = shared_bytes(block.s);
+        if (!onto) launch(clear<T>, dim3(blocks(all, kCopyBlock)), kCopyBlock, 0, queue, d_qkv, all);
+        launch(row_dots<T>, by_query, kBlock, 0, queue, d_out, out, dots, block.s);
+        launch(query_gradient<T, kDrops>, by_query, kBlock, shared, queue, d_out, qkv, kv, lse, dots, d_qkv, block);
+        launch(key_gradient<T, kDrops>, by_key, kBlock, shared, queue, d_out, qkv, kv, lse, dots, d_kv, block);
+      };
+    });
+  });
+}
+
+int64_t room_for_dots(const OpView& v, int) { return count(v.input(4)) * 4; }
+
+// The last `keys` of every `group` numbers, from `from` with groups `from_step` apart to `to`.
+template <class T>
+STRATA_KERNEL copy_keys(const T* from, int64_t from_step, T* to, int64_t to_step, int64_t keys, int64_t all) {
+  const int64_t i = int64_t(blockIdx.x) * kCopyBlock + threadIdx.x;
+  if (i < all) to[i / keys * to_step + i % keys] = from[i / keys * from_step + i % keys];
+}
+template <class T>
+STRATA_KERNEL copy(const T* from, T* to, int64_t all) {
+  const int64_t i = int64_t(blockIdx.x) * kCopyBlock + threadIdx.x;
+  if (i < all) to[i] = from[i];
+}
+
+int64_t keys_of(const Binding& b) { return 2 * b.attributes().integer("head_size"); }
+int64_t group_of(const Binding& b) {
+  return keys_of(b) + b.attributes().integer("queries_per_group") * b.attributes().integer("head_size");
+}
+
+Launch bind_take(const Binding& b) {
+  return with_type(b.input(0).dtype, [&](auto zero) -> Launch {
+    using T = decltype(zero);
+    return [=, keys = keys_of(b), group = group_of(b), from = b.in<T>(0), to = b.out<T>(0), all = count(b.output(0)),
+            queue = b.queue()] {
+      launch(copy_keys<T>, dim3(blocks(all, kCopyBlock)), kCopyBlock, 0, queue, from + group - keys, group, to, keys,
+             keys, all);
+    };
+  });
+}
+Launch bind_put(const Binding& b) {
+  return with_type(b.input(0).dtype, [&](auto zero) -> Launch {
+    using T = decltype(zero);
+    return [=, keys = keys_of(b), group = group_of(b), from = b.in<T>(0), kv = b.in<T>(1), to = b.out<T>(0),
+            all = count(b.input(0)), of_keys = count(b.input(1)), queue = b.queue()] {
+      if (to != from) launch(copy<T>, dim3(blocks(all, kCopyBlock)), kCopyBlock, 0, queue, from, to, all);
+      launch(copy_keys<T>, dim3(blocks(of_keys, kCopyBlock)), kCopyBlock, 0, queue, kv, keys, to + group - keys, group,
+             keys, of_keys);
+    };
+  });
+}
+
+// A group's numbers are its `all_queries`, then its keys; of them `times` groups are made, with a part of the queries
+// each.
+struct Repeats {
+  int64_t queries, keys, times;  // queries: of a part
+  STRATA_DEVICE int64_t group() const { return queries * times + keys; }
+};
+template <class T>
+STRATA_KERNEL repeat(const T* x, T* y, int64_t all, Repeats r) {
+  const int64_t i = int64_t(blockIdx.x) * kCopyBlock + threadIdx.x;
+  if (i >= all) return;
+  const int64_t part = i / (r.queries + r.keys), at = i % (r.queries + r.keys), first = part / r.times * r.group();
+  y[i] = x[at < r.queries ? first + part % r.times * r.queries + at : first + r.queries * r.times + at - r.queries];
+}
+template <class T>
+STRATA_KERNEL sum_repeats(const T* dy, T* dx, int64_t all, Repeats r) {
+  const int64_t i = int64_t(blockIdx.x) * kCopyBlock + threadIdx.x;
+  if (i >= all) return;
+  const int64_t step = r.queries + r.keys, at = i % r.group(), first = i / r.group() * r.times * step;
+  if (at < r.queries * r.times) {
+    dx[i] = dy[first + at / r.queries * step + at % r.queries];
+    return;
+  }
+  float sum = 0;
+  for (int64_t j = 0; j < r.times; ++j) sum += to_float(dy[first + j * step + r.queries + at - r.queries * r.times]);
+  dx[i] = from_float<T>(sum);
+}
+
+Launch bind_repeat(const Binding& b, bool back) {
+  const int64_t times = b.attributes().integer("times"), size = b.attributes().integer("head_size");
+  const Repeats repeats{b.attributes().integer("queries_per_group") / times * size, 2 * size, times};
+  return with_type(b.input(0).dtype, [&](auto zero) -> Launch {
+    using T = decltype(zero);
+    return [=, from = b.in<T>(0), to = b.out<T>(0), all = count(b.output(0)), queue = b.queue()] {
+      launch(back ? sum_repeats<T> : repeat<T>, dim3(blocks(all, kCopyBlock)), kCopyBlock, 0, queue, from, to, all,
+             repeats);
+    };
+  });
+}
+
+const Registration kinds[] = {
+    {"ring_attention", bind_forward},
+    {"gathered_attention", bind_forward},
+    {"ring_attention_gradient", bind_gradient, room_for_dots},
+    {"gathered_attention_gradient", bind_gradient, room_for_dots},
+    {"keys_values", bind_take},
+    {"with_keys_values", bind_put},
+    {"repeat_keys_values", [](const Binding& b) { return bind_repeat(b, false); }},
+    {"repeat_keys_values_gradient", [](const Binding& b) { return bind_repeat(b, true); }}};
+
+}  // namespace
+}  // namespace strata::cuda::context_attention_kernels
