@@ -14,7 +14,8 @@ namespace {
 
 constexpr int64_t kChunk = 1024;  // columns of which four rows stay in the first cache
 constexpr int64_t kLanes = 16;
-constexpr int64_t kStride = kChunk + 2 * kLanes;  // of chunks side by side: apart in the cache, too
+constexpr int64_t kApart = 2 * kLanes;  // between chunks side by side, so that they are so in the cache, too
+constexpr int64_t kStride = kChunk + kApart;
 constexpr int64_t kNeighbours = 4;
 constexpr int64_t kPart = 32;  // products of a row whose sums are under way at a time
 
@@ -81,11 +82,11 @@ struct Weights {
   }
 };
 
-// sums (ranks, width) += of each rank the rows' numbers times its weights, of `count` columns. Two registers at a time:
-// what is loaded of weights serves both. The next rows, `next` numbers ahead, are asked for: few columns are read of
-// each, too few for the machine to see.
+// sums (ranks, stride) += of each rank the rows' numbers times its weights, of `count` columns. Two registers at a
+// time: what is loaded of weights serves both. The next rows, `next` numbers ahead, are asked for: few columns are read
+// of each, too few for the machine to see.
 STRATA_SIMD void add_rows(const Rows& rows, int64_t next, int64_t first, int64_t count, const Weights& weights,
-                          int64_t ranks, float* sums, int64_t width) {
+                          int64_t ranks, float* sums, int64_t stride) {
   const float *const row0 = rows.row[0] + first, *const row1 = rows.row[1] + first, *const row2 = rows.row[2] + first,
                      *const row3 = rows.row[3] + first;
   int64_t i = 0;
@@ -98,7 +99,7 @@ STRATA_SIMD void add_rows(const Rows& rows, int64_t next, int64_t first, int64_t
     for (int64_t k = 0; k < ranks; ++k) {
       const float* const w = weights.of[k];
       const Lanes w0 = w[0] - Lanes{}, w1 = w[1] - Lanes{}, w2 = w[2] - Lanes{}, w3 = w[3] - Lanes{};
-      Lanes &x = lanes_at(sums + k * width + i), &y = lanes_at(sums + k * width + i + kLanes);
+      Lanes &x = lanes_at(sums + k * stride + i), &y = lanes_at(sums + k * stride + i + kLanes);
       x = x + x0 * w0 + x1 * w1 + x2 * w2 + x3 * w3;
       y = y + y0 * w0 + y1 * w1 + y2 * w2 + y3 * w3;
     }
@@ -106,7 +107,7 @@ STRATA_SIMD void add_rows(const Rows& rows, int64_t next, int64_t first, int64_t
   for (; i < count; ++i)
     for (int64_t k = 0; k < ranks; ++k) {
       const float* const w = weights.of[k];
-      float& sum = sums[k * width + i];
+      float& sum = sums[k * stride + i];
       sum = sum + row0[i] * w[0] + row1[i] * w[1] + row2[i] * w[2] + row3[i] * w[3];
     }
 }
@@ -147,10 +148,10 @@ double dot_in_f64(const float* a, const float* b, int64_t count) {
   return sum;
 }
 
-// Of some ranks, columns of a factor that are worked on at a time. They are kept together: whole rows of it, often a
-// power of two apart, would drive each other out of the caches.
-constexpr int64_t kFactor = kNeighbours * kChunk;
-int64_t width_of(int64_t ranks) { return std::min(kChunk, kFactor / ranks / 64 * 64); }
+// Sums over rows, of some ranks, are made of so many columns at a time that they stay in the first cache. They are kept
+// together: whole rows of a factor, often a power of two apart, would drive each other out of it.
+constexpr int64_t kSums = 8 * kChunk;
+int64_t width_of(int64_t ranks) { return std::min(kChunk, kSums / ranks / 64 * 64); }
 
 int64_t groups_of(int64_t rows) { return (rows + kNeighbours - 1) / kNeighbours; }
 // Groups of rows worth a thread of their own.
@@ -216,17 +217,18 @@ void orthonormalize(const Sizes& sizes, float* left) {
 
 void project_back(Threads& threads, const Sizes& sizes, const float* basis, const float* matrix, float* right) {
   const auto [rows, columns, rank] = sizes;
-  const int64_t part = std::min(kPart, rank), width = width_of(part);
+  const int64_t part = std::min(kPart, rank), width = width_of(part), stride = width + kApart;
   threads.split(columns, 64, [&, rows = rows, columns = columns, rank = rank](int64_t begin, int64_t end) {
-    float sums[kFactor];
+    float sums[kSums + kPart * kApart];
     for (int64_t first = begin; first < end; first += width)
       for (int64_t k = 0; k < rank; k += part) {
         const int64_t some = std::min(width, end - first), ranks = std::min(part, rank - k);
-        std::fill_n(sums, ranks * width, 0.0f);
+        std::fill_n(sums, ranks * stride, 0.0f);
         for (int64_t i = 0; i < rows; i += kNeighbours)
           add_rows(Rows(const_cast<float*>(matrix), columns, i, rows), kNeighbours * columns, first, some,
-                   Weights(basis, sizes, k, i), ranks, sums, width);
-        for (int64_t of = 0; of < ranks; ++of) std::copy_n(sums + of * width, some, right + (k + of) * columns + first);
+                   Weights(basis, sizes, k, i), ranks, sums, stride);
+        for (int64_t of = 0; of < ranks; ++of)
+          std::copy_n(sums + of * stride, some, right + (k + of) * columns + first);
       }
   });
 }

@@ -3,6 +3,7 @@
 // largest elements, then that of elements in groups which can have any to send. Atomics are of integers alone.
 #include "cuda/bind.h"
 #include "plugins/top_k/top_k_kernel.h"
+#include "strata/layout.h"
 
 namespace strata::cuda::top_k_kernels {
 namespace {
