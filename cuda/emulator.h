@@ -11,6 +11,7 @@
 #include <functional>
 #include <memory>
 #include <new>
+#include <utility>
 #include <vector>
 
 #include "cuda/emulated/machine.h"
@@ -218,6 +219,7 @@ inline unsigned __ballot_sync(unsigned, bool bit) {
   for (unsigned lane = 0; lane < 32; ++lane) bits |= unsigned(Emulator::get().exchange(int(bit), lane)) << lane;
   return bits;
 }
+inline unsigned atomicAdd(unsigned* to, unsigned x) { return std::exchange(*to, *to + x); }
 inline int __ffs(unsigned bits) { return __builtin_ffs(int(bits)); }
 inline unsigned __umulhi(unsigned a, unsigned b) { return unsigned(uint64_t(a) * b >> 32); }
 inline float __expf(float x) { return std::exp(x); }

@@ -108,22 +108,33 @@ TEST(CudaRanks, ReproducibleRunsAreEqual) {
   }
 }
 
-// Gradients that cross as codes or bits, over NCCL and through host memory: losses within what rounding does in a few
-// steps, and not those of gradients that cross as they are.
-TEST(CudaRanks, FormsOfExchangeLearnAsOneRankDoes) {
+// Losses of two ranks are within what a form of exchange does in a few steps, and not those of gradients that cross as
+// they are.
+void expect_learns_as(const Outcome& one, const std::string& plugins, const std::string& network, double band) {
+  SCOPED_TRACE(plugins + network);
+  const Outcome some = outcome(2, toml(2, plugins, "", network));
+  for (size_t i = 0; i < one.losses.size(); ++i) EXPECT_NEAR(some.losses[i], one.losses[i], band * one.losses[i]) << i;
+  EXPECT_NE(some.losses, one.losses);
+}
+
+// Over NCCL and through host memory.
+TEST(CudaRanks, CodesAndBitsLearnAsOneRankDoes) {
   STRATA_NEEDS_GPU();
   const Outcome one = outcome(1, toml(1, ""));
   const std::string codes = "[plugins.quantized_exchange]\nminimum = 100\n", tcp = "provider = \"tcp\"\n";
-  const auto expect_near = [&](const std::string& plugins, const std::string& network, double band) {
-    SCOPED_TRACE(plugins + network);
-    const Outcome some = outcome(2, toml(2, plugins, "", network));
-    for (size_t i = 0; i < one.losses.size(); ++i)
-      EXPECT_NEAR(some.losses[i], one.losses[i], band * one.losses[i]) << i;
-    EXPECT_NE(some.losses, one.losses);
-  };
-  expect_near(kExchanges[0] + codes, "", 5e-3);
-  expect_near(kExchanges[2] + codes + "format = \"int4\"\n", tcp, 3e-2);
-  expect_near(kExchanges[0] + "[plugins.onebit]\nminimum = 100\n", "", 5e-2);
+  expect_learns_as(one, kExchanges[0] + codes, "", 5e-3);
+  expect_learns_as(one, kExchanges[2] + codes + "format = \"int4\"\n", tcp, 3e-2);
+  expect_learns_as(one, kExchanges[0] + "[plugins.onebit]\nminimum = 100\n", "", 5e-2);
+}
+
+TEST(CudaRanks, FactorsAndLargestElementsLearnAsOneRankDoes) {
+  STRATA_NEEDS_GPU();
+  const Outcome one = outcome(1, toml(1, ""));
+  const std::string factors = "[plugins.powersgd]\nrank = 4\nminimum_ratio = 1.0\n", tcp = "provider = \"tcp\"\n",
+                    largest = "[plugins.top_k]\nminimum = 100\nsparsity = 0.9\n";
+  expect_learns_as(one, kExchanges[2] + factors, "", 5e-2);
+  expect_learns_as(one, kExchanges[1] + largest, "", 5e-2);
+  expect_learns_as(one, kExchanges[0] + largest + "momentum = 0.5\n", tcp, 5e-2);
 }
 
 // Experts divided among ranks, in further rounds, and with room for all rows at once.

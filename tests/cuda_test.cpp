@@ -5,7 +5,6 @@
 #include <thread>
 
 #include "engine/runtime/device_rates.h"
-#include "strata/convert.h"
 #include "tests/backends.h"
 #include "tests/harness.h"
 #if defined(STRATA_EMULATED_CUDA)
@@ -169,94 +168,6 @@ TEST(Cuda, MasksAreTheCpus) {
       ASSERT_EQ(static_cast<const uint16_t*>(executor.pointer(y))[i], bits[i / 8] >> (i % 8) & 1 ? 0x3F80 : 0) << i;
   }
   EXPECT_EQ(masks["cuda"], masks["cpu"]);
-}
-
-// What an op of one input of f32 or bf16 and others, which `fill` gives their values, makes on a backend: bytes by
-// output.
-std::vector<std::vector<std::byte>> made_by(const std::string& backend,
-                                            const std::function<std::vector<TensorId>(Builder&)>& emit,
-                                            const std::function<void(Executor&, const Program&)>& fill) {
-  Program program;
-  Builder build(program);
-  const std::vector<TensorId> results = emit(build);
-  for (TensorId id : results) program[id].step_output = true;
-  const MemoryPlan plan = plan_memory(program, backend, 1);
-  Storage storage(program, plan, {}, {}, test::device_of(backend));
-  Threads threads(1);
-  Executor executor(program, plan, storage, backend, threads);
-  fill(executor, program);
-  executor.run();
-  std::vector<std::vector<std::byte>> made;
-  for (TensorId id : results) {
-    const auto* bytes = static_cast<const std::byte*>(executor.pointer(id));
-    made.emplace_back(bytes, bytes + program[id].bytes());
-  }
-  return made;
-}
-
-// Gradients that cross as codes or bits: lists of a gradient of odd sizes are the CPU's to the byte, and so is what is
-// read of them, but for the last bit of sums.
-TEST(Cuda, ExchangedCodesAreTheCpus) {
-  STRATA_NEEDS_GPU();
-  const LoadedPlugin codes = load_plugin("quantized_exchange", {}), bits = load_plugin("onebit", {});
-  constexpr int64_t kRows = 7, kColumns = 301, kLists = 3;
-  const std::map<std::string, int64_t> bytes_of{// of the first list, three rows
-                                                {"int8", 960},
-                                                {"int4", 512},
-                                                {"fp8_e4m3", 960},
-                                                {"bf16", 1856},
-                                                {"onebit", 144}};
-  for (const DType dtype : {DType::f32, DType::bf16})
-    for (const auto& [format, bytes] : bytes_of) {
-      SCOPED_TRACE(format + " of " + std::string(name_of(dtype)));
-      const std::string prefix = format == "onebit" ? "onebit" : "quantized";
-      const auto emit = [&, format = format, bytes = bytes](Builder& build) {
-        Attributes pack{{"lists", kLists}, {"bytes", bytes}};
-        Attributes sum{{"sum", int64_t{1}}, {"size0", int64_t{3}}, {"size1", kColumns}};
-        Attributes shares{{"sum", int64_t{0}}, {"size0", kRows}, {"size1", kColumns}};
-        sum.set("dtype", std::string(name_of(dtype))), shares.set("dtype", std::string("f32"));
-        std::vector<TensorId> inputs{build.data("x", {kRows, kColumns}, dtype)}, outputs{{}};
-        if (format == "onebit") {
-          inputs.insert(inputs.end(), {build.state("error", {kRows, kColumns}, DType::f32), TensorId()});
-          outputs.push_back(inputs[1]);
-        } else {
-          inputs.insert(inputs.end(), {build.scalar("seed"), build.scalar("step")});
-          pack.set("stream", int64_t{123456789012345});
-          for (Attributes* one : {&pack, &sum, &shares}) one->set("format", format);
-        }
-        const TensorId same = build.data("same", {kLists, 1, bytes}, DType::u8),
-                       lists = build.data("lists", {kLists, 1, bytes}, DType::u8);
-        return std::vector<TensorId>{build.emit_all(prefix + "_pack", inputs, pack, outputs)[0],
-                                     build.emit(prefix + "_unpack", {same}, sum),
-                                     build.emit(prefix + "_unpack", {lists}, shares)};
-      };
-      std::vector<std::byte> lists(size_t(kLists * bytes));
-      const auto fill = [&, bytes = bytes](Executor& executor, const Program& program) {
-        std::mt19937 random(3);
-        std::normal_distribution<float> normal;
-        std::vector<float> x(kRows * kColumns);
-        for (float& value : x) value = normal(random) * std::exp(normal(random));
-        from_f32(dtype, x.data(), executor.pointer(program.find("x")), int64_t(x.size()));
-        for (const char* name : {"seed", "step"})
-          if (const TensorId id = program.find(name)) *static_cast<double*>(executor.pointer(id)) = 77;
-        std::copy(lists.begin(), lists.end(), static_cast<std::byte*>(executor.pointer(program.find("lists"))));
-        for (int64_t l = 0; l < kLists; ++l)
-          std::copy_n(lists.begin(), bytes,
-                      static_cast<std::byte*>(executor.pointer(program.find("same"))) + l * bytes);
-      };
-      lists = made_by("cpu", emit, fill)[0];
-      const auto cpu = made_by("cpu", emit, fill), cuda = made_by("cuda", emit, fill);
-      EXPECT_TRUE(cuda[0] == cpu[0]);
-      for (size_t i : {1, 2}) {
-        const DType of = i == 1 ? dtype : DType::f32;
-        std::vector<float> a(cpu[i].size() / size_t(size_of(of))), b(a.size());
-        to_f32(of, cpu[i].data(), a.data(), int64_t(a.size()));
-        to_f32(of, cuda[i].data(), b.data(), int64_t(b.size()));
-        EXPECT_GT(*std::max_element(a.begin(), a.end()), 1);
-        for (size_t k = 0; k < a.size(); ++k)
-          ASSERT_NEAR(a[k], b[k], (of == DType::f32 ? 1e-6 : 8e-3) * std::max(1.0f, std::abs(a[k]))) << k;
-      }
-    }
 }
 
 TEST(Cuda, InvertedBlocksAgreeWithTheCpu) {

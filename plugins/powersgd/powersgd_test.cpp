@@ -3,6 +3,7 @@
 // checkpoints, and what crosses the wire.
 #include <cmath>
 #include <mutex>
+#include <random>
 
 #include "engine/runtime/saver.h"
 #include "plugins/powersgd/powersgd_kernel.cpp"  // a plugin's code is not in the engine's library
@@ -74,6 +75,66 @@ TEST(PowerSgd, VectorsThatDependOnOthersAreLeftOut) {
   Values broken{1, 2, NAN, 1};
   orthonormalize({2, 0, 2}, broken.data());
   EXPECT_TRUE(std::isnan(broken[2]) && std::isnan(broken[3])) << "a gradient that is NaN is to be seen";
+}
+
+// Sizes that fill no register, no group of rows and no chunk, more products than are under way at a time, and a result
+// that is written past the caches: against plain loops in double, to the rounding of f32 sums.
+TEST(PowerSgd, PassesOfAnySizeAreThoseOfPlainLoops) {
+  Threads threads(2);
+  std::mt19937 random(9);
+  std::normal_distribution<float> normal;
+  struct Case {
+    int64_t rows, columns, rank, first, count;
+  };
+  for (const auto& [rows, columns, rank, first, count] :
+       {Case{1, 1, 1, 0, 1}, {6, 77, 3, 2, 3}, {5, 1061, 33, 0, 5}, {41, 31, 2, 40, 1}, {4099, 2051, 1, 0, 4099}}) {
+    SCOPED_TRACE(std::to_string(rows) + " x " + std::to_string(columns) + ", rank " + std::to_string(rank));
+    const Sizes sizes{rows, columns, rank};
+    const auto drawn = [&](int64_t size) {
+      Values values(static_cast<size_t>(size));
+      for (size_t i = 0; i < values.size(); ++i) values[i] = i < 4093 ? normal(random) : values[i - 4093];
+      return values;
+    };
+    const int64_t size = rows * columns;
+    const size_t step = size > 1 << 20 ? 1009 : 1;  // of elements that are looked at
+    const Values gradient = drawn(size), before = drawn(size), query = drawn(rank * columns),
+                 basis = drawn(rank * rows);
+    Values matrix = before, left(static_cast<size_t>(rank * rows)), right(query.size()), next = query,
+           result(static_cast<size_t>(count * columns));
+    project(threads, sizes, DType::f32, gradient.data(), query.data(), matrix.data(), left.data());
+    for (size_t i = 0; i < matrix.size(); i += step) ASSERT_EQ(matrix[i], before[i] + gradient[i]);
+    const auto at = [columns = columns](const Values& of, int64_t i, int64_t j) {
+      return double(of[static_cast<size_t>(i * columns + j)]);
+    };
+    for (size_t e = 0; e < left.size(); e += step) {
+      const int64_t k = int64_t(e) / rows, i = int64_t(e) % rows;
+      double sum = 0;
+      for (int64_t j = 0; j < columns; ++j) sum += at(matrix, i, j) * at(query, k, j);
+      ASSERT_NEAR(left[e], sum, 1e-6 * double(columns)) << e;
+    }
+    project_back(threads, sizes, basis.data(), matrix.data(), right.data());
+    for (size_t e = 0; e < right.size(); e += step) {
+      const int64_t k = int64_t(e) / columns, j = int64_t(e) % columns;
+      double sum = 0;
+      for (int64_t i = 0; i < rows; ++i) sum += double(basis[static_cast<size_t>(k * rows + i)]) * at(matrix, i, j);
+      ASSERT_NEAR(right[e], sum, 1e-6 * double(rows)) << e;
+    }
+    const Values error = matrix;
+    finish(threads, sizes, 2, basis.data(), right.data(), matrix.data(), next.data(), first, count, DType::f32,
+           result.data());
+    EXPECT_EQ(next, right);
+    double largest = 1;
+    for (const float x : right) largest = std::max(largest, double(std::abs(x)));
+    for (size_t e = 0; e < matrix.size(); e += step) {
+      const int64_t i = int64_t(e) / columns, j = int64_t(e) % columns;
+      double sum = 0;
+      for (int64_t k = 0; k < rank; ++k) sum += double(basis[static_cast<size_t>(k * rows + i)]) * at(right, k, j);
+      ASSERT_NEAR(matrix[e], double(error[e]) - sum / 2, 1e-5 * largest) << e;
+      if (i >= first && i < first + count) {
+        ASSERT_NEAR(at(result, i - first, j), sum, 1e-5 * largest) << e;
+      }
+    }
+  }
 }
 
 // What is all 0 in a step leaves the query as it was, or nothing would cross from then on.
