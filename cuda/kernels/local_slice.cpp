@@ -8,7 +8,7 @@
 namespace strata::cuda {
 namespace {
 
-void must_copy(cudaError_t error) {
+void must_slice(cudaError_t error) {
   if (error != cudaSuccess)
     throw Error(std::string("cannot copy within the CUDA device: ") + cudaGetErrorString(error) + ".",
                 ExitCode::failed);
@@ -33,14 +33,14 @@ const Registration slices("local_slice", [](const Binding& b) -> Launch {
                step = size_t(whole[size_t(dimension)] * inner);
   return [to = b.out<std::byte>(0), from = b.in<std::byte>(0) + first_of(b, dimension) * inner, rows, width, step,
           queue = static_cast<cudaStream_t>(b.queue())] {
-    if (width > 0) must_copy(cudaMemcpy2DAsync(to, width, from, step, width, rows, cudaMemcpyDefault, queue));
+    if (width > 0) must_slice(cudaMemcpy2DAsync(to, width, from, step, width, rows, cudaMemcpyDefault, queue));
   };
 });
 
 const Registration copies("replicated", [](const Binding& b) -> Launch {
   return [to = b.out<std::byte>(0), from = b.in<std::byte>(0), bytes = size_t(b.input(0).bytes()),
           queue = static_cast<cudaStream_t>(b.queue())] {
-    if (to != from) must_copy(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, queue));
+    if (to != from) must_slice(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, queue));
   };
 });
 
