@@ -114,6 +114,44 @@ grep -q "exchanges between CUDA devices, but device.backend" out || fail "nccl: 
 grep -q "device.direct_storage is a CUDA device's, but device.backend = \"cpu\"; leave it out." out || fail "direct storage on cpu: $(cat out)"
 [[ ! -e wrong ]] || fail "wrong usage left something behind"
 
+# A machine that is not here: its rates and no others, a disk for each folder, nothing measured; what is wrong in its file.
+cat >machine.toml <<TOML
+[rates]
+half_flops = 220e12
+flops = 15e12
+half_peak = 312e12
+memory = 1.6e12
+copy = 25e9
+host_memory = 100e9
+read = 6.5e9
+write = 4e9
+TOML
+away=(plan config.toml --machine machine.toml --set plugins.mixed_precision.dtype=bf16 --set plugins.offload.optimizer=nvme
+  --set plugins.offload.minimum=0 --set 'plugins.offload.directory=["/no/such/0", "/no/such/1"]')
+XDG_CACHE_HOME=$work/nothing "$strata" "${away[@]}" --json >out 2>error && [[ ! -s error && ! -e nothing ]] && python3 - <<'PY' || fail "plan --machine: $(cat error)"
+import json
+plan = json.load(open("out"))
+rates, disks = plan["rates"], plan["disks"]
+assert rates["described"] == "machine.toml" and {"half_flops", "memory", "read", "launch"} <= set(rates["assumed"]), rates
+assert [rates[name] for name in ("half_flops", "flops", "half_peak", "memory", "copy", "host_memory")] == [220e12, 15e12, 312e12, 1.6e12, 25e9, 100e9], rates
+assert [(disk["read"], disk["write"]) for disk in disks] == [(6.5e9, 4e9)] * 2, disks
+assert abs(rates["read"] / 13e9 - 1) < 0.01 and abs(rates["write"] / 8e9 - 1) < 0.01, rates
+PY
+"$strata" "${away[@]}" --set mesh.data=2 --set plugins.data_parallel.enabled=true >out 2>error || fail "ranks there: $(cat error)"
+grep -q "assumed, not measured: .*link data.* (as machine.toml says)" out || fail "plan --machine names no source: $(cat out)"
+expect 2 '--machine describes a device, but device.backend = "cpu"' "$strata" "${away[@]}" --set device.backend=cpu
+expect 2 'absent.toml' "$strata" plan config.toml --machine absent.toml
+sed 's/^read = .*/reed = 1e9/' machine.toml >bad.toml
+expect 2 'bad.toml:8:8: [rates] has no key "reed"' "$strata" plan config.toml --machine bad.toml
+sed '/^read/d' machine.toml >bad.toml
+expect 2 'read' "$strata" plan config.toml --machine bad.toml
+sed 's/^read = .*/read = 0/' machine.toml >bad.toml
+expect 2 'bad.toml:8:8' "$strata" plan config.toml --machine bad.toml
+echo 'x = 1' >bad.toml
+expect 2 'a machine is described by one table, [rates].' "$strata" plan config.toml --machine bad.toml
+: >bad.toml
+expect 2 'there is no [rates] table' "$strata" plan config.toml --machine bad.toml
+
 # The script that measures on a GPU, on a tiny model.
 "$root/tools/gpu-check" run --tree tree --tiny --only kernels launches speed offload >out 2>&1 || fail "gpu-check: $(cat out)"
 python3 - <<'PY' || fail "gpu-check wrote no figures"

@@ -300,10 +300,19 @@ class Materializer {
     }
   }
 
+  // Whether what is staged on the host is used there again in a moment, as a master is that has been updated and is
+  // cast when the last reader of its working copy is done: it would go to the disk and come back at once.
+  bool soon_on_host(TensorId id) const {
+    constexpr int32_t kSoon = 64;  // ops
+    const int32_t next = next_use(id, position_ + 1);
+    return next != kNever && next - position_ <= kSoon && in_.ops[size_t(next)].tier == Tier::host &&
+           visit(next) == visit(position_);
+  }
+
   // After a use: what the decision about the way to the next one says.
   void give_up(TensorId id, const Op& context) {
     Copies& c = copies(id);
-    if (c.at[int(Tier::host)] && c.at[int(Tier::nvme)]) c.at[int(Tier::host)] = {};  // staging only
+    if (c.at[int(Tier::host)] && c.at[int(Tier::nvme)] && !soon_on_host(id)) c.at[int(Tier::host)] = {};  // staged
     if (!c.at[0]) return;
     const int32_t next = next_use(id, position_ + 1);
     const auto found = decisions_.find({id.value, next});

@@ -54,6 +54,8 @@ struct Rates {
   std::map<std::string, Link, std::less<>> links{};  // by axis of the mesh
   // What is not measured but from a data sheet or a guess: names as in kFigures, and "link AXIS".
   std::set<std::string> assumed{};
+  // What says all this of a machine that is not here (engine/runtime/described_machine.h); empty: this machine.
+  std::string described{};
   // Some that matter here were measured while other programs had the processors: times are predicted too long.
   bool disturbed = false;
 };

@@ -285,6 +285,7 @@ Json::Object rates_json(const Rates& rates) {
   Json::Array assumed;
   for (const std::string& name : rates.assumed) assumed.push_back(name);
   all.emplace_back("assumed", std::move(assumed));
+  if (!rates.described.empty()) all.emplace_back("described", rates.described);
   all.emplace_back("disturbed", rates.disturbed);
   return all;
 }
@@ -331,6 +332,7 @@ std::string assumed_text(const Rates& rates) {
     if (figure == "launch") name = "starting a kernel";
     names += (names.empty() ? "" : ", ") + name;
   }
+  if (!rates.described.empty()) return "assumed, not measured: " + names + " (as " + rates.described + " says)";
   const bool data_sheet = rates.processors == 0 && rates.assumed.contains("flops");
   return "assumed, not measured: " + names +
          (data_sheet ? " (an H100's data sheet: there is no such device here)" : "");

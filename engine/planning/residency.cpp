@@ -258,11 +258,18 @@ class Planner {
       return aims;
     }
     const size_t starts = starts_.size(), groups = away_, selective = away_ + 1, nested = away_ + 2;
-    if (bytes_without_ > least)
-      for (double share : {1.0, 0.5, 0.25, 0.0}) add(share, 0);
-    else
+    // Of the largest programs four aims are all: everything kept, what is demanded in the least memory, everything away
+    // with each block made again (of what is away alone each microbatch moves all activations), and what lies between.
+    const size_t again = away_ > 1 ? 2 : groups;
+    if (bytes_without_ > least) {
+      for (double share : {1.0, 0.0}) add(share, 0);
+      add(kAsItIs, again);
+      for (double share : {0.25, 0.5}) add(share, 0);
+    } else {
       add(0, 0);
-    for (size_t start = 1; start < std::min(starts, away_ + 3); ++start) add(kAsItIs, start);
+    }
+    for (size_t start = 1; start < std::min(starts, away_ + 3); ++start)
+      if (start != again || bytes_without_ <= least) add(kAsItIs, start);
     if (bytes_without_ > least) {
       for (double share : {0.1, 0.03}) {
         for (size_t start = 1; start < away_; ++start) add(share, start);
@@ -324,6 +331,14 @@ class Planner {
       else if (refused && !best)  // what does not fit either is of use where it takes less
         wanted = {HUGE_VAL, what_would_not_help(*refused)};
       Planned plan = attempt(aim, wanted);
+      // What was relieved enough by what is alive may lie a little apart: relieved by so much more, it fits.
+      const int64_t of_host = aim.targets[int(Tier::host)];
+      for (int again = 0; again < 2 && of_host > 1 && plan.memory[Tier::host].total_bytes() > of_host; ++again) {
+        Aim tighter = aim;
+        tighter.targets[int(Tier::host)] = of_host - (again + 1) * (plan.memory[Tier::host].total_bytes() - of_host);
+        if (tighter.targets[int(Tier::host)] < 1) break;
+        plan = attempt(tighter, wanted);
+      }
       same_from->second = std::min(same_from->second, plan.same_from);
       const bool planned = !plan.memory.buffer_of.empty();
       const int64_t bytes = planned ? plan.memory.device().total_bytes() : plan.least[int(Tier::device)];

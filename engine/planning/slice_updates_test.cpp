@@ -162,5 +162,50 @@ TEST(SliceUpdates, AStepDoesNotEndWithAWholeTensorsWay) {
   EXPECT_LT(seconds(int64_t{1} << 20), 1.2);
 }
 
+#if defined(STRATA_EMULATED_CUDA)
+// A master on NVMe is updated on the host and cast there when its working copy has been read for the last time, an op
+// later: between the two it stays, and the disk has one way to go for each byte, slice by slice.
+TEST(SliceUpdates, WhatIsUpdatedAndCastInAMomentIsReadOnce) {
+  register_once();
+  register_kernel("sliced_test_update", "cuda", {});  // where it runs is decided later
+  Program program;
+  Builder build(program);
+  const Mesh mesh;
+  const Shape shape{4096, 1024};
+  const TensorId w = build.parameter("w", shape, {});
+  const TensorId copy = build.state("w.bf16", shape, DType::bf16);
+  const TensorId x = build.data("x", shape, DType::f32), y = build.data("y", shape, DType::bf16);
+  build.step_part = StepPart::backward;
+  build.block_index = 0;
+  std::vector<Gradient> gradients{{.parameter = w, .tensor = build.emit("gelu", {x}), .partial = {}}};
+  build.step_part = StepPart::update;
+  build.block_index = -1;
+  UpdateStage stage(build, gradients, mesh);
+  const TensorId m = stage.state(gradients[0], "m", shape);
+  stage.append("sliced_test_update", gradients[0], {m}, {{"learning_rate", 0.1}, {"weight_decay", 0.0}});
+  build.step_part = StepPart::backward;
+  build.block_index = 0;
+  program[build.emit("add", {y, copy})].step_output = true;
+  build.step_part = StepPart::update;
+  build.block_index = -1;
+  build.emit_all("cast", {w}, {{"dtype", "bf16"}}, {copy});
+  program.storage_directories = {"/nvme"};
+  for (TensorId id : {w, m}) program[id].nearest = program[id].farthest = Tier::nvme;
+  program[copy].nearest = program[copy].farthest = Tier::host;
+  const Rates rates{.memory = 1e11, .read = 1e9, .write = 1e9};
+  const MemoryPlan plan = plan_residency(
+      program, {.backend = "cuda", .threads = 2, .host_stream = true, .slice = 1 << 20, .rates = rates});
+  EXPECT_GT(slices_in(program), 8);
+  int64_t read = 0, written = 0;
+  for (const Op& op : program.ops) {
+    if (op.stream == Stream::read) read += program[op.outputs[0]].bytes();
+    if (op.stream == Stream::write) written += program[op.inputs[0]].bytes();
+  }
+  EXPECT_EQ(read, program[w].bytes() + program[m].bytes());
+  EXPECT_EQ(written, read);
+  test::expect_ordered(program, plan);
+}
+#endif
+
 }  // namespace
 }  // namespace strata::slice_updates_test

@@ -191,6 +191,7 @@ RatesWanted Session::rates_wanted(const Program& program) const {
 // Rank 0's, so that all plan the same.
 Rates Session::shared_rates(const Program& program) const {
   if (this->rates) return *this->rates;
+  if (machine) return machine->rates(program.storage_directories.size(), mesh.planner());
   const RatesWanted wanted = rates_wanted(program);
   if (!wanted.has_ranks) return machine_rates(wanted, known_rates());
   Rates rates;

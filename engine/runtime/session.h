@@ -12,6 +12,7 @@
 #include "comm/world.h"
 #include "engine/planning/residency.h"
 #include "engine/plugin/loader.h"
+#include "engine/runtime/described_machine.h"
 #include "engine/runtime/machine_rates.h"
 #include "memory/nvme_store.h"
 #include "strata/threads.h"
@@ -38,6 +39,7 @@ class Session {
   std::string note;                  // for the user: ranks that are not alike, too many threads; mostly empty
   NvmeStore::Faults storage_faults;  // what tests break on purpose
   std::optional<Rates> rates;        // what tests give instead of measuring the machine
+  std::optional<DescribedMachine> machine;  // to plan for, instead of this one
   // Bytes of a process that has planned one run, where this one plans those of several stages; none: as it is.
   std::optional<int64_t> resident;
   bool predicts = true;              // steps of a plan; false: whoever has the plans of all stages does (job.h)

@@ -188,6 +188,7 @@ std::string plans_json(const std::vector<RunPlans>& stages) {
 
 int plan_command_main(const PlanArguments& arguments) {
   Session session(arguments.config, arguments.sets);
+  if (!arguments.machine.empty()) session.machine.emplace(arguments.machine, session.device.backend);
   const std::vector<RunPlans> stages = plan_stages(session);
   const PlannedProgram& planned = stages[0].main();
   if (!arguments.trace.empty()) write_atomically(arguments.trace, trace_of(stages));
