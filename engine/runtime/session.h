@@ -35,10 +35,10 @@ class Session {
   std::vector<ParameterRule> parameters;
   Mesh mesh;  // as this rank sees it
   World* world = nullptr;
-  Settings settings;                 // of all tables and plugins
-  std::string note;                  // for the user: ranks that are not alike, too many threads; mostly empty
-  NvmeStore::Faults storage_faults;  // what tests break on purpose
-  std::optional<Rates> rates;        // what tests give instead of measuring the machine
+  Settings settings;                        // of all tables and plugins
+  std::string note;                         // for the user: ranks that are not alike, too many threads; mostly empty
+  NvmeStore::Faults storage_faults;         // what tests break on purpose
+  std::optional<Rates> rates;               // what tests give instead of measuring the machine
   std::optional<DescribedMachine> machine;  // to plan for, instead of this one
   // Bytes of a process that has planned one run, where this one plans those of several stages; none: as it is.
   std::optional<int64_t> resident;
