@@ -111,9 +111,9 @@ TEST(ContextParallel, RandomModelsAgreeWithOneRank) {
   }
 }
 
-// Each rank sends its own tokens to experts, divided among data ranks or not; what is of all tokens of a microbatch, such
-// as losses of balance, capacities, counts of choices, is of those that all ranks have. Where rounding decides who is
-// chosen, losses part by 1e-4 from that step on: 2 of the first 160 cases.
+// Each rank sends its own tokens to experts, divided among data ranks or not; what is of all tokens of a microbatch,
+// such as losses of balance, capacities, counts of choices, is of those that all ranks have. Where rounding decides who
+// is chosen, losses part by 1e-4 from that step on: 2 of the first 160 cases.
 TEST(ContextParallel, ExpertsAgreeWithOneRank) {
   const test::TemporaryFolder folder;
   const uint64_t first = test::first_seed();
@@ -146,6 +146,23 @@ TEST(ContextParallel, ExpertsAgreeWithOneRank) {
     const Outcome expected = outcome(c, true), actual = outcome(c, false);
     expect_close(actual, expected);
     if (HasFailure()) return;
+  }
+}
+
+// What evens out the load is of all tokens of a microbatch: a bias by counts of choices, losses, who finds room.
+TEST(ContextParallel, BalanceIsOfAllTokens) {
+  for (const std::string router :
+       {"bias_rate = 0.1\nbalance = 0\n", "balance = 0.5\nz_loss = 0.1\ncapacity_factor = 0.7\n",
+        "router = \"shazeer\"\nimportance = 0.5\nload = 0.5\n"}) {
+    Case c;
+    c.model = "hidden = 24\nheads = 2\nffn = 24\n";
+    c.optimizer = "[plugins.adamw]\nlearning_rate = 1e-3\nepsilon = 1e-5\n[plugins.moe]\nexperts = 4\nk = 2\nffn = 9\n"
+                  "deviation = 0.5\n" + router;
+    c.strategies = "[plugins.context_parallel]\n";
+    c.sequence = 3;
+    SCOPED_TRACE(text_of(c, false));
+    const Outcome expected = outcome(c, true), actual = outcome(c, false);
+    expect_close(actual, expected);
   }
 }
 
