@@ -1,7 +1,7 @@
 // Attention of a rank's queries on a block of keys: those of one rank in a ring, or those of all
 // (engine/ops/context_attention.cpp), which go on from the softmax of the blocks before. As attention.cu without tensor
-// cores, with positions: a warp owns a query row (backward: also a key row), sums in f32 and in a fixed order. And keys and
-// values apart from queries, and repeated.
+// cores, with positions: a warp owns a query row (backward: also a key row), sums in f32 and in a fixed order. And keys
+// and values apart from queries, and repeated.
 #include "cuda/kernels/attention_rows.h"
 #include "engine/ops/rank_order.h"
 
