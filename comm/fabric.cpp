@@ -31,6 +31,7 @@
 #include "comm/reduce.h"
 #include "strata/convert.h"
 #include "strata/error.h"
+#include "strata/fingerprint.h"
 
 namespace strata {
 namespace {
@@ -482,9 +483,14 @@ class Fabric final : public Communicator {
 
 }  // namespace
 
-std::unique_ptr<Communicator> fabric_communicator(FabricOptions options, int rank, Rendezvous& meeting,
-                                                  const std::string& key, const AbortFlag& abort) {
-  return std::make_unique<Fabric>(std::move(options), rank, meeting, key, abort);
-}
-
 }  // namespace strata
+
+extern "C" const strata::FabricLibrary* strata_fabric_v1() {
+  static const strata::FabricLibrary library{
+      .fingerprint = STRATA_FINGERPRINT,
+      .open = [](strata::FabricOptions options, int rank, strata::Rendezvous& meeting, const std::string& key,
+                 const strata::AbortFlag& abort) -> std::unique_ptr<strata::Communicator> {
+        return std::make_unique<strata::Fabric>(std::move(options), rank, meeting, key, abort);
+      }};
+  return &library;
+}

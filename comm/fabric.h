@@ -1,4 +1,6 @@
-// A group of ranks over libfabric: any provider with reliable datagrams and tags (tcp, shm, verbs, efa).
+// A group of ranks over libfabric: any provider with reliable datagrams and tags (tcp, shm, verbs, efa). The code that
+// knows libfabric is a library of its own (fabric.cpp, lib/strata/fabric.so), loaded with the first such group: merely
+// to be loaded, what is under libfabric takes 0.2 s and installs signal handlers.
 #pragma once
 #include <memory>
 
@@ -18,8 +20,15 @@ struct FabricOptions {
 };
 
 // Opens an endpoint and learns the others' addresses through `meeting` under `key`. Throws Error (usage) when there is
-// no such provider, naming those there are.
+// no such provider, naming those there are. Signals keep the handlers that they have.
 std::unique_ptr<Communicator> fabric_communicator(FabricOptions options, int rank, Rendezvous& meeting,
                                                   const std::string& key, const AbortFlag& abort);
+
+// What the library hands out by the function strata_fabric_v1.
+struct FabricLibrary {
+  const char* fingerprint;  // of the Strata that it was built with
+  std::unique_ptr<Communicator> (*open)(FabricOptions options, int rank, Rendezvous& meeting, const std::string& key,
+                                        const AbortFlag& abort);
+};
 
 }  // namespace strata

@@ -16,12 +16,12 @@ for library in libc6 dnnl libfabric libfmt libicu libpcre2 libsentencepiece libu
   [[ $fields == *$library* ]] || { echo "the package does not depend on $library: $fields"; exit 1; }
 done
 dpkg-deb -x "$package" root
-for file in usr/bin/strata usr/lib/libstrata.so usr/lib/strata/plugins/gpt.so usr/include/strata/plugin.h usr/include/strata/fingerprint.h \
+for file in usr/bin/strata usr/lib/libstrata.so usr/lib/strata/fabric.so usr/lib/strata/plugins/gpt.so usr/include/strata/plugin.h usr/include/strata/fingerprint.h \
   usr/lib/cmake/Strata/StrataConfig.cmake usr/share/strata/configs/quickstart.toml usr/share/doc/strata/copyright \
   usr/share/doc/strata/docs/plugins.md usr/share/doc/strata/docs/examples/lion/lion.cpp; do
   [[ -s root/$file ]] || { echo "the package lacks $file"; find root -type f; exit 1; }
 done
-for file in root/usr/bin/strata root/usr/lib/libstrata.so root/usr/lib/strata/plugins/*.so; do
+for file in root/usr/bin/strata root/usr/lib/libstrata.so root/usr/lib/strata/fabric.so root/usr/lib/strata/plugins/*.so; do
   if readelf -d "$file" | grep -E 'R(UN)?PATH' | grep -v '\[\$ORIGIN[./a-z]*\]'; then echo "$file names a folder of this machine"; exit 1; fi
 done
 built=("$build"/lib/strata/plugins/*.so)

@@ -298,7 +298,7 @@ class Planner {
 
   Planned within_budgets() {
     const bool host = budget(Tier::host) > 0;
-    size_t left = most_attempts(program_.ops.size());
+    size_t left = settings_.plans > 0 ? size_t(settings_.plans) : most_attempts(program_.ops.size());
     add_starts(left / 2);
     std::optional<Planned> best, refused;
     int64_t least = INT64_MAX;        // bytes of the device, of all plans
@@ -379,7 +379,7 @@ class Planner {
 
   // Of small programs: what a local search finds that fits, the fastest; where nothing does, the smallest.
   std::optional<Choice> search_around(int64_t least) {
-    const size_t most = 25'000 / std::max<size_t>(1, program_.ops.size());
+    const size_t most = settings_.plans > 0 ? 0 : 25'000 / std::max<size_t>(1, program_.ops.size());
     if (most < 64) return {};
     std::vector<Choice> begin = starts_;
     const int64_t host = budget(Tier::host) > 0;

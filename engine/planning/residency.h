@@ -18,6 +18,7 @@ struct ResidencySettings {
   bool direct_storage = false;                 // an asynchronous device reads and writes the NVMe tier by itself
   int64_t device_budget = 0, host_budget = 0;  // bytes; 0: none
   int64_t beside = 0;                          // bytes of the host's memory that something else takes of its budget
+  int plans = 0;                               // so many are compared, as in a large program; 0: as its ops allow
   int64_t slice = int64_t{16} << 20;           // bytes of a slice of an update on NVMe: what a disk has under way at once
   Rates rates{};
   const std::map<std::string, Tier>* homes = nullptr;      // of persistent tensors, when another program decided them

@@ -3,6 +3,7 @@
 include(CMakePackageConfigHelpers)
 set(package lib/cmake/Strata)
 install(TARGETS strata strata_command EXPORT StrataTargets LIBRARY DESTINATION lib RUNTIME DESTINATION bin)
+install(TARGETS strata_fabric LIBRARY DESTINATION lib/strata)
 install(DIRECTORY include/strata DESTINATION include)
 install(FILES ${CMAKE_BINARY_DIR}/generated/strata/fingerprint.h DESTINATION include/strata)
 install(DIRECTORY configs DESTINATION share/strata)

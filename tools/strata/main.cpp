@@ -394,9 +394,8 @@ __attribute__((section(".preinit_array"), used)) void (*const block_before_libra
 }  // namespace
 
 int main(int argc, char** argv) {
-  // Libraries under libfabric (PSM) print backtraces of their own from handlers that they install when loaded. Signals
-  // that ask to stop have been blocked since before that.
-  for (int signal : {SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGABRT, SIGINT, SIGTERM}) std::signal(signal, SIG_DFL);
+  // A script's shell has what it starts in the background ignore interrupts; whoever sends one to a run means it.
+  for (int signal : {SIGINT, SIGTERM}) std::signal(signal, SIG_DFL);
   block_stop_signals();
   CLI::App app{
       "Strata trains large neural networks on limited memory.\nA TOML file names the model, the data and the "
