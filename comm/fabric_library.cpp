@@ -2,6 +2,7 @@
 #include <dlfcn.h>
 
 #include <csignal>
+#include <cstdlib>
 #include <filesystem>
 #include <mutex>
 
@@ -48,6 +49,9 @@ const FabricLibrary& fabric_library() {
 }
 
 }  // namespace
+
+// Chunks of a MiB are sent without them, and no more than 4 messages of a pair of ranks are ever on their way.
+void limit_fabric_buffers() { setenv("FI_OFI_RXM_MSG_RX_SIZE", "64", 0); }
 
 std::unique_ptr<Communicator> fabric_communicator(FabricOptions options, int rank, Rendezvous& meeting,
                                                   const std::string& key, const AbortFlag& abort) {

@@ -200,6 +200,7 @@ class ProcessWorld final : public World {
 }  // namespace
 
 std::unique_ptr<World> process_world(RendezvousOptions rendezvous, NetworkOptions network, int local_size) {
+  limit_fabric_buffers();
   return std::make_unique<ProcessWorld>(std::move(rendezvous), std::move(network), local_size);
 }
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The memory of the process against what `strata plan` says of it, in twelve combinations and three first runs on a machine: at most 30 MiB and 2% apart.
+# The memory of the process against what `strata plan` says of it, in thirteen combinations and three first runs on a machine: at most 30 MiB and 2% apart.
 # And what planning takes: at most 250 bytes an op. memory.sh BUILD_FOLDER
 set -euo pipefail
 strata=$(realpath "$1")/bin/strata
@@ -88,6 +88,7 @@ measured "recomputed, clipped, with validation" plugins.recompute.enabled=true p
 measured "states on the host" plugins.offload.optimizer=host
 measured "two ranks" "${ranks[@]}" plugins.data_parallel.enabled=true
 measured "two ranks over tcp" "${ranks[@]}" plugins.data_parallel.enabled=true network.provider=tcp
+measured "three stages over tcp" mesh.pipeline=3 device.threads=1 plugins.pipeline.enabled=true network.provider=tcp
 measured "two ranks, ZeRO 3, 16 bits, on NVMe" "${ranks[@]}" plugins.zero.stage=3 $bf16 "${nvme[@]}"
 cache=new measured "first run" "${nvme[@]}"
 cache=none measured "nothing kept" "${nvme[@]}"

@@ -23,20 +23,27 @@ namespace {
 
 using Makes = std::function<std::unique_ptr<Communicator>(const std::string&, const std::vector<int>&, Stream)>;
 
-// By axis, how many coordinates on from its own a rank sends to, of any rank's programs.
-std::map<std::string, std::set<int>> sends_of(World& world, const Mesh& mesh,
-                                              const std::vector<const Program*>& programs) {
-  std::string mine;
+// By axis, how many coordinates on from its own a rank sends to, as these programs know it: also who receives does.
+using Sends = std::map<std::string, std::set<int>>;
+Sends known_sends(const Mesh& mesh, const std::vector<const Program*>& programs) {
+  Sends sends;
   for (const Program* program : programs)
     for (const Op& op : program->ops)
       if (op.stream == Stream::send || op.stream == Stream::receive) {
         const std::string axis = op.attributes.string("axis");
         const int64_t offset = op.attributes.integer("offset") * (op.stream == Stream::send ? 1 : -1);
         const int64_t size = mesh.size(axis), on = (offset % size + size) % size;
-        const std::string one = axis + " " + std::to_string(on) + "\n";
-        if (on != 0 && mine.find(one) == std::string::npos) mine += one;
+        if (on != 0) sends[axis].insert(int(on));
       }
-  std::map<std::string, std::set<int>> sends;
+  return sends;
+}
+
+// The same of any rank's programs.
+Sends sends_of(World& world, const Mesh& mesh, const std::vector<const Program*>& programs) {
+  std::string mine;
+  for (const auto& [axis, offsets] : known_sends(mesh, programs))
+    for (int on : offsets) mine += axis + " " + std::to_string(on) + "\n";
+  Sends sends;
   for (const std::string& text : world.gather(mine)) {
     std::istringstream lines(text);
     int on = 0;
@@ -99,6 +106,15 @@ Groups make_groups(World& world, const Mesh& mesh, Device* device, const Network
   std::iota(all.begin(), all.end(), 0);
   groups["loop"] = world.group("loop", all);
   return groups;
+}
+
+std::vector<int> sizes_of_groups(const Mesh& mesh, const Program& program) {
+  std::vector<int> sizes{mesh.size()};  // the loop's
+  for (const Axis& axis : mesh.groups())
+    if (axis.size > 1) sizes.push_back(axis.size);
+  for (const auto& [axis, offsets] : known_sends(mesh, {&program}))
+    sizes.insert(sizes.end(), 2 * offsets.size(), 2);  // whom it sends to, and who sends to it
+  return sizes;
 }
 
 std::string rank_directory_name(const std::string& directory, int rank) {

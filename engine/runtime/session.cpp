@@ -74,7 +74,8 @@ ProcessMemory process_memory(const Session& session, const PlannedProgram& plann
   constexpr int64_t kCode = 6 * kMiB;      // of libraries: touched first when the program runs
   constexpr int64_t kPacking = 4 * kMiB;   // of a thread, at most: oneDNN's copies of panels of matrices
   constexpr int64_t kWindows = 4 * kMiB;   // of memory that ranks of a host share
-  constexpr int64_t kFabric = 272 * kMiB;  // libfabric's tcp: buffers for all that could be on its way at once
+  // A group over libfabric's tcp: buffers for what could be on its way at once, and for each rank.
+  constexpr int64_t kFabric = 35 * kMiB, kFabricRank = 3 * kMiB;
   const bool device = is_asynchronous(session.device.backend);
   ProcessMemory process;
   process.arenas = planned.arena_bytes[int(Tier::host)] + (device ? 0 : planned.arena_bytes[int(Tier::device)]);
@@ -85,7 +86,10 @@ ProcessMemory process_memory(const Session& session, const PlannedProgram& plann
   process.transfers = device || planned.arena_bytes[int(Tier::nvme)] > 0 ? Storage::kPiece : 0;
   const std::string& provider = session.network.provider;
   const bool local = provider == "auto" || provider == kDeviceProvider;
-  if (planned.ranks > 1) process.exchanges = kWindows + (local && !spans_hosts(session.world) ? 0 : kFabric);
+  if (planned.ranks > 1) process.exchanges = kWindows;
+  if (planned.ranks > 1 && (!local || spans_hosts(session.world)))
+    for (int ranks : sizes_of_groups(session.mesh, planned.program()))
+      process.exchanges += kFabric + ranks * kFabricRank;
   return process;
 }
 
