@@ -86,6 +86,7 @@ class Planner {
     bool homes_first = true;                // what has its home in memory goes before what waits there
     bool forms = true;
     size_t start = 0;  // the decisions that relief begins with
+    bool by_budget = false;  // the target is the budget's, and not one of a series that is the same for all
   };
 
   // Beyond these nobody wants a plan.
@@ -286,6 +287,19 @@ class Planner {
     return aims;
   }
 
+  // Where something fits: the most that does, in steps of 4% beyond the least, from what is demanded and with each block
+  // made again. More room is hardly ever slower.
+  std::vector<Aim> nearest(int64_t least, int64_t host_target) const {
+    const double all = double(bytes_without_ - least), room = double(budget(Tier::device) - least);
+    if (all <= 0 || room <= 0) return {};
+    constexpr double kSteps = 16;  // by which it doubles
+    const double share = std::min(1.0, std::exp2(-std::ceil(kSteps * std::log2(all / room)) / kSteps));
+    Aim aim{.targets = {least + int64_t(all * share), host_target, 0}, .by_budget = true};
+    std::vector<Aim> aims{aim};
+    if (aim.start = away_; away_ < starts_.size()) aims.push_back(aim);
+    return aims;
+  }
+
   // Whether `b` is to be preferred: one that takes no more than without any of this, then the faster one, and of equals
   // the one that gives up less.
   bool better(const Planned& b, const Planned& a) const {
@@ -308,10 +322,10 @@ class Planner {
       if (!beyond(plan, {0, budget(Tier::host), budget(Tier::nvme)}))
         least_asked = std::min(least_asked, plan.device().total_bytes());
     };
-    const auto consider = [&](Planned plan) {
+    const auto consider = [&](Planned plan, bool by_budget = false) {
       least = std::min(least, plan.least[int(Tier::device)]);
       if (plan.memory.buffer_of.empty()) return;  // not planned: it would not be taken
-      if (!plan.last_resort) count_asked(plan.memory);
+      if (!plan.last_resort && !by_budget) count_asked(plan.memory);
       if (!over(plan.memory)) {
         predict_time(plan);
         if (!best || better(plan, *best)) best = std::move(plan);
@@ -331,20 +345,27 @@ class Planner {
       else if (refused && !best)  // what does not fit either is of use where it takes less
         wanted = {HUGE_VAL, what_would_not_help(*refused)};
       Planned plan = attempt(aim, wanted);
-      // What was relieved enough by what is alive may lie a little apart: relieved by so much more, it fits.
-      const int64_t of_host = aim.targets[int(Tier::host)];
-      for (int again = 0; again < 2 && of_host > 1 && plan.memory[Tier::host].total_bytes() > of_host; ++again) {
-        Aim tighter = aim;
-        tighter.targets[int(Tier::host)] = of_host - (again + 1) * (plan.memory[Tier::host].total_bytes() - of_host);
-        if (tighter.targets[int(Tier::host)] < 1) break;
+      // What was relieved enough by what is alive may lie a little apart: relieved by so much more, it fits. Not so on the
+      // device while nothing fits: the smallest budget that does is not to depend on the one that is asked about.
+      Aim tighter = aim;
+      for (int again = 0; again < 2; ++again) {
+        const auto beyond_by = [&](Tier tier) {
+          const int64_t bytes = plan.memory.buffer_of.empty() ? plan.least[size_t(tier)] : plan.memory[tier].total_bytes();
+          return aim.targets[size_t(tier)] > 1 && bytes > budget(tier) ? bytes - aim.targets[size_t(tier)] : 0;
+        };
+        const int64_t of_device = best ? beyond_by(Tier::device) : 0, of_host = beyond_by(Tier::host);
+        if (of_device + of_host == 0) break;
+        tighter.targets[int(Tier::device)] -= (again + 1) * of_device;
+        tighter.targets[int(Tier::host)] -= (again + 1) * of_host;
+        if (std::min(tighter.targets[0], tighter.targets[1]) < 0) break;
         plan = attempt(tighter, wanted);
       }
       same_from->second = std::min(same_from->second, plan.same_from);
       const bool planned = !plan.memory.buffer_of.empty();
       const int64_t bytes = planned ? plan.memory.device().total_bytes() : plan.least[int(Tier::device)];
       if (budget(Tier::device) > 0 && target != 1 && bytes > budget(Tier::device)) beyond_.push_back({bytes, aim});
-      if (!planned) skipped.push_back({plan.least[int(Tier::device)], aim});
-      consider(std::move(plan));
+      if (!planned && !aim.by_budget) skipped.push_back({plan.least[int(Tier::device)], aim});
+      consider(std::move(plan), aim.by_budget);
       return true;
     };
     // The least of all: from what is demanded, from everything away, from recomputation in two levels.
@@ -353,10 +374,20 @@ class Planner {
         consider_aim({.targets = {1, host, 0}, .start = start});
     // Whether the budgets can be met at all is a question to plans that give up on the host what they can; so the
     // answer for one budget does not hang on the other's series.
-    const auto take = [&](const std::vector<Aim>& aims, size_t most) {
+    const auto take = [&](int64_t host_target, size_t most) {
+      std::vector<Aim> aims = series(least, host_target);
+      if (best && budget(Tier::device) > 0) {  // what is relieved to more than the budget does not fit
+        const std::vector<Aim> first = nearest(least, host_target);
+        const auto too_much = std::stable_partition(aims.begin(), aims.end(), [&](const Aim& aim) {
+          return aim.targets[int(Tier::device)] <= budget(Tier::device);
+        });
+        for (auto aim = too_much; aim != aims.end(); ++aim) beyond_.push_back({aim->targets[int(Tier::device)], *aim});
+        aims.erase(too_much, aims.end());
+        aims.insert(aims.begin(), first.begin(), first.end());
+      }
       for (size_t a = 0, made = 0; a < aims.size() && made < most; ++a) made += consider_aim(aims[a]);
     };
-    take(series(least, host), host ? left / 2 : left);
+    take(host, host ? left / 2 : left);
     if (budget(Tier::device) > 0)
       if (auto found = search_around(least)) consider(attempt(*found, {.room = found->room}, {}));
     Planned last = without_restoring();
@@ -364,7 +395,7 @@ class Planner {
       consider(std::move(last));
       return std::move(best ? *best : *refused);
     }
-    if (host) take(series(least, budget(Tier::host)), left / 2);
+    if (host) take(budget(Tier::host), left / 2);
     // Restoring needs memory too: what is asked for and saves none need not be. Whether it does is not to hang on which
     // plans were looked into under this budget.
     const int64_t bytes = last.memory.device().total_bytes();
