@@ -24,7 +24,7 @@ namespace strata {
 namespace {
 
 // How many plans are made: as many as 500,000 ops allow (planning takes 2 to 3 us an op and plan), within limits.
-size_t most_attempts(size_t ops) { return std::clamp<size_t>(500'000 / std::max<size_t>(1, ops), 8, 32); }
+size_t most_attempts(size_t ops) { return std::clamp<size_t>(500'000 / std::max<size_t>(1, ops), 4, 32); }
 
 class Planner {
  public:
@@ -85,7 +85,7 @@ class Planner {
     int64_t room = 0;                       // bytes of the device for bringing back early; 0: the target
     bool homes_first = true;                // what has its home in memory goes before what waits there
     bool forms = true;
-    size_t start = 0;  // the decisions that relief begins with
+    size_t start = 0;        // the decisions that relief begins with
     bool by_budget = false;  // the target is the budget's, and not one of a series that is the same for all
   };
 
@@ -287,8 +287,8 @@ class Planner {
     return aims;
   }
 
-  // Where something fits: the most that does, in steps of 4% beyond the least, from what is demanded and with each block
-  // made again. More room is hardly ever slower.
+  // Where something fits: the most that does, in steps of 4% beyond the least, from what is demanded and with each
+  // block made again. More room is hardly ever slower.
   std::vector<Aim> nearest(int64_t least, int64_t host_target) const {
     const double all = double(bytes_without_ - least), room = double(budget(Tier::device) - least);
     if (all <= 0 || room <= 0) return {};
@@ -345,12 +345,13 @@ class Planner {
       else if (refused && !best)  // what does not fit either is of use where it takes less
         wanted = {HUGE_VAL, what_would_not_help(*refused)};
       Planned plan = attempt(aim, wanted);
-      // What was relieved enough by what is alive may lie a little apart: relieved by so much more, it fits. Not so on the
-      // device while nothing fits: the smallest budget that does is not to depend on the one that is asked about.
+      // What was relieved enough by what is alive may lie a little apart: relieved by so much more, it fits. Not so on
+      // the device while nothing fits: the smallest budget that does is not to depend on the one that is asked about.
       Aim tighter = aim;
       for (int again = 0; again < 2; ++again) {
         const auto beyond_by = [&](Tier tier) {
-          const int64_t bytes = plan.memory.buffer_of.empty() ? plan.least[size_t(tier)] : plan.memory[tier].total_bytes();
+          const int64_t bytes =
+              plan.memory.buffer_of.empty() ? plan.least[size_t(tier)] : plan.memory[tier].total_bytes();
           return aim.targets[size_t(tier)] > 1 && bytes > budget(tier) ? bytes - aim.targets[size_t(tier)] : 0;
         };
         const int64_t of_device = best ? beyond_by(Tier::device) : 0, of_host = beyond_by(Tier::host);
@@ -437,8 +438,8 @@ class Planner {
       return std::tuple(beyond[1] + beyond[2], beyond[0], point.reached.seconds, bytes);
     };
     const auto& front = search.front();
-    const auto best = std::min_element(front.begin(), front.end(),
-                                       [&](const auto& a, const auto& b) { return rank(a) < rank(b); });
+    const auto best =
+        std::min_element(front.begin(), front.end(), [&](const auto& a, const auto& b) { return rank(a) < rank(b); });
     if (best == front.end()) return {};
     return best->choice;
   }
@@ -501,10 +502,10 @@ class Planner {
   const ResidencySettings& settings_;
   const Homes homes_;
   const Uses uses_;
-  std::vector<Choice> starts_;        // what plugins demand; from 1 on simpler settings added to it
-  size_t away_ = 1;                   // of them, the first that leaves things where they are
-  bool moves_ = false;                // tensors may be elsewhere
-  Planned without_;                   // were nothing to rest; its program only where nothing moves
+  std::vector<Choice> starts_;  // what plugins demand; from 1 on simpler settings added to it
+  size_t away_ = 1;             // of them, the first that leaves things where they are
+  bool moves_ = false;          // tensors may be elsewhere
+  Planned without_;             // were nothing to rest; its program only where nothing moves
   bool homes_may_go_ = false;
   std::vector<std::pair<int64_t, Aim>> beyond_;  // tried, and beyond the budget of the device: bytes, or at least
   // By start, order of homes and target of the host: Planned::same_from of what was tried.

@@ -447,8 +447,8 @@ Program blocks_in_turn(int blocks, int microbatches) {
   return program;
 }
 
-// As in programs so large that only a few plans are compared: they are the ones that a budget asks for, so many more are
-// hardly better. Nor do they leave memory empty for want of a plan that fits by a little.
+// As in programs so large that only a few plans are compared: they are the ones that a budget asks for, so many more
+// are hardly better. Nor do they leave memory empty for want of a plan that fits by a little.
 TEST(Residency, FewPlansAreNearlyAsGoodAsMany) {
   const Program program = blocks_in_turn(8, 6);
   for (double copy : {2e6, 2e7, 2e8}) {
@@ -464,7 +464,7 @@ TEST(Residency, FewPlansAreNearlyAsGoodAsMany) {
                                                          .rates = rates});
         return predict(planned, plan, rates).seconds;
       };
-      EXPECT_LE(seconds(8), 1.05 * seconds(0)) << budget << " " << copy;
+      for (int plans : {4, 8}) EXPECT_LE(seconds(plans), 1.05 * seconds(0)) << plans << " " << budget << " " << copy;
     }
   }
 }
