@@ -9,6 +9,7 @@
 #include <fstream>
 #include <random>
 #include <sstream>
+#include <tuple>
 
 #include "engine/data/token_file.h"
 #include "engine/planning/memory_plan.h"
@@ -177,7 +178,10 @@ TEST(Experts, DividedInRandomCompositionsAreExact) {
                                                  pick({"", "activation = \"gelu\"\n"}));
     c.run = divided.run, c.model = divided.model, c.experts = divided.experts, c.optimizer = divided.optimizer;
     c.mesh = divided.mesh, c.ranks = divided.ranks, c.micro_batch = divided.micro_batch;
-    c.strategies = pick({"[plugins.data_parallel]\n", "[plugins.zero]\nstage = 3\n"}) + others;
+    if (c.ranks == 4) c.mesh = pick({c.mesh, "data = 4\nexpert = 2\n"});
+    c.strategies = pick({"[plugins.data_parallel]\n", "[plugins.zero]\nstage = 1\n", "[plugins.zero]\nstage = 2\n",
+                         "[plugins.zero]\nstage = 3\n"}) +
+                   others;
     SCOPED_TRACE("STRATA_SEED=" + std::to_string(seed) + " STRATA_CASES=1\n" + text_of(c, false));
     expect_equal(outcome(c, false), outcome(c, true));
     if (HasFailure()) return;
@@ -208,6 +212,100 @@ TEST(Experts, DividedWithSeveralMicrobatchesAreExact) {
     SCOPED_TRACE(text_of(c, false));
     expect_equal(outcome(c, false), outcome(c, true));
     if (HasFailure()) return;
+  }
+}
+
+// Whatever is no expert's is shared among the ranks that divide experts, too, whichever states there are of it.
+TEST(Experts, ZeroSharesTheRestAmongAllRanks) {
+  const std::pair<std::string, int> meshes[] = {
+      {"data = 4\nexpert = 2\n", 4}, {"data = 8\nexpert = 4\n", 8}, {"data = 8\nexpert = 2\nreplicate = 2\n", 8}};
+  size_t number = 0;
+  for (const std::string optimizer : {"adamw", "adafactor", "adamw8bit"}) {
+    ExpertsCase c = divided_case(2, "shared = 14\n");
+    c.optimizer.replace(c.optimizer.find("adamw"), 5, optimizer);
+    c.micro_batch = 1;
+    const test::Outcome expected = outcome(c, true);
+    for (int stage = 1; stage <= 3; ++stage) {
+      std::tie(c.mesh, c.ranks) = meshes[number++ % 4 % 3];
+      if (test::left_out(number)) continue;
+      c.strategies = "[plugins.zero]\nstage = " + std::to_string(stage) + "\n";
+      SCOPED_TRACE(text_of(c, false));
+      expect_equal(outcome(c, false), expected);
+      if (HasFailure()) return;
+    }
+  }
+}
+
+// To the byte: of N data ranks, E for the experts, each has a part in N of what is no expert's, and of its own experts
+// one in N / E; replicas share nothing.
+TEST(Experts, ZeroDividesTheRestByAllRanks) {
+  const test::TemporaryFolder folder;
+  struct Division {
+    int64_t data, expert, replicate;
+  };
+  const auto divided = [](int64_t rows, int64_t ranks) { return (rows + ranks - 1) / ranks; };
+  for (const auto& [data, expert, replicate] : {Division{8, 4, 1}, {64, 64, 1}, {64, 32, 1}, {96, 32, 3}, {32, 2, 4}})
+    for (int stage = 1; stage <= 3; ++stage) {
+      ExpertsCase c = divided_case(2, "shared = 14\n");
+      c.run = "", c.micro_batch = 1;
+      c.experts.replace(c.experts.find("experts = 8"), 11, "experts = 64");
+      c.optimizer = "[plugins.adamw]\n";
+      c.mesh = "data = " + std::to_string(data) + "\nexpert = " + std::to_string(expert) +
+               "\nreplicate = " + std::to_string(replicate) + "\n";
+      c.strategies = "[plugins.zero]\nstage = " + std::to_string(stage) + "\n";
+      std::string text = text_of(c, false);
+      text.replace(text.find("global_batch = 8"), 16, "global_batch = " + std::to_string(data));
+      SCOPED_TRACE(text);
+      const PlannedProgram planned = Session(test::write_file(folder / "config.toml", text), {}).plan(Goal::train);
+      const Program& program = planned.program();
+      int64_t held = 0, shared = 0, of_experts = 0, states = 0, gradients = 0;  // elements; shared: what is updated
+      for (const Tensor& tensor : program.tensors) {
+        if (!tensor.persistent || tensor.part_of) continue;
+        if (tensor.role == Role::optimizer_state) states += elements(tensor.shape);
+        if (tensor.role != Role::parameter) continue;
+        const Shape whole = tensor.full_shape();
+        const bool own = tensor.name.text().find(".experts.") != std::string::npos;
+        const int64_t ranks = data / replicate / (own ? expert : 1), rows = own ? whole[0] / expert : whole[0];
+        const int64_t share = divided(rows, ranks) * (elements(whole) / whole[0]);
+        EXPECT_EQ(elements(tensor.shape), stage == 3 ? share : share_of(whole[0], 0, own ? int(expert) : 1).count() *
+                                                                   (elements(whole) / whole[0]))
+            << tensor.name;
+        held += elements(tensor.shape), shared += share;
+        if (own) of_experts += share;
+      }
+      EXPECT_EQ(states, 2 * shared);
+      for (const Op& op : program.ops)
+        if (op.kind->name == "adamw") gradients += elements(program[op.inputs[1]].shape);
+      EXPECT_EQ(gradients, shared);
+      EXPECT_GT(of_experts, 0);
+      EXPECT_GT(shared, of_experts);
+      EXPECT_EQ(held == shared, stage == 3);
+    }
+}
+
+// What crosses in a form of its own does so among all that share it.
+TEST(Experts, SharesCrossInAnyForm) {
+  for (const std::string form :
+       {"[plugins.quantized_exchange]\nparameters = \"int8\"\nminimum = 64\n", "[plugins.powersgd]\n",
+        "[plugins.top_k]\nminimum = 64\n"}) {
+    ExpertsCase c = divided_case(4, "");
+    c.run = "", c.micro_batch = 1;
+    c.mesh = "data = 4\nexpert = 2\n";
+    const test::Outcome expected = outcome(c, true);
+    c.strategies = "[plugins.zero]\nstage = 3\n" + form;
+    SCOPED_TRACE(text_of(c, false));
+    const test::Outcome actual = outcome(c, false);
+    for (size_t i = 0; i < expected.losses.size(); ++i)
+      EXPECT_NEAR(actual.losses[i], expected.losses[i], 0.01 * expected.losses[i]) << "step " << i;
+    if (form.find("quantized") == std::string::npos) continue;
+    run_local(4, [&](World& world) {
+      const test::Runner runner(text_of(c, false), {}, Goal::train, {}, &world);
+      std::map<std::string, int> gathers;  // by axis
+      for (const Op& op : runner.built.program.ops)
+        if (op.kind->name == "quantized_gather") ++gathers[op.attributes.string("axis")];
+      EXPECT_GT(gathers["shard_expert"], 0);
+      EXPECT_GT(gathers["shard"], 0);
+    });
   }
 }
 
@@ -310,17 +408,18 @@ TEST(Experts, GoOnDividedOtherwise) {
   for (size_t i = 0; i < tokens.size(); ++i) tokens[i] = int32_t(i * i % kWords);
   writer.append(tokens);
   writer.commit();
-  const auto train_to = [&](int steps, bool divided, const std::string& run) {
-    const ExpertsCase c = divided_case(4, "");
-    const std::string config = test::write_file(folder / "config.toml", text_of(c, !divided));
+  const auto train_to = [&](int steps, const std::string& run, int ranks, const std::string& mesh = "") {
+    ExpertsCase c = divided_case(4, "");
+    c.mesh = mesh, c.strategies = "";
+    const std::string config = test::write_file(folder / "config.toml", text_of(c, ranks == 1));
     run_local(
-        divided ? 4 : 1,
+        ranks,
         [&](World& world) {
           Session session(config,
                           {"run.steps=" + std::to_string(steps), "run.directory=\"" + (folder / run) + "\"",
                            "data.train=[\"" + (folder / "t.bin") + "\"]"},
-                          divided ? &world : nullptr);
-          train(session, {.resume = steps > 2 && run == "parts", .trace = ""});
+                          ranks > 1 ? &world : nullptr);
+          train(session, {.resume = steps > 1 && run == "parts", .trace = ""});
         },
         120);
   };
@@ -330,11 +429,14 @@ TEST(Experts, GoOnDividedOtherwise) {
       if (entry.path().extension() == ".safetensors") all << std::ifstream(entry.path(), std::ios::binary).rdbuf();
     return all.str();
   };
-  train_to(6, false, "whole");
-  train_to(2, true, "parts");
-  train_to(4, false, "parts");
-  train_to(5, true, "parts");
-  train_to(6, false, "parts");
+  const std::string sharing = "data = 4\nexpert = 2\n[plugins.zero]\nstage = 3\n";
+  train_to(6, "whole", 1);
+  train_to(1, "parts", 4, sharing);
+  train_to(2, "parts", 1);
+  train_to(3, "parts", 4, "data = 4\nexpert = 4\n[plugins.data_parallel]\n");
+  train_to(4, "parts", 2, "data = 2\n[plugins.zero]\nstage = 1\n");
+  train_to(5, "parts", 4, sharing);
+  train_to(6, "parts", 1);
   EXPECT_GT(checkpoint("whole").size(), size_t{10000});
   EXPECT_TRUE(checkpoint("parts") == checkpoint("whole"));
 }
