@@ -272,8 +272,8 @@ TEST(Mesh, AxesAndTheirRanks) {
   EXPECT_EQ(mesh.programs().size, 1);
 }
 
-// What is no expert's is shared among the ranks of two axes as if they were one, in the order of all data ranks: so a sum
-// over them is a branch of the tree of one rank.
+// What is no expert's is shared among the ranks of two axes as if they were one, in the order of all data ranks: so a
+// sum over them is a branch of the tree of one rank.
 TEST(Mesh, ShardAndExpertAreOneAxisToo) {
   const Mesh mesh(13, {{"replicate", 2}, {"shard", 2}, {"expert", 2}, {"tensor", 2}});
   EXPECT_EQ(mesh["shard_expert"].members, (std::vector<int>{9, 11, 13, 15})) << "13 = 1·8 + 1·4 + 0·2 + 1";

@@ -201,7 +201,7 @@ TEST(Experts, DividedWithSeveralMicrobatchesAreExact) {
       {"data = 4\nexpert = 2\nreplicate = 2\n", "[plugins.zero]\nstage = 1\n", 4, 1},
       {"data = 8\nexpert = 2\nreplicate = 2\n", "[plugins.zero]\nstage = 2\n", 8, 1},
       {"data = 8\nexpert = 2\nreplicate = 2\n", "[plugins.data_parallel]\n", 8, 1},
-      {"data = 2\nexpert = 2\npipeline = 2\n", "[plugins.data_parallel]\n[plugins.pipeline]\n", 4, 1}};
+      {"data = 2\nexpert = 2\npipeline = 2\n", "[plugins.zero]\nstage = 3\n[plugins.pipeline]\n", 4, 1}};
   int number = 0;
   for (const Division& division : divisions) {
     const bool capacity = number++ % 3 == 1;
@@ -227,7 +227,7 @@ TEST(Experts, ZeroSharesTheRestAmongAllRanks) {
     const test::Outcome expected = outcome(c, true);
     for (int stage = 1; stage <= 3; ++stage) {
       std::tie(c.mesh, c.ranks) = meshes[number++ % 4 % 3];
-      if (test::left_out(number)) continue;
+      if (test::left_out(number) || (optimizer != "adamw" && stage == 2)) continue;
       c.strategies = "[plugins.zero]\nstage = " + std::to_string(stage) + "\n";
       SCOPED_TRACE(text_of(c, false));
       expect_equal(outcome(c, false), expected);
@@ -267,8 +267,9 @@ TEST(Experts, ZeroDividesTheRestByAllRanks) {
         const bool own = tensor.name.text().find(".experts.") != std::string::npos;
         const int64_t ranks = data / replicate / (own ? expert : 1), rows = own ? whole[0] / expert : whole[0];
         const int64_t share = divided(rows, ranks) * (elements(whole) / whole[0]);
-        EXPECT_EQ(elements(tensor.shape), stage == 3 ? share : share_of(whole[0], 0, own ? int(expert) : 1).count() *
-                                                                   (elements(whole) / whole[0]))
+        EXPECT_EQ(
+            elements(tensor.shape),
+            stage == 3 ? share : share_of(whole[0], 0, own ? int(expert) : 1).count() * (elements(whole) / whole[0]))
             << tensor.name;
         held += elements(tensor.shape), shared += share;
         if (own) of_experts += share;
@@ -285,9 +286,8 @@ TEST(Experts, ZeroDividesTheRestByAllRanks) {
 
 // What crosses in a form of its own does so among all that share it.
 TEST(Experts, SharesCrossInAnyForm) {
-  for (const std::string form :
-       {"[plugins.quantized_exchange]\nparameters = \"int8\"\nminimum = 64\n", "[plugins.powersgd]\n",
-        "[plugins.top_k]\nminimum = 64\n"}) {
+  for (const std::string form : {"[plugins.quantized_exchange]\nparameters = \"int8\"\nminimum = 64\n",
+                                 "[plugins.powersgd]\n", "[plugins.top_k]\nminimum = 64\n"}) {
     ExpertsCase c = divided_case(4, "");
     c.run = "", c.micro_batch = 1;
     c.mesh = "data = 4\nexpert = 2\n";
@@ -380,13 +380,93 @@ TEST(Experts, TheSharedExpertHidesExchanges) {
   });
 }
 
+// Rows that cross in pieces are computed in pieces, which sums in another order; with a capacity, further rounds,
+// tokens that all go to the same experts, and pieces of unequal size.
+TEST(Experts, PiecesAgreeWithOneRank) {
+  const test::TemporaryFolder folder;
+  const std::string offload = "[plugins.offload]\nminimum = 0\ndirectory = \"" + folder.path() +
+                              "\"\nparameters = \"nvme\"\nactivations = \"nvme\"\n";
+  struct Division {
+    std::string mesh, strategies, experts;
+    int ranks, words;
+  };
+  const Division divisions[] = {
+      {"data = 2\nexpert = 2\n", "[plugins.data_parallel]\n" + offload, "pieces = 2\n", 2, kWords},
+      {"data = 4\nexpert = 4\n", "[plugins.zero]\nstage = 3\n[plugins.recompute]\n",
+       "pieces = 4\ncapacity_factor = 1.0\n", 4, kWords},
+      {"data = 4\nexpert = 2\n", "[plugins.zero]\nstage = 2\n[plugins.gist]\nminimum = 0\ncapacity = 1.0\n",
+       "pieces = 3\nreceive_factor = 1.2\nshared = 14\n", 4, 1},
+      {"data = 2\nexpert = 2\ntensor = 2\n", "[plugins.data_parallel]\n[plugins.tensor_parallel]\n",
+       "pieces = 3\ncapacity_factor = 1.3\nbias_rate = 0.01\n", 4, 1},
+      {"data = 2\nexpert = 2\npipeline = 2\n", "[plugins.data_parallel]\n[plugins.pipeline]\n",
+       "pieces = 2\nreceive_factor = 1.0\n", 4, kWords}};
+  size_t number = 0;
+  for (const Division& division : divisions) {
+    if (test::left_out(number++)) continue;
+    ExpertsCase c = divided_case(2, division.experts);
+    c.experts.replace(c.experts.find("ffn = 17\n"), 9, "ffn = 18\n");
+    c.run = "", c.mesh = division.mesh, c.strategies = division.strategies, c.micro_batch = 2;
+    c.ranks = division.ranks;
+    c.optimizer = "[plugins.adamw]\nlearning_rate = 1e-3\nepsilon = 1e-5\n[plugins.clip]\nmax_norm = 0.1\n";
+    SCOPED_TRACE(text_of(c, false) + "words " + std::to_string(division.words));
+    test::expect_close(outcome_of_words(c, false, division.words), outcome_of_words(c, true, division.words));
+    if (HasFailure()) return;
+  }
+}
+
+// How many of the exchanges of rows are on their way, from where they can begin to where what came is read, while there
+// is an op to compute whose kind begins so.
+std::pair<int, int> hidden_exchanges(const std::string& experts, StepPart part, const std::string& products) {
+  std::pair<int, int> hidden;  // of how many
+  run_local(2, [&](World& world) {
+    ExpertsCase c = divided_case(2, experts);
+    c.run = "";
+    const test::Runner runner(text_of(c, false), {}, Goal::train, {}, &world);
+    if (world.rank() != 0) return;
+    const std::vector<Op>& ops = runner.built.program.ops;
+    for (size_t x = 0; x < ops.size(); ++x) {
+      if (ops[x].kind->name != "expert_exchange" || ops[x].step_part != part ||
+          runner.built.program[ops[x].inputs[0]].dtype != DType::f32)
+        continue;
+      size_t from = x, to = x;
+      while (from > 0 && std::ranges::find(ops[from].outputs, ops[x].inputs[0]) == ops[from].outputs.end()) --from;
+      while (to < ops.size() && std::ranges::find(ops[to].inputs, ops[x].outputs[0]) == ops[to].inputs.end()) ++to;
+      ++hidden.second;
+      const auto buffer = [&](TensorId id) { return runner.plan.buffers[size_t(runner.plan.buffer_of[id.value])]; };
+      if (!experts.empty()) {  // so that nothing waits for its memory
+        EXPECT_GE(buffer(ops[x].inputs[0]).last, int32_t(to));
+        EXPECT_EQ(x, from + 1);
+      }
+      hidden.first += std::any_of(ops.begin() + int64_t(from) + 1, ops.begin() + int64_t(to),
+                                  [&](const Op& op) { return op.kind->name.starts_with(products); });
+    }
+  });
+  return hidden;
+}
+
+// What a layer has of them, both ways, in both passes.
+TEST(Experts, TheSharedExpertHidesThemAll) {
+  for (const StepPart part : {StepPart::forward, StepPart::backward})
+    EXPECT_EQ(hidden_exchanges("shared = 14\n", part, "linear"), std::pair(4, 4));
+}
+
+// Of P pieces all but the first on their way to experts, and all but the last on their way back; two layers.
+TEST(Experts, PiecesHideExchanges) {
+  for (const StepPart part : {StepPart::forward, StepPart::backward}) {
+    EXPECT_EQ(hidden_exchanges("pieces = 2\n", part, "padded_linear"), std::pair(4, 8));
+    EXPECT_EQ(hidden_exchanges("pieces = 4\n", part, "padded_linear"), std::pair(12, 16));
+    EXPECT_EQ(hidden_exchanges("pieces = 4\nshared = 14\n", part, ""), std::pair(16, 16));
+  }
+  EXPECT_EQ(hidden_exchanges("", StepPart::forward, "padded_linear"), std::pair(0, 4));
+}
+
 // Groups that each have all experts, ranks that divide each expert's work, and stages sum in another order.
 TEST(Experts, DividedBesideOtherAxesAgree) {
   const std::pair<std::string, std::string> meshes[] = {
       {"data = 4\nexpert = 2\n[plugins.zero]\nstage = 3\n", ""},
       {"data = 4\nexpert = 2\n[plugins.zero]\nstage = 2\n", "capacity_factor = 1.0\n"},
       {"data = 4\nexpert = 2\nreplicate = 2\n[plugins.zero]\nstage = 1\n", ""},
-      {"data = 2\nexpert = 2\ntensor = 2\n[plugins.data_parallel]\n[plugins.tensor_parallel]\n",
+      {"data = 2\nexpert = 2\ntensor = 2\n[plugins.zero]\nstage = 3\n[plugins.tensor_parallel]\n",
        "capacity_factor = 1.0\n"},
       {"data = 2\nexpert = 2\npipeline = 2\n[plugins.data_parallel]\n[plugins.pipeline]\n", ""}};
   for (const auto& [mesh, experts] : meshes) {
@@ -444,18 +524,21 @@ TEST(Experts, GoOnDividedOtherwise) {
 // Of each layer and microbatch, both ways and back again: rows for all experts, as many as each may take, and how many
 // there are.
 TEST(Experts, BytesExchangedFollowTheFormula) {
-  for (const bool capacity : {false, true}) {
-    ExpertsCase c = divided_case(4, capacity ? "capacity_factor = 1.5\n" : "");
-    double bytes = 0;
-    run_local(4, [&](World& world) {
-      const test::Runner runner(text_of(c, false), {}, Goal::train, {}, &world);
-      if (world.rank() != 0) return;
-      for (const Op& op : runner.built.program.ops)
-        if (op.kind->name == "expert_exchange") bytes += cost_of(OpView(runner.built.program, op)).wire;
-    });
-    const int64_t tokens = 22, rows = capacity ? int64_t(1.5 * double(tokens) * 2 / 8) : tokens;
-    EXPECT_EQ(bytes, double(2 * (4 * 8 * rows * 24 * 4 + 8 * 4)));
-  }
+  for (const bool capacity : {false, true})
+    for (const int64_t pieces : {1, 3}) {
+      ExpertsCase c = divided_case(4, capacity ? "capacity_factor = 1.5\n" : "");
+      if (pieces > 1) c.run = "", c.experts += "pieces = 3\n";
+      double bytes = 0;
+      run_local(4, [&](World& world) {
+        const test::Runner runner(text_of(c, false), {}, Goal::train, {}, &world);
+        if (world.rank() != 0) return;
+        for (const Op& op : runner.built.program.ops)
+          if (op.kind->name == "expert_exchange") bytes += cost_of(OpView(runner.built.program, op)).wire;
+      });
+      int64_t tokens = 22, rows = capacity ? int64_t(1.5 * double(tokens) * 2 / 8) : tokens;
+      rows = (rows + pieces - 1) / pieces * pieces;  // all are of one size
+      EXPECT_EQ(bytes, double(2 * (4 * 8 * rows * 24 * 4 + 8 * 4)));
+    }
 }
 
 // Numbers kept for the backward pass a block, by the choices R = tokens·k of a microbatch, width C and inner width F:
@@ -672,6 +755,10 @@ TEST(Experts, WrongDivisionsAreErrors) {
   expect_divided_refused(with("data = 2\nexpert = 2\n", "dropout = 0.1\n"), "dropout between an expert's products");
   expect_divided_refused(with("data = 2\nexpert = 3\n", ""), "mesh.data = 2 is not a multiple of");
   expect_divided_refused(with("data = 2\nexpert = 2\n", "receive_factor = 1.5\n"), "computed in several rounds");
+  expect_divided_refused(with("data = 2\nexpert = 2\n", "pieces = 2\n"), "but pieces = 2 has rows computed in several");
+  ExpertsCase small = with("data = 2\nexpert = 2\n", "pieces = 12\ncapacity_factor = 1.0\n");
+  small.run = "";
+  expect_divided_refused(small, "pieces = 12 are more than the 11 rows that there is room for");
   ExpertsCase third = with("data = 6\nexpert = 3\n", "", 6);
   third.experts = "experts = 9\n", third.micro_batch = 2;
   expect_divided_refused(third, "needs a power of two of ranks that divide experts, but mesh.expert = 3", 12);

@@ -168,8 +168,8 @@ class Zero final : public strata::Plugin {
         const std::string& axis = program[id].layout.back().axis;
         Last& last = lasts[axis];
         const int block = program.ops[i].block;
-        const bool goes_on = last.group && (last.at == i || (block >= 0 && block == last.block &&
-                                                             last.group->bytes < bucket_.count));
+        const bool goes_on =
+            last.group && (last.at == i || (block >= 0 && block == last.block && last.group->bytes < bucket_.count));
         if (!goes_on) last = {block, i, &before[i].emplace_back(Group{.axis = axis})};
         last.group->parameters.push_back(id);
         last.group->bytes += program[gathered[id.value]].bytes();
