@@ -14,10 +14,10 @@ struct Axis {
   bool own_programs = false;   // ranks along it have programs of their own: other tensors, data and losses
 };
 
-// Ranks that see different sequences. They are `replicate` × `shard` × `expert`: groups of `shard` ranks that share what
-// is split among them, repeated `replicate` times, and for each of them the ranks among which experts are split, to
-// which the tokens of each other's sequences go. `shard` and `expert` together are one axis, too: what is no expert's is
-// the same on all of its ranks, so they can share it.
+// Ranks that see different sequences. They are `replicate` × `shard` × `expert`: groups of `shard` ranks that share
+// what is split among them, repeated `replicate` times, and for each of them the ranks among which experts are split,
+// to which the tokens of each other's sequences go. `shard` and `expert` together are one axis, too: what is no
+// expert's is the same on all of its ranks, so they can share it.
 inline constexpr std::string_view kDataAxis = "data", kReplicateAxis = "replicate", kShardAxis = "shard",
                                   kExpertAxis = "expert", kShardExpertAxis = "shard_expert";
 // Ranks that see the same sequences and share the work of each op.
