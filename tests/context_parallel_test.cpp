@@ -140,7 +140,7 @@ TEST(ContextParallel, ExpertsAgreeWithOneRank) {
     c.optimizer += bound;
     if (c.data > 1 && test::draw(random, 0, 1)) {
       c.expert = c.data;
-      if (bound.empty()) c.optimizer += pick(random, {"", "receive_factor = 1.2\n"});
+      if (bound.empty()) c.optimizer += pick(random, {"", "receive_factor = 1.2\n", "pieces = 2\n"});
     }
     SCOPED_TRACE("STRATA_SEED=" + std::to_string(seed) + " STRATA_CASES=1\n" + text_of(c, false));
     const Outcome expected = outcome(c, true), actual = outcome(c, false);

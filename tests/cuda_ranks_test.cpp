@@ -146,7 +146,8 @@ TEST(CudaRanks, ExpertsAgreeWithOne) {
   const Outcome whole = outcome(1, toml(1, rounds), watched);
   for (const std::string network : {"", "provider = \"tcp\"\n"}) {
     SCOPED_TRACE(network);
-    expect_agreement(outcome(2, divided(toml(2, kExchanges[0] + rounds, "", network)), watched), whole);
+    const std::string pieces = network.empty() ? "pieces = 2\n" : "";
+    expect_agreement(outcome(2, divided(toml(2, kExchanges[0] + rounds + pieces, "", network)), watched), whole);
   }
   const std::string run = "reproducible = true\n";
   const Outcome one = outcome(1, toml(1, expert, run), watched);

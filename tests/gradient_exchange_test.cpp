@@ -23,6 +23,9 @@ const std::string kWanting[] = {
     "[plugins.data_parallel]\nbucket = 20000\n", "[plugins.zero]\nstage = 1\nbucket = 20000\n",
     "[plugins.zero]\nstage = 2\nbucket = 20000\n", "[plugins.zero]\nstage = 3\nbucket = 20000\n"};
 
+// Ranks along `expert` share what is no expert's.
+const std::string kExperts = "expert = 2\n[plugins.moe]\nexperts = 4\nffn = 24\n";
+
 // A form of the test's own for all gradients, or those of an axis.
 class Form : public Plugin {
  public:
@@ -83,7 +86,7 @@ TEST(GradientExchange, AFormThatChangesNothingIsTheEnginesOwn) {
   Form plain({.name = "as they are", .exchange = as_they_are});
   size_t number = 0;
   for (const std::string& wanting : kWanting)
-    for (const std::string mesh : {"", "replicate = 2\n"}) {
+    for (const std::string& mesh : {std::string(), std::string("replicate = 2\n"), kExperts}) {
       if (test::left_out(number++)) continue;
       SCOPED_TRACE(wanting + mesh);
       const std::string text = toml(4, wanting, mesh);
@@ -115,6 +118,25 @@ TEST(GradientExchange, AFormWorksWithWhateverIsWanted) {
       for (size_t i = 0; i < actual.size(); ++i) EXPECT_NEAR(actual[i], expected[i], 1e-3 * expected[i]);
       EXPECT_NE(actual, expected);
     }
+}
+
+// What is no expert's crosses once, among all ranks that share it, in the form that was set for the data ranks.
+TEST(GradientExchange, AFormIsOfAllThatShare) {
+  Form half({.name = "bf16", .exchange = in_bf16});
+  for (size_t stage = 1; stage <= 3; ++stage)
+    for (const std::string mesh : {"", "replicate = 2\n"})
+      losses(mesh.empty() ? 4 : 8, toml(mesh.empty() ? 4 : 8, kWanting[stage], mesh + kExperts), {&half},
+             [&](test::Runner& r) {
+               std::map<std::string, int> scattered;  // by axis
+               for (const Op& op : r.built.program.ops)
+                 if (op.kind->name == "reduce_scatter" && op.step_part != StepPart::forward) {
+                   EXPECT_EQ(r.built.program[op.inputs[0]].dtype, DType::bf16);
+                   ++scattered[op.attributes.string("axis")];
+                 }
+               EXPECT_GT(scattered["shard_expert"], 0);
+               EXPECT_EQ(scattered["expert"], 0);
+               EXPECT_GT(scattered["shard"], 0) << "experts' own";
+             });
 }
 
 // The slow link between groups alone is compressed.
@@ -232,6 +254,14 @@ TEST(GradientExchange, WhatContradictsIsRefusedWithBothNames) {
   Wants nowhere({.shared_over = "tensor"});
   found = refusal(toml(2, ""), {{"nowhere", &nowhere}});
   EXPECT_NE(found.find("which is no part of axis \"data\""), std::string::npos) << found;
+  Wants shared({.shared_over = "shard_expert"});
+  found = refusal(toml(4, "", kExperts), {{"shared", &shared}});
+  EXPECT_NE(found.find("axis \"shard_expert\", but axis \"expert\" splits that parameter already."), std::string::npos)
+      << found;
+  Form inner({.name = "inner", .exchange = as_they_are}, "expert");
+  found = refusal(toml(4, kWanting[1], kExperts), {{"inner", &inner}});
+  EXPECT_NE(found.find("plugin \"zero\" wants the gradient of "), std::string::npos) << found;
+  EXPECT_NE(found.find(" in shares over axis \"shard_expert\", which is one exchange"), std::string::npos) << found;
   found = refusal(toml(1, ""), {{"nobody", &one}});
   EXPECT_EQ(found, "");
   found = refusal(toml(2, ""), {{"nobody", &one}});

@@ -1,6 +1,7 @@
 // Tokens on their way to experts and back (engine/ops/expert_dispatch.cpp), and an expert's gate (sigmoid_gate.cpp).
 // Slots are given without atomics, in the order of the CPU's: a warp an expert looks through all choices.
 #include "cuda/bind.h"
+#include "engine/ops/expert_rounds.h"
 #include "engine/ops/rank_order.h"
 
 namespace strata::cuda::expert_dispatch_kernels {
@@ -39,23 +40,23 @@ STRATA_KERNEL add_offsets(int32_t* offsets, int64_t experts) {
 
 // From the number among an expert's choices to the slot; choices of nobody have none.
 STRATA_KERNEL place_slots(const int32_t* choices, int32_t* slots, const int32_t* offsets, int64_t count,
-                          int64_t experts, int64_t capacity, bool padded) {
+                          int64_t experts, ExpertRounds rounds, bool padded) {
   const int64_t i = int64_t(blockIdx.x) * kBlock + threadIdx.x;
   if (i >= count) return;
   const int64_t e = choices[i], at = e < 0 ? -1 : slots[i];
-  slots[i] = int32_t(at < 0 ? -1 : padded ? (at / capacity * experts + e) * capacity + at % capacity : offsets[e] + at);
+  slots[i] = int32_t(at < 0 ? -1 : padded ? rounds.slot(at, e, experts) : offsets[e] + at);
 }
 
 Launch bind_slots(const Binding& b) {
-  const int64_t capacity = b.attributes().integer("capacity");
+  const ExpertRounds rounds(b, b.attributes().integer("capacity"));
   return [=, choices = b.in<int32_t>(0), slots = b.out<int32_t>(0), offsets = b.out<int32_t>(1), k = b.columns(0),
           tokens = b.rows(0), experts = b.attributes().integer("experts"),
-          room = capacity * b.attributes().integer("rounds", 1), padded = b.attributes().integer("padded", 0) != 0,
-          queue = b.queue()] {
+          room = b.attributes().integer("limit", rounds.room * b.attributes().integer("rounds", 1)),
+          padded = b.attributes().integer("padded", 0) != 0, queue = b.queue()] {
     launch(number_choices, dim3(unsigned(experts)), 32, 0, queue, choices, slots, offsets, tokens, k, room);
     launch(add_offsets, dim3(1), 1, 0, queue, offsets, experts);
     launch(place_slots, dim3(blocks(tokens * k, kBlock)), kBlock, 0, queue, choices, slots, offsets, tokens * k,
-           experts, capacity, padded);
+           experts, rounds, padded);
   };
 }
 
@@ -126,10 +127,11 @@ STRATA_KERNEL dispatch(const T* x, const int32_t* slots, const T* weights, T* y,
 
 // Rows of slots that nobody has.
 template <class T>
-STRATA_KERNEL clear_slots(T* y, const int32_t* offsets, int64_t experts, int64_t columns, int64_t capacity,
-                          int64_t before, bool padded) {
-  const int64_t row = blockIdx.x, e = padded ? row / capacity : 0;
-  const bool taken = padded ? row % capacity < offsets[e + 1] - offsets[e] - before : row < offsets[experts];
+STRATA_KERNEL clear_slots(T* y, const int32_t* offsets, int64_t experts, int64_t columns, ExpertRounds rounds,
+                          int64_t round, bool padded) {
+  const int64_t row = blockIdx.x, e = padded ? row / rounds.room : 0;
+  const bool taken =
+      padded ? row % rounds.room < rounds.filled(offsets[e + 1] - offsets[e], round) : row < offsets[experts];
   if (taken) return;
   for (int64_t c = threadIdx.x; c < columns; c += kBlock) y[row * columns + c] = from_float<T>(0.0f);
 }
@@ -137,16 +139,16 @@ STRATA_KERNEL clear_slots(T* y, const int32_t* offsets, int64_t experts, int64_t
 Launch bind_dispatch(const Binding& b) {
   return with_type(b.input(0).dtype, [&](auto zero) -> Launch {
     using T = decltype(zero);
-    const int64_t round = b.attributes().integer("round", 0), capacity = b.attributes().integer("capacity"),
-                  rows = b.output(0).shape[0];
+    const int64_t round = b.attributes().integer("round", 0), rows = b.output(0).shape[0];
+    const ExpertRounds rounds(b, b.attributes().integer("capacity"));
     return [=, x = b.in<T>(0), slots = b.in<int32_t>(1), offsets = b.in<int32_t>(2),
             weights = b.has_input(3) ? b.in<T>(3) : nullptr, y = b.out<T>(0), choices = count(b.input(1)),
             k = b.columns(1), columns = b.columns(0), experts = b.input(2).shape[0] - 1,
             padded = b.attributes().integer("padded", 0) != 0, queue = b.queue()] {
       launch(dispatch<T>, dim3(unsigned(choices)), kBlock, 0, queue, x, slots, weights, y, k, columns, round * rows,
              rows);
-      launch(clear_slots<T>, dim3(unsigned(rows)), kBlock, 0, queue, y, offsets, experts, columns, capacity,
-             round * capacity, padded);
+      launch(clear_slots<T>, dim3(unsigned(rows)), kBlock, 0, queue, y, offsets, experts, columns, rounds, round,
+             padded);
     };
   });
 }

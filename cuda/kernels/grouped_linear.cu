@@ -1,6 +1,7 @@
 // Products of groups of rows with matrices of their own (engine/ops/grouped_linear.cpp), tile by tile: a block finds
 // the group that its tile of rows belongs to, since only the device knows how many rows each has.
 #include "cuda/tile_product.h"
+#include "engine/ops/expert_rounds.h"
 
 namespace strata::cuda::grouped_linear_kernels {
 namespace {
@@ -10,28 +11,26 @@ struct Rows {
   int64_t begin, end;
 };
 
-// One for each source and expert, by offsets (E + 1) or by how many of `room` rows are filled (N, E), `before` of them
-// in the rounds before.
+// One for each source and expert, by offsets (E + 1) or by how many rows of all rounds are filled (N, E).
 struct Groups {
   const int32_t* data;
-  int64_t experts, count, room, before;
-  explicit Groups(const Binding& b) : data(b.in<int32_t>(2)) {
-    const Tensor& groups = b.input(2);
-    const bool padded = groups.shape.size() == 2;
-    experts = padded ? groups.shape[1] : groups.shape[0] - 1;
-    count = padded ? groups.shape[0] * experts : experts;
-    room = padded ? b.rows(0) / count : 0;
-    before = b.attributes().integer("round", 0) * room;
-  }
+  int64_t experts, count, round;
+  ExpertRounds rounds;  // no room where rows are not padded
+  explicit Groups(const Binding& b)
+      : data(b.in<int32_t>(2)),
+        experts(padded(b) ? b.input(2).shape[1] : b.input(2).shape[0] - 1),
+        count(padded(b) ? b.input(2).shape[0] * experts : experts),
+        round(b.attributes().integer("round", 0)),
+        rounds(b, padded(b) ? b.rows(0) / count : 0) {}
+  static bool padded(const Binding& b) { return b.input(2).shape.size() == 2; }
   STRATA_DEVICE Rows operator[](int64_t g) const {
-    if (room == 0) return {data[g], data[g + 1]};
-    const int64_t left = data[g] - before, filled = left < 0 ? 0 : left < room ? left : room;
-    return {g * room, g * room + filled};
+    if (rounds.room == 0) return {data[g], data[g + 1]};
+    return {g * rounds.room, g * rounds.room + rounds.filled(data[g], round)};
   }
   // Of any row, whether it is somebody's.
   STRATA_DEVICE bool has(int64_t row) const {
-    if (room == 0) return row < data[experts];
-    return row < (*this)[row / room].end;
+    if (rounds.room == 0) return row < data[experts];
+    return row < (*this)[row / rounds.room].end;
   }
 };
 

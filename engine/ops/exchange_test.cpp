@@ -456,9 +456,10 @@ TEST(Exchanges, StreamsFollowFromTheAxis) {
   Program program;
   Builder build(program);
   const TensorId x = build.data("x", {4}, DType::f32);
-  for (const auto& [axis, stream] : {std::pair("data", Stream::exchange), std::pair("replicate", Stream::exchange),
-                                     std::pair("shard", Stream::exchange), std::pair("tensor", Stream::model_exchange),
-                                     std::pair("expert", Stream::model_exchange)}) {
+  for (const auto& [axis, stream] :
+       {std::pair("data", Stream::exchange), std::pair("replicate", Stream::exchange),
+        std::pair("shard", Stream::exchange), std::pair("tensor", Stream::model_exchange),
+        std::pair("shard_expert", Stream::exchange), std::pair("expert", Stream::model_exchange)}) {
     build.emit("all_reduce", {x}, {{"axis", axis}, {"reduction", "sum"}});
     EXPECT_EQ(program.ops.back().stream, stream) << axis;
   }

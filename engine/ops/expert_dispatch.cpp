@@ -8,12 +8,14 @@
 // is known who has them: other ranks' experts are sent to so.
 //
 // Padded slots may be filled in several rounds: what finds no room in the slots of the first takes those of the second,
-// and so on. The copies of a round (attribute `round`) are as many as those of any other.
+// and so on. The copies of a round (attribute `round`) are as many as those of any other. With attribute `together` so
+// many rounds at a time are filled in turn (expert_rounds.h), so that all have as much to compute.
 //
 // Where ranks divide the tokens of sequences each has slots, and copies, of its own tokens' choices.
 #include <algorithm>
 #include <cstring>
 
+#include "engine/ops/expert_rounds.h"
 #include "engine/ops/rank_order.h"
 #include "engine/ops/registration.h"
 #include "engine/ops/vector.h"
@@ -29,6 +31,11 @@ bool is_padded(const OpView& v) { return v.attributes().integer("padded", 0) != 
 int64_t round_of(const OpView& v) { return v.attributes().integer("round", 0); }
 int64_t rounds_of(const OpView& v) { return v.attributes().integer("rounds", 1); }
 
+// Choices that an expert takes.
+int64_t room_of(const OpView& v) {
+  return v.attributes().integer("limit", v.attributes().integer("capacity") * rounds_of(v));
+}
+
 // The row of a choice among the `rows` of a round; -1: it has none there.
 int64_t row_in_round(int64_t slot, int64_t round, int64_t rows) {
   const int64_t row = slot - round * rows;
@@ -38,7 +45,8 @@ int64_t row_in_round(int64_t slot, int64_t round, int64_t rows) {
 // Choices of a token that went to each expert and how many found room, then where each expert's rows begin, then slots.
 void assign_slots(const Binding& b) {
   const int64_t k = b.columns(0), tokens = b.rows(0), experts = b.attributes().integer("experts"),
-                capacity = b.attributes().integer("capacity"), room = capacity * rounds_of(b);
+                capacity = b.attributes().integer("capacity"), room = room_of(b);
+  const ExpertRounds rounds(b, capacity);
   const auto* choices = b.in<int32_t>(0);
   auto *slots = b.out<int32_t>(0), *offsets = b.out<int32_t>(1);
   std::memset(offsets, 0, size_t(experts + 1) * 4);
@@ -52,7 +60,7 @@ void assign_slots(const Binding& b) {
   for (int64_t i = 0; i < tokens * k; ++i) {
     if (slots[i] < 0) continue;
     const int64_t at = slots[i], e = choices[i];
-    slots[i] = int32_t(is_padded(b) ? (at / capacity * experts + e) * capacity + at % capacity : offsets[e] + at);
+    slots[i] = int32_t(is_padded(b) ? rounds.slot(at, e, experts) : offsets[e] + at);
   }
 }
 
@@ -62,12 +70,14 @@ void register_slots() {
       {.name = "expert_slots",
        .summary = "choices i32 (…, k) of experts, -1: none -> slots i32 (…, k), -1: dropped, and offsets i32 (E + 1) "
                   "of experts in them; attributes experts = E, capacity (0: any number), padded (1: of each expert as "
-                  "many slots as its capacity, in each of `rounds`; offsets count those that are taken)",
+                  "many slots as its capacity, in each of `rounds`, of which `together` are filled in turn; offsets "
+                  "count those "
+                  "that are taken), limit (choices that an expert takes, fewer than it has slots)",
        .shape = [](const OpView& v) -> std::vector<TensorSpec> {
          require(v.inputs() == 1 && is_integer(v, 0) && elements(v.input(0).shape) <= kMostChoices &&
                      v.attributes().has("experts") && v.attributes().integer("experts") > 0 &&
                      v.attributes().has("capacity") && v.attributes().integer("capacity") >= (is_padded(v) ? 1 : 0) &&
-                     rounds_of(v) >= 1 &&
+                     rounds_of(v) >= 1 && rounds_of(v) % v.attributes().integer("together", 1) == 0 &&
                      (!is_padded(v) || v.attributes().integer("capacity") <=
                                            kMostChoices / v.attributes().integer("experts") / rounds_of(v)),
                  v, "choices i32 (…, k), at most 2^30, and attributes experts and capacity, at most 2^30 slots");
@@ -240,11 +250,9 @@ void dispatch(const Binding& b) {
     std::memset(at(b.out<void>(0), type, from * columns), 0, size_t((to - from) * bytes));
   };
   if (!is_padded(b)) return clear(offsets[experts], b.output(0).shape[0]);
-  const int64_t room = b.attributes().integer("capacity");
-  for (int64_t e = 0; e < experts; ++e) {
-    const int64_t filled = std::clamp<int64_t>(offsets[e + 1] - offsets[e] - round * room, 0, room);
-    clear(e * room + filled, (e + 1) * room);
-  }
+  const ExpertRounds rounds(b, b.attributes().integer("capacity"));
+  for (int64_t e = 0; e < experts; ++e)
+    clear(e * rounds.room + rounds.filled(offsets[e + 1] - offsets[e], round), (e + 1) * rounds.room);
 }
 
 // y (…, C): the rows of each token's slots, times weights, in the order of its choices.
@@ -336,7 +344,7 @@ void register_dispatch() {
   register_kind(
       {.name = "expert_dispatch",
        .summary = "x (…, C), slots i32 (…, k), offsets i32 (E + 1), [weights (…, k)] -> y (S, C): row t to its slots; "
-                  "attributes capacity, padded, round",
+                  "attributes capacity, padded, round, together",
        .shape = [](const OpView& v) -> std::vector<TensorSpec> {
          require(v.inputs() >= 3 && v.has_input(0) && is_float(v.input(0)) && has_slots(v, 1) && weights_fit(v) &&
                      v.rows(0) == v.rows(1) && v.attributes().has("capacity"),
@@ -371,7 +379,7 @@ void register_combine() {
   register_kind(
       {.name = "expert_combine",
        .summary = "y (S, C), slots i32 (…, k), offsets i32 (E + 1), [weights (…, k)] -> x (…, C): sum of a token's "
-                  "slots; attributes capacity, padded, round",
+                  "slots; attributes capacity, padded, round, together",
        .shape = [](const OpView& v) -> std::vector<TensorSpec> {
          require(v.inputs() >= 3 && v.has_input(0) && is_float(v.input(0)) && v.input(0).shape.size() == 2 &&
                      has_slots(v, 1) && weights_fit(v) && v.attributes().has("capacity") &&

@@ -4,11 +4,16 @@
 //
 // Rows of a further round (attribute `round`) cross only where some expert has more than all rounds before take: with
 // attribute `capacity`, what it takes of a rank in one, and the most that any has of one rank, alike on all ranks, as
-// the second input. Otherwise nothing comes, and nobody reads what should have: there it is nobody's rows.
+// the second input; rounds that are filled together, as attribute `together` says, cross together. Otherwise nothing
+// comes, and nobody reads what should have: there it is nobody's rows.
+//
+// With attribute `behind` it is to hide behind other work, which must not wait for the memory of what crosses
+// (memory_plan.cpp).
 //
 // Where an axis divides tokens (a split of S), ranks with the same part of the tokens exchange with each other.
 #include <algorithm>
 
+#include "engine/ops/expert_rounds.h"
 #include "engine/ops/registration.h"
 #include "strata/communicator.h"
 
@@ -75,7 +80,8 @@ Launch bind(const Binding& b) {
   }
   // Who puts exchanges into a queue does not know the number yet: there all rounds cross.
   const auto* most = b.inputs() > 1 && !b.group().asynchronous() ? b.in<int32_t>(1) : nullptr;
-  const int64_t before = most ? b.attributes().integer("round") * b.attributes().integer("capacity") : 0;
+  const int64_t before =
+      most ? ExpertRounds(b, b.attributes().integer("capacity")).before(b.attributes().integer("round")) : 0;
   return [send, receive, most, before, &group = b.group()] {
     int32_t rows = 0;
     if (most) group.copy_bytes(&rows, most, sizeof rows);
@@ -88,7 +94,8 @@ const AtLoad expert_exchange_registered([] {
               .summary =
                   "to = \"experts\": x (S, …), rows for the experts of each of `size` ranks of an axis -> (N, S / N, "
                   "…), those for this one's, from each rank; to = \"tokens\": the way back; of further rounds: also "
-                  "most i32 (1), attributes round, capacity"};
+                  "most i32 (1), attributes round, capacity, together; behind: other work "
+                  "goes on meanwhile"};
   kind.shape = shape;
   kind.gradient = [](Differentiation& d) {
     const OpView& v = d.forward();

@@ -2,10 +2,12 @@
 // double, CPU kernels against those, in f32 and 16 bits and for any number of threads; slots and losses by hand.
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <random>
 
+#include "engine/ops/expert_rounds.h"
 #include "engine/ops/experts_recorded.h"
 #include "engine/planning/memory_plan.h"
 #include "engine/program/autodiff.h"
@@ -437,6 +439,32 @@ TEST(ExpertKinds, SlotsOfFurtherRoundsComeBehind) {
                {{"experts", int64_t{2}}, {"capacity", int64_t{2}}, {"padded", int64_t{1}}, {"rounds", int64_t{3}}});
   EXPECT_EQ(slots.offsets, (std::vector<double>{0, 1, 7}));
   EXPECT_EQ(slots.slots, (std::vector<double>{2, 3, 6, 0, 7, 10, 11, -1}));
+}
+
+// Two rounds of two slots an expert are filled in turn, then the next two; no more than the limit.
+TEST(ExpertKinds, SlotsOfPiecesAreFilledInTurn) {
+  const Slots slots = slots_of({1, 1, 1, 0, 1, 1, 1, 1, 1}, 1,
+                               {{"experts", int64_t{2}},
+                                {"capacity", int64_t{2}},
+                                {"padded", int64_t{1}},
+                                {"rounds", int64_t{4}},
+                                {"together", int64_t{2}},
+                                {"limit", int64_t{7}}});
+  EXPECT_EQ(slots.offsets, (std::vector<double>{0, 1, 8}));
+  EXPECT_EQ(slots.slots, (std::vector<double>{2, 6, 3, 0, 7, 10, 14, 11, -1}));
+  Op op;
+  op.attributes.set("together", int64_t{3});
+  const Program program;
+  const ExpertRounds rounds(OpView(program, op), 2);
+  for (int64_t rows = 0; rows <= 18; ++rows) {  // counted one by one
+    std::array<int64_t, 9> filled{};
+    for (int64_t row = 0; row < rows; ++row) {
+      const int64_t slot = rounds.slot(row, 1, 2);
+      EXPECT_EQ(slot % 4 / 2, 1) << "expert 1";
+      EXPECT_EQ(slot % 2, filled[size_t(slot / 4)]++) << "no gaps";
+    }
+    for (int64_t round = 0; round < 9; ++round) EXPECT_EQ(rounds.filled(rows, round), filled[size_t(round)]);
+  }
 }
 
 // Equal logits go to the first experts; NaN to some, so that nothing is written outside.

@@ -5,13 +5,14 @@
 //
 // Rows of several ranks come padded instead: (N, R, C) from N ranks, of each R / E for each of E experts, of which the
 // first as many are somebody's as `filled` (N, E) says; the others become zero. With attribute `round`, `filled` counts
-// the rows of all rounds, of which each takes as many as there is room for (expert_dispatch.cpp).
+// the rows of all rounds, of which each takes as many as there is room for (expert_rounds.h).
 //
 // How the work is cut depends on sizes alone, and what is summed over is never cut, so that results have the same bits
 // for any number of threads.
 #include <atomic>
 #include <cstring>
 
+#include "engine/ops/expert_rounds.h"
 #include "engine/ops/gemm.h"
 #include "engine/ops/registration.h"
 
@@ -35,18 +36,20 @@ struct Group {
 // One for each source and expert, in this order; what is behind the last is nobody's.
 struct Groups {
   const int32_t* data;
-  int64_t experts, sources, room;  // rows of each where they are padded, otherwise 0
-  int64_t before;                  // rows of each in the rounds before
+  int64_t experts, sources;
+  ExpertRounds rounds;  // no room where rows are not padded
+  int64_t round;
   explicit Groups(const Binding& b)
       : data(b.in<int32_t>(2)),
         experts(experts_of(b.input(2))),
         sources(sources_of(b.input(2))),
-        room(is_padded(b.input(2)) ? b.rows(0) / (experts * sources) : 0),
-        before(b.attributes().integer("round", 0) * room) {}
+        rounds(b, is_padded(b.input(2)) ? b.rows(0) / (experts * sources) : 0),
+        round(b.attributes().integer("round", 0)) {}
   int64_t count() const { return experts * sources; }
   Group operator[](int64_t g) const {
+    const int64_t room = rounds.room;
     if (room == 0) return {g, data[g], data[g + 1], data[g + 1]};
-    return {g % experts, g * room, g * room + std::clamp<int64_t>(data[g] - before, 0, room), (g + 1) * room};
+    return {g % experts, g * room, g * room + rounds.filled(data[g], round), (g + 1) * room};
   }
 };
 
@@ -237,9 +240,11 @@ TensorSpec group_shape(const OpView& v, bool transpose, bool padded) {
   return {shape, v.input(0).dtype};
 }
 
-// Of the rows the attribute `share` is somebody's in an even load; further rounds are the exception.
+// Of the rows the attribute `share` is somebody's in an even load; rounds beyond those that come first are the
+// exception.
 Cost group_cost(const OpView& v, double c, double f) {
-  const double share = v.attributes().integer("round", 0) > 0 ? 0 : v.attributes().real("share", 1);
+  const bool further = v.attributes().integer("round", 0) >= v.attributes().integer("together", 1);
+  const double share = further ? 0 : v.attributes().real("share", 1);
   Cost cost{2 * double(v.rows(0)) * c * f * share, double(v.output(0).bytes()) * (v.accumulates(0) ? 2 : 1)};
   for (int i = 0; i < v.inputs(); ++i) cost.bytes += double(v.input(i).bytes());
   return cost;
@@ -257,6 +262,7 @@ void gradients(Differentiation& d, bool transpose, bool padded) {
   const bool apart = d.forward().attributes().integer("apart", 0) != 0;
   Attributes rest{{"round", d.forward().attributes().integer("round", 0)},
                   {"share", d.forward().attributes().real("share", 1)}};
+  if (d.forward().attributes().has("together")) rest.set("together", d.forward().attributes().integer("together"));
   if (d.needs(1)) {
     const TensorId c = transpose ? dy : d.input(0), f = transpose ? d.input(0) : dy;
     const TensorId made =

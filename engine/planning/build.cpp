@@ -428,14 +428,12 @@ class Build {
   // What ranks that train apart have each for itself: what updates change, but for what is exchanged before. What an
   // axis splits is each rank's own already.
   void mark_own() {
-    const auto parts = mesh_.parts_of(built_.apart);
     for (Tensor& tensor : step().tensors) {
       const bool changes =
           tensor.role == Role::optimizer_state || (tensor.role == Role::parameter && !tensor.lasting->frozen);
       if (!tensor.persistent || tensor.part_of || !changes || tensor.lasting->alike) continue;
-      if (std::any_of(tensor.layout.begin(), tensor.layout.end(), [&](const Split& split) {
-            return std::find(parts.begin(), parts.end(), split.axis) != parts.end();
-          }))
+      if (std::any_of(tensor.layout.begin(), tensor.layout.end(),
+                      [&](const Split& split) { return mesh_.meet(built_.apart, split.axis); }))
         continue;
       tensor.lasting.change([&](Lasting& lasting) { lasting.own_over = built_.apart; });
     }

@@ -25,11 +25,13 @@ Split share_of_rows(const Tensor& tensor, const std::string& axis) {
 void ExchangeStage::want(const Gradient& gradient, const GradientResult& result, std::string_view axis) {
   const std::string name = parameter_name(program_, gradient);
   if (result.bucket <= 0) throw Error("the bucket of an exchange must be positive.");
-  if (!result.shared_over.empty()) {
-    const auto parts = mesh_.parts_of(axis);
-    if (std::find(parts.begin(), parts.end(), result.shared_over) == parts.end())
-      throw Error("the gradient of " + name + " is wanted in shares over axis \"" + result.shared_over +
-                  "\", which is no part of axis \"" + std::string(axis) + "\".");
+  if (const std::string& shared = result.shared_over; !shared.empty()) {
+    const std::string wanted = "the gradient of " + name + " is wanted in shares over axis \"" + shared + "\", ";
+    for (std::string_view part : mesh_.parts_of(shared))
+      if (!mesh_.meet(axis, part)) throw Error(wanted + "which is no part of axis \"" + std::string(axis) + "\".");
+    for (const Split& split : program_[gradient.parameter].layout)
+      if (mesh_.meet(split.axis, shared))
+        throw Error(wanted + "but axis \"" + split.axis + "\" splits that parameter already.");
   }
   for (std::string_view part : mesh_.parts_of(axis)) {
     const auto [at, is_first] =
@@ -52,9 +54,8 @@ void ExchangeStage::form(const Gradient& gradient, const ExchangeForm& form, std
 void ExchangeStage::leave(const Gradient& gradient, std::string_view axis) {
   if (mesh_.size(axis) == 1) return;
   const std::string name = parameter_name(program_, gradient);
-  const auto parts = mesh_.parts_of(axis);
   for (const Split& split : program_[gradient.parameter].layout)
-    if (std::find(parts.begin(), parts.end(), split.axis) != parts.end())
+    if (mesh_.meet(axis, split.axis))
       throw Error("each rank of axis \"" + split.axis + "\" has another part of " + name + ", so ranks of axis \"" +
                   std::string(axis) + "\" cannot train apart; let it be another axis.");
   const auto [at, is_first] = left_.emplace(name, Left{.axis = std::string(axis), .by = plugin_});
@@ -148,8 +149,18 @@ TensorId GradientBucket::emit(std::string_view kind, const std::vector<TensorId>
 int GradientExchanges::form_of(const std::string& parameter, const std::string& axis) const {
   const auto found = stage_.formed_.find(parameter);
   if (found == stage_.formed_.end()) return kFull;
-  const auto at = found->second.find(axis);
-  return at == found->second.end() ? kFull : int(at->second.form);
+  const auto parts = stage_.mesh_.parts_of(axis);
+  for (std::string_view part : parts)
+    if (parts.size() == 1 || stage_.mesh_.size(part) > 1) {
+      const auto at = found->second.find(std::string(part));
+      return at == found->second.end() ? kFull : int(at->second.form);
+    }
+  return kFull;
+}
+
+// Whether the sum over that axis of the grid comes in shares: over it alone, or over what it is a part of.
+bool GradientExchanges::is_shared_over(const Wanted& wanted, std::string_view axis) const {
+  return !wanted.result.shared_over.empty() && stage_.mesh_.meet(wanted.result.shared_over, axis);
 }
 
 GradientExchanges::When GradientExchanges::when(const std::string& parameter, const std::string& axis,
@@ -179,7 +190,7 @@ void GradientExchanges::take_left(std::vector<Gradient>& gradients) const {
     for (std::string_view part : stage_.mesh_.parts_of(first.axis)) {
       if (stage_.mesh_.size(part) > 1 && wanted != stage_.wanted_.end())
         if (const auto at = wanted->second.find(std::string(part));
-            at != wanted->second.end() && at->second.result.shared_over == part)
+            at != wanted->second.end() && is_shared_over(at->second, part))
           throw Error("plugin \"" + at->second.by + "\" divides what is summed over axis \"" + std::string(part) +
                       "\", but plugin \"" + first.by +
                       "\" lets its ranks train apart; give the second another axis, or leave one of them out.");
@@ -227,8 +238,10 @@ void GradientExchanges::once(GradientStage& stage) {
   for (Gradient& gradient : stage.gradients()) {
     const auto found = stage_.wanted_.find(parameter_name(program, gradient));
     if (found == stage_.wanted_.end()) continue;
-    for (const auto& [axis, wanted] : found->second) {
-      if (wanted.result.shared_over != axis || mesh.size(axis) == 1) continue;
+    std::set<std::string> shared;
+    for (const auto& [grid_axis, wanted] : found->second) {
+      const std::string& axis = wanted.result.shared_over;
+      if (!is_shared_over(wanted, grid_axis) || mesh.size(axis) == 1 || !shared.insert(axis).second) continue;
       TensorId& part = parts[{gradient.parameter, axis}];
       if (part) {
         gradient.parameter = part;
@@ -290,6 +303,16 @@ void GradientExchanges::require_tree(const std::string& parameter, const std::ve
                   "\", which is the order of one rank only for a power of two; change the mesh, or unset it.");
 }
 
+// One exchange over an axis made of several has one form.
+void GradientExchanges::require_one_form(const std::string& parameter, const Wanted& wanted) const {
+  const std::string& axis = wanted.result.shared_over;
+  for (std::string_view part : stage_.mesh_.parts_of(axis))
+    if (stage_.mesh_.size(part) > 1 && form_of(parameter, std::string(part)) != form_of(parameter, axis))
+      throw Error("plugin \"" + wanted.by + "\" wants the gradient of " + parameter + " in shares over axis \"" + axis +
+                  "\", which is one exchange, but over what that is made of it is to cross in several forms; let one "
+                  "form be for all of it.");
+}
+
 // What is summed over several axes in one form is one exchange over all of them. Otherwise shares come first: what they
 // leave to be summed over other axes is less; in reproducible runs the innermost axis comes first, as on one rank.
 void GradientExchanges::exchange_class(Builder& build, std::vector<Gradient>& gradients, const Class& one, When now,
@@ -307,27 +330,33 @@ void GradientExchanges::exchange_class(Builder& build, std::vector<Gradient>& gr
       const size_t g = one.gradients[member];
       const std::string parameter = parameter_name(build.program(), gradients[g]);
       const auto& wanted = stage_.wanted_.at(parameter);
-      std::vector<std::string> summed, left;
-      std::set<int> forms;  // of those left
+      std::vector<std::string> groups;  // summed over one after the other, the outermost first
+      std::set<std::string> shared;     // of them, those that leave shares
+      std::set<int> forms;              // of the others
       for (const std::string& axis : all) {
         const Wanted& asked = wanted.at(axis);
         const auto& partial = gradients[g].partial;
         if (when(parameter, axis, asked) != now || std::find(partial.begin(), partial.end(), axis) == partial.end())
           continue;
-        summed.push_back(axis);
-        if (asked.result.shared_over != axis) left.push_back(axis), forms.insert(form_of(parameter, axis));
+        if (!is_shared_over(asked, axis)) {
+          groups.push_back(axis);
+          forms.insert(form_of(parameter, axis));
+        } else if (const std::string& group = asked.result.shared_over; shared.insert(group).second) {
+          groups.push_back(group);
+          require_one_form(parameter, asked);
+        }
       }
-      if (left.size() == all.size() && forms.size() == 1) {
+      if (shared.empty() && groups.size() == all.size() && forms.size() == 1) {
         turns[{.order = 2, .group = one.axis, .form = *forms.begin()}].push_back(g);
         continue;
       }
-      if (reproducible) require_tree(parameter, summed);
-      for (size_t a = 0; a < summed.size(); ++a) {
-        const bool shares = wanted.at(summed[a]).result.shared_over == summed[a];
-        const int64_t usual = shares ? 0 : left.size() < summed.size() ? 1 : 2;
+      if (reproducible) require_tree(parameter, groups);
+      for (size_t a = 0; a < groups.size(); ++a) {
+        const bool shares = shared.contains(groups[a]);
+        const int64_t usual = shares ? 0 : !shared.empty() ? 1 : 2;
         turns[{.order = reproducible ? -int64_t(a) : usual,
-               .group = summed[a],
-               .form = form_of(parameter, summed[a]),
+               .group = groups[a],
+               .form = form_of(parameter, groups[a]),
                .shares = shares}]
             .push_back(g);
       }

@@ -46,7 +46,10 @@ class GradientExchanges {
   void exchange_class(Builder& build, std::vector<Gradient>& gradients, const Class& one, When when,
                       GradientStage* stage);
   void require_tree(const std::string& parameter, const std::vector<std::string>& axes) const;
-  // Which form sums the gradient over that axis of the grid; kFull for the engine's own.
+  void require_one_form(const std::string& parameter, const Wanted& wanted) const;
+  bool is_shared_over(const Wanted& wanted, std::string_view axis) const;
+  // Which form sums the gradient over that axis, or over the first that has ranks of those that it is made of; kFull
+  // for the engine's own.
   static constexpr int kFull = -1;
   int form_of(const std::string& parameter, const std::string& axis) const;
   void exchange(Builder& build, std::vector<Gradient>& gradients, const std::vector<size_t>& list,

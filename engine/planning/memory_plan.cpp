@@ -42,12 +42,13 @@ void keep_what_is_sent(const Program& program, std::vector<int32_t>& last) {
   }
 }
 
-// What goes round behind other work stays until what came instead is needed: that work must not wait for its memory.
+// What goes round, or otherwise crosses behind other work (attribute `behind`), stays until what came instead is
+// needed: that work must not wait for its memory.
 void keep_what_goes_round(const Program& program, std::vector<int32_t>& last) {
   std::vector<int32_t> reader(program.tensors.size(), -1);  // the first that comes after the op looked at
   for (int32_t i = int32_t(program.ops.size()); i-- > 0;) {
     const Op& op = program.ops[size_t(i)];
-    if (op.kind->name == "shift")
+    if (op.kind->name == "shift" || (op.stream == Stream::model_exchange && op.attributes.has("behind")))
       for (size_t t = 0; t < op.inputs.size(); ++t) {
         int32_t& stays = last[size_t(program.whole(op.inputs[t]).value)];
         stays = std::max(stays, reader[size_t(program.whole(op.outputs[t]).value)]);

@@ -97,6 +97,8 @@ TEST(Price, OfExchangesFollowsTheLink) {
   EXPECT_NEAR(seconds_of(scatter.view(), rates), 1e-3 + 4e-3 * (3e6 - 1e3) / (4e6 - 1e3), 1e-12);  // as all_reduce
   rates.links["data"].samples["reduce_scatter"] = {{0, 1e6, 1e-3}, {0, 2e6, 3e-3}};
   EXPECT_NEAR(seconds_of(scatter.view(), rates), 5e-3, 1e-12);  // along the last two
+  rates.links["data"].samples["reduce_scatter"] = {{0, 1e6, 7e-3}, {0, 2e6, 3e-3}};
+  EXPECT_EQ(seconds_of(scatter.view(), rates), 3e-3) << "not less than nothing";
   EXPECT_EQ(wire_bytes(OneOp("add", {{4}, {4}}).view(), rates), 0);
 }
 

@@ -22,7 +22,8 @@ const Link& link_of(const OpView& view, const Rates& rates) {
   return found == rates.links.end() ? kUnknown : found->second;
 }
 
-// A straight line between samples, through the last two beyond them; less than the smallest takes as long as that.
+// A straight line between samples, through the last two beyond them; less than the smallest takes as long as that, and
+// more than the largest no less than that, however busy the machine was when it was measured.
 double exchange_seconds(const OpView& view, const Rates& rates) {
   const Link& link = link_of(view, rates);
   const double bytes = view.op().stream == Stream::receive ? cost_of(view).wire : wire_bytes(view, rates);
@@ -36,7 +37,8 @@ double exchange_seconds(const OpView& view, const Rates& rates) {
   size_t i = 1;
   while (i + 1 < line.size() && bytes > line[i].bytes) ++i;
   const Sample &a = line[i - 1], &b = line[i];
-  return a.seconds + (b.seconds - a.seconds) * (bytes - a.bytes) / std::max(b.bytes - a.bytes, 1.0);
+  const double seconds = a.seconds + (b.seconds - a.seconds) * (bytes - a.bytes) / std::max(b.bytes - a.bytes, 1.0);
+  return bytes > b.bytes ? std::max(seconds, b.seconds) : seconds;
 }
 
 Json to_json(const Samples& samples) {

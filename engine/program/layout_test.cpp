@@ -272,6 +272,28 @@ TEST(Mesh, AxesAndTheirRanks) {
   EXPECT_EQ(mesh.programs().size, 1);
 }
 
+// What is no expert's is shared among the ranks of two axes as if they were one, in the order of all data ranks: so a
+// sum over them is a branch of the tree of one rank.
+TEST(Mesh, ShardAndExpertAreOneAxisToo) {
+  const Mesh mesh(13, {{"replicate", 2}, {"shard", 2}, {"expert", 2}, {"tensor", 2}});
+  EXPECT_EQ(mesh["shard_expert"].members, (std::vector<int>{9, 11, 13, 15})) << "13 = 1·8 + 1·4 + 0·2 + 1";
+  EXPECT_EQ(mesh["shard_expert"].coordinate, 2);
+  EXPECT_EQ(mesh.parts_of("shard_expert"), (std::vector<std::string_view>{"shard", "expert"}));
+  for (const char* axis : {"shard", "expert", "data", "shard_expert"}) {
+    EXPECT_TRUE(mesh.meet("shard_expert", axis)) << axis;
+    EXPECT_TRUE(mesh.meet(axis, "shard_expert")) << axis;
+  }
+  EXPECT_FALSE(mesh.meet("shard_expert", "replicate"));
+  EXPECT_FALSE(mesh.meet("tensor", "shard_expert"));
+  const auto has_group = [](const Mesh& of) {
+    const std::vector<Axis> groups = of.groups();
+    return std::any_of(groups.begin(), groups.end(), [](const Axis& axis) { return axis.name == kShardExpertAxis; });
+  };
+  EXPECT_TRUE(has_group(mesh));
+  EXPECT_FALSE(has_group(Mesh(0, {{"replicate", 2}, {"shard", 2}, {"expert", 1}}))) << "it is shard";
+  EXPECT_EQ(Mesh(1, {{"shard", 1}, {"expert", 2}})["shard_expert"].members, (std::vector<int>{0, 1}));
+}
+
 TEST(Mesh, RanksPlanAsTheFirstThatHasTheirProgram) {
   const Mesh::Sizes sizes{{"pipeline", 2, true}, {"shard", 2}, {"odd", 3, true}, {"tensor", 2}};
   for (int rank = 0; rank < 24; ++rank) {

@@ -8,6 +8,21 @@
 namespace strata {
 namespace {
 
+// Axes made of several of the grid, and which, the outermost first.
+struct MadeAxis {
+  std::string_view name;
+  std::vector<std::string_view> parts;
+};
+const std::vector<MadeAxis>& made_axes() {
+  static const std::vector<MadeAxis> list{{kDataAxis, {kReplicateAxis, kShardAxis, kExpertAxis}},
+                                          {kShardExpertAxis, {kShardAxis, kExpertAxis}}};
+  return list;
+}
+
+bool is_among(const std::vector<std::string_view>& axes, std::string_view axis) {
+  return std::find(axes.begin(), axes.end(), axis) != axes.end();
+}
+
 struct Grid {
   std::vector<int> size, stride;  // by axis; ranks between neighbours along it
 };
@@ -46,16 +61,20 @@ Axis combined(std::string name, int rank, const Grid& grid, const std::vector<si
 
 Mesh::Mesh(int rank, Sizes axes) : rank_(rank), sizes_(std::move(axes)) {
   const Grid grid = grid_of(sizes_);
-  std::vector<size_t> data, programs;
+  std::vector<size_t> programs;
   for (size_t a = 0; a < sizes_.size(); ++a) {
     const auto& [name, ranks, own_programs] = sizes_[a];
     size_ *= ranks;
     axes_.push_back(combined(name, rank, grid, {a}));
     axes_.back().own_programs = own_programs;
-    if (name == kReplicateAxis || name == kShardAxis || name == kExpertAxis) data.push_back(a);
     if (own_programs) programs.push_back(a);
   }
-  data_ = combined(std::string(kDataAxis), rank, grid, data);
+  for (const MadeAxis& one : made_axes()) {
+    std::vector<size_t> chosen;
+    for (size_t a = 0; a < sizes_.size(); ++a)
+      if (is_among(one.parts, sizes_[a].axis)) chosen.push_back(a);
+    made_.push_back(combined(std::string(one.name), rank, grid, chosen));
+  }
   programs_ = combined("", rank, grid, programs);
   programs_.own_programs = true;
 }
@@ -66,16 +85,22 @@ Mesh Mesh::planner(int program) const {
 }
 
 const Axis& Mesh::operator[](std::string_view axis) const {
-  if (axis == kDataAxis) return data_;
-  for (const Axis& one : axes_)
-    if (one.name == axis) return one;
+  for (const auto* list : {&made_, &axes_})
+    for (const Axis& one : *list)
+      if (one.name == axis) return one;
   static const Axis alone;
   return alone;
 }
 
 std::vector<std::string_view> Mesh::parts_of(std::string_view axis) const {
-  if (axis == kDataAxis) return {kReplicateAxis, kShardAxis, kExpertAxis};
+  for (const MadeAxis& one : made_axes())
+    if (one.name == axis) return one.parts;
   return {axis};
+}
+
+bool Mesh::meet(std::string_view axis, std::string_view other) const {
+  const std::vector<std::string_view> parts = parts_of(axis), others = parts_of(other);
+  return std::any_of(parts.begin(), parts.end(), [&](std::string_view part) { return is_among(others, part); });
 }
 
 bool Mesh::counts() const {
@@ -87,7 +112,8 @@ bool Mesh::counts() const {
 
 std::vector<Axis> Mesh::groups() const {
   std::vector<Axis> all = axes_;
-  all.push_back(data_);
+  for (const Axis& one : made_)  // without ranks along `expert` nobody names what it makes with `shard`
+    if (one.name != kShardExpertAxis || size(kExpertAxis) > 1) all.push_back(one);
   return all;
 }
 

@@ -112,7 +112,8 @@ Stream stream_of(const OpKind& kind, const Attributes& attributes) {
   if (kind.name == "send") return Stream::send;
   if (kind.name == "receive") return Stream::receive;
   const std::string axis = attributes.has("axis") ? attributes.string("axis") : std::string(kDataAxis);
-  return axis == kDataAxis || axis == kReplicateAxis || axis == kShardAxis ? Stream::exchange : Stream::model_exchange;
+  const bool sums = axis == kDataAxis || axis == kReplicateAxis || axis == kShardAxis || axis == kShardExpertAxis;
+  return sums ? Stream::exchange : Stream::model_exchange;
 }
 
 Op make_op(std::string_view kind, std::vector<TensorId> inputs, std::vector<TensorId> outputs, Attributes attributes) {

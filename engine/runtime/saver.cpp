@@ -50,14 +50,11 @@ bool is_in(const Checkpoint& checkpoint, const Tensor& tensor) {
 bool writes(const Tensor& tensor, const Mesh& mesh) {
   if (tensor.role == Role::scalar || has_master(tensor)) return false;
   const auto splits = [&](std::string_view axis) {
-    return std::any_of(tensor.layout.begin(), tensor.layout.end(), [&](const Split& split) {
-      const auto parts = mesh.parts_of(split.axis);
-      return std::find(parts.begin(), parts.end(), axis) != parts.end();
-    });
+    return std::any_of(tensor.layout.begin(), tensor.layout.end(),
+                       [&](const Split& split) { return mesh.meet(split.axis, axis); });
   };
   const std::string& own_over = tensor.lasting->own_over;
-  const auto apart = own_over.empty() ? std::vector<std::string_view>() : mesh.parts_of(own_over);
-  const auto own = [&](std::string_view axis) { return std::find(apart.begin(), apart.end(), axis) != apart.end(); };
+  const auto own = [&](std::string_view axis) { return !own_over.empty() && mesh.meet(own_over, axis); };
   // Along an axis that does not split it all ranks hold the same, unless they train apart or have programs of their
   // own.
   return std::all_of(mesh.axes().begin(), mesh.axes().end(), [&](const Axis& axis) {

@@ -58,8 +58,9 @@ std::vector<std::vector<size_t>> buckets_of(const Program& program, const std::v
 
 // What is wanted of the sum of a gradient over the ranks of an axis.
 struct GradientResult {
-  // Empty: the whole sum, on every rank. An axis of the mesh's grid: each of its ranks gets its share of the rows (a
-  // split of dimension 0, the last of the layout), and that part of the parameter is what it updates.
+  // Empty: the whole sum, on every rank. An axis of the mesh's grid that does not split the parameter, or
+  // kShardExpertAxis where neither of both does: each of its ranks gets its share of the rows (a split of dimension 0,
+  // the last of the layout), and that part of the parameter is what it updates.
   std::string shared_over{};
   // Of each microbatch as soon as it is made, so that only results accumulate; otherwise once a step.
   bool each_microbatch = false;
@@ -141,7 +142,7 @@ class ExchangeStage {
   const Phases& phases() const { return phases_; }  // that the program is for
   const std::vector<Gradient>& gradients() const { return gradients_; }
 
-  // Of the sum of a gradient over an axis (or both parts of `data`). A second result for one gradient and axis is an
+  // Of the sum of a gradient over an axis (or all parts of `data`). A second result for one gradient and axis is an
   // Error, as is a second form; it names both plugins. What is not partial over the axis is not exchanged.
   void want(const Gradient& gradient, const GradientResult& result, std::string_view axis = kDataAxis);
   // Without one, gradients cross as they are (full precision). What a plugin says of one name is one form: gradients

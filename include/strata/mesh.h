@@ -14,11 +14,12 @@ struct Axis {
   bool own_programs = false;   // ranks along it have programs of their own: other tensors, data and losses
 };
 
-// Ranks that see different sequences. They are `replicate` × `shard` × `expert`: groups of `shard` ranks that share what
-// is split among them, repeated `replicate` times, and for each of them the ranks among which experts are split, to
-// which the tokens of each other's sequences go.
+// Ranks that see different sequences. They are `replicate` × `shard` × `expert`: groups of `shard` ranks that share
+// what is split among them, repeated `replicate` times, and for each of them the ranks among which experts are split,
+// to which the tokens of each other's sequences go. `shard` and `expert` together are one axis, too: what is no
+// expert's is the same on all of its ranks, so they can share it.
 inline constexpr std::string_view kDataAxis = "data", kReplicateAxis = "replicate", kShardAxis = "shard",
-                                  kExpertAxis = "expert";
+                                  kExpertAxis = "expert", kShardExpertAxis = "shard_expert";
 // Ranks that see the same sequences and share the work of each op.
 inline constexpr std::string_view kTensorAxis = "tensor";
 // Ranks that see the same sequences and have a part of the tokens of each. A loss is each rank's own there: what its
@@ -33,17 +34,19 @@ class Mesh {
     bool own_programs = false;
   };
   using Sizes = std::vector<Size>;
-  Mesh() = default;  // one rank
+  Mesh() : Mesh(0, {}) {}  // one rank
   // The grid's axes, outermost first: neighbouring ranks differ in the last one. `replicate`, `shard` and `expert` make
-  // up `data`, which can be named like an axis of the grid.
+  // up `data`, the last two of them `shard_expert`; these can be named like axes of the grid.
   Mesh(int rank, Sizes axes);
   int rank() const { return rank_; }
   int size() const { return size_; }
   int size(std::string_view axis) const { return (*this)[axis].size; }
   const Axis& operator[](std::string_view axis) const;     // an axis nobody named has one rank
   const std::vector<Axis>& axes() const { return axes_; }  // of the grid
-  // What `axis` is made of: itself, or for `data` its three.
+  // What `axis` is made of: itself, or for those made of several these, the outermost first.
   std::vector<std::string_view> parts_of(std::string_view axis) const;
+  // Whether two axes are made of something in common, as an axis is with itself.
+  bool meet(std::string_view axis, std::string_view other) const;
   // Axes of the grid and those made of them: what ranks form groups over.
   std::vector<Axis> groups() const;
   // Whether this rank is the first of those that see the same tokens: what they all have alike, such as a loss, is
@@ -61,7 +64,8 @@ class Mesh {
   int rank_ = 0, size_ = 1;
   Sizes sizes_;
   std::vector<Axis> axes_;
-  Axis data_{.name = std::string(kDataAxis), .members = {}}, programs_;
+  std::vector<Axis> made_;  // of several of the grid
+  Axis programs_;
 };
 
 }  // namespace strata

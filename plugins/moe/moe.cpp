@@ -55,6 +55,10 @@ class Experts final : public strata::Plugin {
           "share; what comes on top is computed in further rounds of the same memory; 0: as many as can come")
         .range(0, 65536)
         .may_change();
+    o.add("pieces", pieces_,
+          "with mesh.expert, pieces in which rows cross to experts and back, each behind the products of another")
+        .range(1, 64)
+        .may_change();
     o.add("jitter", jitter_,
           "in training, the router's input is multiplied by uniform numbers of 1 - jitter to 1 + jitter")
         .range(0, 1)
@@ -133,22 +137,9 @@ class Experts final : public strata::Plugin {
       if (strata::moe::Report::is_loss(op)) stage.roots.push_back({op.outputs[0], stage.loss_gradient});
   }
 
-  // Of further rounds nothing is kept for the backward pass: it makes them again, in the memory that they had.
   void backward(strata::ProgramStage& stage) override {
-    strata::Program& program = stage.program;
-    std::vector<char> further(program.tensors.size(), false);
-    for (const strata::Op& op : program.ops) {
-      if (op.step_part != strata::StepPart::forward || op.kind->name == "expert_combine") continue;
-      if (op.attributes.integer("round", 0) == 0 && std::none_of(op.inputs.begin(), op.inputs.end(), [&](TensorId id) {
-            return id && further[size_t(id.value)];
-          }))
-        continue;
-      for (TensorId id : op.outputs) {
-        further[size_t(id.value)] = true;
-        program.forms[id.value].push_back(
-            {.name = "further round", .rest = {}, .restore = {op}, .when = strata::RestingForm::When::after_forward});
-      }
-    }
+    begin_exchanges_early(stage.program);
+    keep_no_further_rounds(stage.program);
   }
 
   void gradients(strata::GradientStage& stage) override {
@@ -179,6 +170,47 @@ class Experts final : public strata::Plugin {
   void step_end(strata::StepContext& context) override { report_.log(context); }
 
  private:
+  // The gradient rules give the backward pass the order of the forward one, turned around: products as they should be,
+  // but exchanges that come before what they hide behind then come after. Each goes to where it can begin.
+  static void begin_exchanges_early(strata::Program& program) {
+    std::vector<size_t> maker(program.tensors.size());
+    for (size_t i = 0; i < program.ops.size(); ++i)
+      for (TensorId id : program.ops[i].outputs)
+        if (id) maker[size_t(id.value)] = i;
+    std::multimap<size_t, size_t> after;  // by op: exchanges that go behind it
+    for (size_t i = 0; i < program.ops.size(); ++i)
+      if (const strata::Op& op = program.ops[i];
+          op.step_part == strata::StepPart::backward && op.kind->exchange && op.attributes.has("behind"))
+        after.emplace(maker[size_t(op.inputs[0].value)], i);
+    if (after.empty()) return;
+    std::vector<char> moved(program.ops.size(), false);
+    for (const auto& [made, i] : after) moved[i] = true;
+    std::vector<strata::Op> ops;
+    for (size_t i = 0; i < program.ops.size(); ++i) {
+      if (!moved[i]) ops.push_back(program.ops[i]);
+      const auto [first, last] = after.equal_range(i);
+      for (auto exchange = first; exchange != last; ++exchange) ops.push_back(program.ops[exchange->second]);
+    }
+    program.ops = std::move(ops);
+  }
+
+  // Of further rounds nothing is kept for the backward pass: it makes them again, in the memory that they had.
+  static void keep_no_further_rounds(strata::Program& program) {
+    std::vector<char> further(program.tensors.size(), false);
+    for (const strata::Op& op : program.ops) {
+      if (op.step_part != strata::StepPart::forward || op.kind->name == "expert_combine") continue;
+      const bool first = op.attributes.integer("round", 0) < op.attributes.integer("together", 1);
+      if (first && std::none_of(op.inputs.begin(), op.inputs.end(),
+                                [&](TensorId id) { return id && further[size_t(id.value)]; }))
+        continue;
+      for (TensorId id : op.outputs) {
+        further[size_t(id.value)] = true;
+        program.forms[id.value].push_back(
+            {.name = "further round", .rest = {}, .restore = {op}, .when = strata::RestingForm::When::after_forward});
+      }
+    }
+  }
+
   // What a folder of the family says; refused where it cannot say all.
   strata::moe::ExternalExperts external() const {
     const bool mixtral = family_ == "mixtral", gated = family_ == "qwen2_moe";
@@ -223,11 +255,12 @@ class Experts final : public strata::Plugin {
       throw Error("experts = " + std::to_string(experts_) + " cannot be divided evenly among the ranks of " + axis +
                   "; set mesh.expert to a divisor of " + std::to_string(experts_) + ".");
     if (!stage.batch().reproducible) return;
-    if (receive_factor_ > 0)
-      throw Error(
-          "run.reproducible promises the bits of one rank, but receive_factor = " + std::to_string(receive_factor_) +
-          " has rows computed in several rounds, whose sums are taken one after the other; set it to 0, or "
-          "unset run.reproducible.");
+    if (receive_factor_ > 0 || pieces_ > 1)
+      throw Error("run.reproducible promises the bits of one rank, but " +
+                  (receive_factor_ > 0 ? "receive_factor = " + std::to_string(receive_factor_) + " has rows"
+                                       : "pieces = " + std::to_string(pieces_) + " has rows") +
+                  " computed in several rounds, whose sums are taken one after the other; set it to " +
+                  (receive_factor_ > 0 ? "0" : "1") + ", or unset run.reproducible.");
     if (stage.mesh().size(strata::kDataAxis) != ranks_ && (ranks_ & (ranks_ - 1)) != 0)
       throw Error(
           "run.reproducible with mesh.data above mesh.expert needs a power of two of ranks that divide experts, "
@@ -260,24 +293,31 @@ class Experts final : public strata::Plugin {
     return activation_ == "swiglu" ? b.emit("swiglu", {into("gate"), up}) : b.emit(activation_, {up});
   }
 
-  // Rows that an expert takes of a microbatch of one rank at once, which has so many of its tokens, and in how many
-  // rounds it takes all.
+  // Rows that an expert takes of a microbatch of one rank, which has so many of its tokens: `rows` in a round, in how
+  // many rounds all of them, of which how many are filled and cross together, and `limit` at most (0: all that fit).
   struct Room {
-    int64_t rows = 0, rounds = 1;
+    int64_t rows = 0, rounds = 1, pieces = 1, limit = 0;
   };
   Room room(int64_t tokens) const {
     const int64_t most = capacity(tokens * parts_);
-    if (ranks_ == 1) return {parts_ > 1 ? 0 : most, 1};
-    if (most > 0) return {std::min(most, tokens), 1};
-    if (receive_factor_ == 0) return {tokens, 1};
+    if (ranks_ == 1) return {parts_ > 1 ? 0 : most};
+    if (most > 0) return in_pieces(std::min(most, tokens), 1);
+    if (receive_factor_ == 0) return in_pieces(tokens, 1);
     const double even = double(tokens) * double(k_) / double(experts_);
     const auto rows = int64_t(std::clamp(std::ceil(receive_factor_ * even), 1.0, double(tokens)));
-    return {rows, (tokens + rows - 1) / rows};
+    return in_pieces(rows, (tokens + rows - 1) / rows);
+  }
+  Room in_pieces(int64_t rows, int64_t rounds) const {
+    if (trains_ && pieces_ > rows)
+      throw Error("plugins.moe.pieces = " + std::to_string(pieces_) + " are more than the " + std::to_string(rows) +
+                  " rows that there is room for of each rank for an expert; lower it, or raise data.micro_batch.");
+    const int64_t pieces = std::min(pieces_, rows), each = (rows + pieces - 1) / pieces;
+    return {each, rounds * pieces, pieces, rounds * rows == rounds * pieces * each ? 0 : rounds * rows};
   }
 
   // Where experts are split, each has as many rows as it may take at once of a microbatch of each rank, so that what
   // ranks send each other is always the same bytes. While rows are on their way to experts and back, the shared expert
-  // computes.
+  // computes, and with several pieces the experts of the one before.
   TensorId layer(Builder& b, TensorId x) const {
     const int64_t tokens = strata::elements(b[x].shape) / b[x].shape.back() / parts_;
     const Room room = this->room(tokens);
@@ -286,12 +326,27 @@ class Experts final : public strata::Plugin {
       routed.choices = b.emit("expert_kept", {routed.choices},
                               {{"experts", experts_}, {"capacity", capacity(tokens * parts_)}}, "experts.kept");
     const Slots slots = this->slots(b, routed.choices, room, tokens);
-    const TensorId rows = dispatched(b, x, slots, 0);
+    const auto pieces = size_t(room.pieces);
+    std::vector<TensorId> rows, back;  // by piece
+    TensorId sum;
+    const auto dispatch = [&] { rows.push_back(dispatched(b, x, slots, int64_t(rows.size()))); };
+    const auto combine = [&](size_t piece) {
+      sum = combined(b, back[piece], slots, routed.weights, int64_t(piece), sum);
+    };
+    dispatch();
     const TensorId beside = shared_ > 0 ? shared_between(b, x) : TensorId{};
-    const TensorId back = computed(b, rows, slots, 0);
-    TensorId sum = shared_ > 0 ? shared_result(b, x, beside) : TensorId{};
-    sum = combined(b, back, slots, routed.weights, 0, sum);
-    for (int64_t round = 1; round < room.rounds; ++round)
+    if (pieces > 1) dispatch();
+    for (size_t piece = 0; piece < pieces; ++piece) {
+      back.push_back(computed(b, rows[piece], slots, int64_t(piece)));
+      if (piece + 2 < pieces) dispatch();
+      if (piece > 0) combine(piece - 1);
+    }
+    if (shared_ > 0) {
+      const TensorId result = shared_result(b, x, beside);
+      sum = sum ? b.add_onto(sum, result) : result;
+    }
+    combine(pieces - 1);
+    for (int64_t round = room.pieces; round < room.rounds; ++round)
       sum = combined(b, computed(b, dispatched(b, x, slots, round), slots, round), slots, routed.weights, round, sum);
     return sum;
   }
@@ -383,7 +438,10 @@ class Experts final : public strata::Plugin {
     Room room;
     int64_t tokens = 0;
     strata::Attributes of_round(int64_t round) const {
-      return {{"capacity", room.rows}, {"padded", int64_t(bool(groups != offsets))}, {"round", round}};
+      strata::Attributes attributes{
+          {"capacity", room.rows}, {"padded", int64_t(bool(groups != offsets))}, {"round", round}};
+      if (room.pieces > 1) attributes.set("together", room.pieces);
+      return attributes;
     }
   };
 
@@ -391,12 +449,14 @@ class Experts final : public strata::Plugin {
     const auto scope = b.scope("experts");
     strata::Attributes attributes{{"experts", experts_}, {"capacity", room.rows}};
     if (ranks_ > 1) attributes.set("padded", int64_t{1}), attributes.set("rounds", room.rounds);
+    if (room.pieces > 1) attributes.set("together", room.pieces);
+    if (room.limit > 0) attributes.set("limit", room.limit);
     const std::vector<TensorId> made = b.emit_all("expert_slots", {choices}, attributes, {}, "slots");
     Slots slots{made[0], made[1], made[1], {}, room, tokens};
     if (ranks_ == 1) return slots;
     const TensorId filled = b.emit("expert_filled", {made[1]}, {}, "filled");
     slots.groups = b.emit("expert_exchange", {filled}, exchange_to("experts"), "received.filled");
-    if (room.rounds > 1)
+    if (room.rounds > room.pieces)
       slots.most = b.emit("all_reduce", {b.emit("expert_most", {filled}, {}, "most")},
                           {{"axis", std::string(strata::kExpertAxis)}, {"reduction", std::string("max")}}, "most");
     return slots;
@@ -412,9 +472,12 @@ class Experts final : public strata::Plugin {
     if (ranks_ == 1) return rows;
     strata::Attributes attributes = exchange_to(to);
     std::vector<TensorId> inputs{rows};
-    if (round > 0) {
+    if (round >= slots.room.pieces) {
       attributes.set("round", round), attributes.set("capacity", slots.room.rows);
+      if (slots.room.pieces > 1) attributes.set("together", slots.room.pieces);
       inputs.push_back(slots.most);
+    } else if (slots.room.pieces > 1 || shared_ > 0) {
+      attributes.set("behind", int64_t{1});
     }
     return b.emit("expert_exchange", inputs, attributes, std::string(name));
   }
@@ -438,7 +501,8 @@ class Experts final : public strata::Plugin {
     strata::Attributes product{{"share", 1.0}};
     if (ranks_ > 1) {
       const double even = double(slots.tokens) * double(k_) / double(experts_);
-      product = {{"round", round}, {"share", std::min(1.0, even / double(slots.room.rows))}};
+      product = {{"round", round}, {"share", std::min(1.0, even / double(slots.room.rows * slots.room.pieces))}};
+      if (slots.room.pieces > 1) product.set("together", slots.room.pieces);
       if (batch_.reproducible) product.set("apart", int64_t{1});
     }
     TensorId between = activate(b, [&](std::string_view name) {
@@ -484,7 +548,7 @@ class Experts final : public strata::Plugin {
     return b.emit("sigmoid_gate", {out, b.emit("router_logits", {x, w}, {}, "token_gate.logits")}, {}, "gated");
   }
 
-  int64_t experts_ = 8, k_ = 0, ffn_ = 0, shared_ = 0;
+  int64_t experts_ = 8, k_ = 0, ffn_ = 0, shared_ = 0, pieces_ = 1;
   std::string router_ = "topk";
   std::vector<int64_t> blocks_{};
   std::string activation_ = "swiglu";

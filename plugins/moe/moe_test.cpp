@@ -9,6 +9,7 @@
 #include <fstream>
 #include <random>
 #include <sstream>
+#include <tuple>
 
 #include "engine/data/token_file.h"
 #include "engine/planning/memory_plan.h"
@@ -177,7 +178,10 @@ TEST(Experts, DividedInRandomCompositionsAreExact) {
                                                  pick({"", "activation = \"gelu\"\n"}));
     c.run = divided.run, c.model = divided.model, c.experts = divided.experts, c.optimizer = divided.optimizer;
     c.mesh = divided.mesh, c.ranks = divided.ranks, c.micro_batch = divided.micro_batch;
-    c.strategies = pick({"[plugins.data_parallel]\n", "[plugins.zero]\nstage = 3\n"}) + others;
+    if (c.ranks == 4) c.mesh = pick({c.mesh, "data = 4\nexpert = 2\n"});
+    c.strategies = pick({"[plugins.data_parallel]\n", "[plugins.zero]\nstage = 1\n", "[plugins.zero]\nstage = 2\n",
+                         "[plugins.zero]\nstage = 3\n"}) +
+                   others;
     SCOPED_TRACE("STRATA_SEED=" + std::to_string(seed) + " STRATA_CASES=1\n" + text_of(c, false));
     expect_equal(outcome(c, false), outcome(c, true));
     if (HasFailure()) return;
@@ -197,7 +201,7 @@ TEST(Experts, DividedWithSeveralMicrobatchesAreExact) {
       {"data = 4\nexpert = 2\nreplicate = 2\n", "[plugins.zero]\nstage = 1\n", 4, 1},
       {"data = 8\nexpert = 2\nreplicate = 2\n", "[plugins.zero]\nstage = 2\n", 8, 1},
       {"data = 8\nexpert = 2\nreplicate = 2\n", "[plugins.data_parallel]\n", 8, 1},
-      {"data = 2\nexpert = 2\npipeline = 2\n", "[plugins.data_parallel]\n[plugins.pipeline]\n", 4, 1}};
+      {"data = 2\nexpert = 2\npipeline = 2\n", "[plugins.zero]\nstage = 3\n[plugins.pipeline]\n", 4, 1}};
   int number = 0;
   for (const Division& division : divisions) {
     const bool capacity = number++ % 3 == 1;
@@ -208,6 +212,100 @@ TEST(Experts, DividedWithSeveralMicrobatchesAreExact) {
     SCOPED_TRACE(text_of(c, false));
     expect_equal(outcome(c, false), outcome(c, true));
     if (HasFailure()) return;
+  }
+}
+
+// Whatever is no expert's is shared among the ranks that divide experts, too, whichever states there are of it.
+TEST(Experts, ZeroSharesTheRestAmongAllRanks) {
+  const std::pair<std::string, int> meshes[] = {
+      {"data = 4\nexpert = 2\n", 4}, {"data = 8\nexpert = 4\n", 8}, {"data = 8\nexpert = 2\nreplicate = 2\n", 8}};
+  size_t number = 0;
+  for (const std::string optimizer : {"adamw", "adafactor", "adamw8bit"}) {
+    ExpertsCase c = divided_case(2, "shared = 14\n");
+    c.optimizer.replace(c.optimizer.find("adamw"), 5, optimizer);
+    c.micro_batch = 1;
+    const test::Outcome expected = outcome(c, true);
+    for (int stage = 1; stage <= 3; ++stage) {
+      std::tie(c.mesh, c.ranks) = meshes[number++ % 4 % 3];
+      if (test::left_out(number) || (optimizer != "adamw" && stage == 2)) continue;
+      c.strategies = "[plugins.zero]\nstage = " + std::to_string(stage) + "\n";
+      SCOPED_TRACE(text_of(c, false));
+      expect_equal(outcome(c, false), expected);
+      if (HasFailure()) return;
+    }
+  }
+}
+
+// To the byte: of N data ranks, E for the experts, each has a part in N of what is no expert's, and of its own experts
+// one in N / E; replicas share nothing.
+TEST(Experts, ZeroDividesTheRestByAllRanks) {
+  const test::TemporaryFolder folder;
+  struct Division {
+    int64_t data, expert, replicate;
+  };
+  const auto divided = [](int64_t rows, int64_t ranks) { return (rows + ranks - 1) / ranks; };
+  for (const auto& [data, expert, replicate] : {Division{8, 4, 1}, {64, 64, 1}, {64, 32, 1}, {96, 32, 3}, {32, 2, 4}})
+    for (int stage = 1; stage <= 3; ++stage) {
+      ExpertsCase c = divided_case(2, "shared = 14\n");
+      c.run = "", c.micro_batch = 1;
+      c.experts.replace(c.experts.find("experts = 8"), 11, "experts = 64");
+      c.optimizer = "[plugins.adamw]\n";
+      c.mesh = "data = " + std::to_string(data) + "\nexpert = " + std::to_string(expert) +
+               "\nreplicate = " + std::to_string(replicate) + "\n";
+      c.strategies = "[plugins.zero]\nstage = " + std::to_string(stage) + "\n";
+      std::string text = text_of(c, false);
+      text.replace(text.find("global_batch = 8"), 16, "global_batch = " + std::to_string(data));
+      SCOPED_TRACE(text);
+      const PlannedProgram planned = Session(test::write_file(folder / "config.toml", text), {}).plan(Goal::train);
+      const Program& program = planned.program();
+      int64_t held = 0, shared = 0, of_experts = 0, states = 0, gradients = 0;  // elements; shared: what is updated
+      for (const Tensor& tensor : program.tensors) {
+        if (!tensor.persistent || tensor.part_of) continue;
+        if (tensor.role == Role::optimizer_state) states += elements(tensor.shape);
+        if (tensor.role != Role::parameter) continue;
+        const Shape whole = tensor.full_shape();
+        const bool own = tensor.name.text().find(".experts.") != std::string::npos;
+        const int64_t ranks = data / replicate / (own ? expert : 1), rows = own ? whole[0] / expert : whole[0];
+        const int64_t share = divided(rows, ranks) * (elements(whole) / whole[0]);
+        EXPECT_EQ(
+            elements(tensor.shape),
+            stage == 3 ? share : share_of(whole[0], 0, own ? int(expert) : 1).count() * (elements(whole) / whole[0]))
+            << tensor.name;
+        held += elements(tensor.shape), shared += share;
+        if (own) of_experts += share;
+      }
+      EXPECT_EQ(states, 2 * shared);
+      for (const Op& op : program.ops)
+        if (op.kind->name == "adamw") gradients += elements(program[op.inputs[1]].shape);
+      EXPECT_EQ(gradients, shared);
+      EXPECT_GT(of_experts, 0);
+      EXPECT_GT(shared, of_experts);
+      EXPECT_EQ(held == shared, stage == 3);
+    }
+}
+
+// What crosses in a form of its own does so among all that share it.
+TEST(Experts, SharesCrossInAnyForm) {
+  for (const std::string form : {"[plugins.quantized_exchange]\nparameters = \"int8\"\nminimum = 64\n",
+                                 "[plugins.powersgd]\n", "[plugins.top_k]\nminimum = 64\n"}) {
+    ExpertsCase c = divided_case(4, "");
+    c.run = "", c.micro_batch = 1;
+    c.mesh = "data = 4\nexpert = 2\n";
+    const test::Outcome expected = outcome(c, true);
+    c.strategies = "[plugins.zero]\nstage = 3\n" + form;
+    SCOPED_TRACE(text_of(c, false));
+    const test::Outcome actual = outcome(c, false);
+    for (size_t i = 0; i < expected.losses.size(); ++i)
+      EXPECT_NEAR(actual.losses[i], expected.losses[i], 0.01 * expected.losses[i]) << "step " << i;
+    if (form.find("quantized") == std::string::npos) continue;
+    run_local(4, [&](World& world) {
+      const test::Runner runner(text_of(c, false), {}, Goal::train, {}, &world);
+      std::map<std::string, int> gathers;  // by axis
+      for (const Op& op : runner.built.program.ops)
+        if (op.kind->name == "quantized_gather") ++gathers[op.attributes.string("axis")];
+      EXPECT_GT(gathers["shard_expert"], 0);
+      EXPECT_GT(gathers["shard"], 0);
+    });
   }
 }
 
@@ -282,13 +380,93 @@ TEST(Experts, TheSharedExpertHidesExchanges) {
   });
 }
 
+// Rows that cross in pieces are computed in pieces, which sums in another order; with a capacity, further rounds,
+// tokens that all go to the same experts, and pieces of unequal size.
+TEST(Experts, PiecesAgreeWithOneRank) {
+  const test::TemporaryFolder folder;
+  const std::string offload = "[plugins.offload]\nminimum = 0\ndirectory = \"" + folder.path() +
+                              "\"\nparameters = \"nvme\"\nactivations = \"nvme\"\n";
+  struct Division {
+    std::string mesh, strategies, experts;
+    int ranks, words;
+  };
+  const Division divisions[] = {
+      {"data = 2\nexpert = 2\n", "[plugins.data_parallel]\n" + offload, "pieces = 2\n", 2, kWords},
+      {"data = 4\nexpert = 4\n", "[plugins.zero]\nstage = 3\n[plugins.recompute]\n",
+       "pieces = 4\ncapacity_factor = 1.0\n", 4, kWords},
+      {"data = 4\nexpert = 2\n", "[plugins.zero]\nstage = 2\n[plugins.gist]\nminimum = 0\ncapacity = 1.0\n",
+       "pieces = 3\nreceive_factor = 1.2\nshared = 14\n", 4, 1},
+      {"data = 2\nexpert = 2\ntensor = 2\n", "[plugins.data_parallel]\n[plugins.tensor_parallel]\n",
+       "pieces = 3\ncapacity_factor = 1.3\nbias_rate = 0.01\n", 4, 1},
+      {"data = 2\nexpert = 2\npipeline = 2\n", "[plugins.data_parallel]\n[plugins.pipeline]\n",
+       "pieces = 2\nreceive_factor = 1.0\n", 4, kWords}};
+  size_t number = 0;
+  for (const Division& division : divisions) {
+    if (test::left_out(number++)) continue;
+    ExpertsCase c = divided_case(2, division.experts);
+    c.experts.replace(c.experts.find("ffn = 17\n"), 9, "ffn = 18\n");
+    c.run = "", c.mesh = division.mesh, c.strategies = division.strategies, c.micro_batch = 2;
+    c.ranks = division.ranks;
+    c.optimizer = "[plugins.adamw]\nlearning_rate = 1e-3\nepsilon = 1e-5\n[plugins.clip]\nmax_norm = 0.1\n";
+    SCOPED_TRACE(text_of(c, false) + "words " + std::to_string(division.words));
+    test::expect_close(outcome_of_words(c, false, division.words), outcome_of_words(c, true, division.words));
+    if (HasFailure()) return;
+  }
+}
+
+// How many of the exchanges of rows are on their way, from where they can begin to where what came is read, while there
+// is an op to compute whose kind begins so.
+std::pair<int, int> hidden_exchanges(const std::string& experts, StepPart part, const std::string& products) {
+  std::pair<int, int> hidden;  // of how many
+  run_local(2, [&](World& world) {
+    ExpertsCase c = divided_case(2, experts);
+    c.run = "";
+    const test::Runner runner(text_of(c, false), {}, Goal::train, {}, &world);
+    if (world.rank() != 0) return;
+    const std::vector<Op>& ops = runner.built.program.ops;
+    for (size_t x = 0; x < ops.size(); ++x) {
+      if (ops[x].kind->name != "expert_exchange" || ops[x].step_part != part ||
+          runner.built.program[ops[x].inputs[0]].dtype != DType::f32)
+        continue;
+      size_t from = x, to = x;
+      while (from > 0 && std::ranges::find(ops[from].outputs, ops[x].inputs[0]) == ops[from].outputs.end()) --from;
+      while (to < ops.size() && std::ranges::find(ops[to].inputs, ops[x].outputs[0]) == ops[to].inputs.end()) ++to;
+      ++hidden.second;
+      const auto buffer = [&](TensorId id) { return runner.plan.buffers[size_t(runner.plan.buffer_of[id.value])]; };
+      if (!experts.empty()) {  // so that nothing waits for its memory
+        EXPECT_GE(buffer(ops[x].inputs[0]).last, int32_t(to));
+        EXPECT_EQ(x, from + 1);
+      }
+      hidden.first += std::any_of(ops.begin() + int64_t(from) + 1, ops.begin() + int64_t(to),
+                                  [&](const Op& op) { return op.kind->name.starts_with(products); });
+    }
+  });
+  return hidden;
+}
+
+// What a layer has of them, both ways, in both passes.
+TEST(Experts, TheSharedExpertHidesThemAll) {
+  for (const StepPart part : {StepPart::forward, StepPart::backward})
+    EXPECT_EQ(hidden_exchanges("shared = 14\n", part, "linear"), std::pair(4, 4));
+}
+
+// Of P pieces all but the first on their way to experts, and all but the last on their way back; two layers.
+TEST(Experts, PiecesHideExchanges) {
+  for (const StepPart part : {StepPart::forward, StepPart::backward}) {
+    EXPECT_EQ(hidden_exchanges("pieces = 2\n", part, "padded_linear"), std::pair(4, 8));
+    EXPECT_EQ(hidden_exchanges("pieces = 4\n", part, "padded_linear"), std::pair(12, 16));
+    EXPECT_EQ(hidden_exchanges("pieces = 4\nshared = 14\n", part, ""), std::pair(16, 16));
+  }
+  EXPECT_EQ(hidden_exchanges("", StepPart::forward, "padded_linear"), std::pair(0, 4));
+}
+
 // Groups that each have all experts, ranks that divide each expert's work, and stages sum in another order.
 TEST(Experts, DividedBesideOtherAxesAgree) {
   const std::pair<std::string, std::string> meshes[] = {
       {"data = 4\nexpert = 2\n[plugins.zero]\nstage = 3\n", ""},
       {"data = 4\nexpert = 2\n[plugins.zero]\nstage = 2\n", "capacity_factor = 1.0\n"},
       {"data = 4\nexpert = 2\nreplicate = 2\n[plugins.zero]\nstage = 1\n", ""},
-      {"data = 2\nexpert = 2\ntensor = 2\n[plugins.data_parallel]\n[plugins.tensor_parallel]\n",
+      {"data = 2\nexpert = 2\ntensor = 2\n[plugins.zero]\nstage = 3\n[plugins.tensor_parallel]\n",
        "capacity_factor = 1.0\n"},
       {"data = 2\nexpert = 2\npipeline = 2\n[plugins.data_parallel]\n[plugins.pipeline]\n", ""}};
   for (const auto& [mesh, experts] : meshes) {
@@ -310,17 +488,18 @@ TEST(Experts, GoOnDividedOtherwise) {
   for (size_t i = 0; i < tokens.size(); ++i) tokens[i] = int32_t(i * i % kWords);
   writer.append(tokens);
   writer.commit();
-  const auto train_to = [&](int steps, bool divided, const std::string& run) {
-    const ExpertsCase c = divided_case(4, "");
-    const std::string config = test::write_file(folder / "config.toml", text_of(c, !divided));
+  const auto train_to = [&](int steps, const std::string& run, int ranks, const std::string& mesh = "") {
+    ExpertsCase c = divided_case(4, "");
+    c.mesh = mesh, c.strategies = "";
+    const std::string config = test::write_file(folder / "config.toml", text_of(c, ranks == 1));
     run_local(
-        divided ? 4 : 1,
+        ranks,
         [&](World& world) {
           Session session(config,
                           {"run.steps=" + std::to_string(steps), "run.directory=\"" + (folder / run) + "\"",
                            "data.train=[\"" + (folder / "t.bin") + "\"]"},
-                          divided ? &world : nullptr);
-          train(session, {.resume = steps > 2 && run == "parts", .trace = ""});
+                          ranks > 1 ? &world : nullptr);
+          train(session, {.resume = steps > 1 && run == "parts", .trace = ""});
         },
         120);
   };
@@ -330,11 +509,14 @@ TEST(Experts, GoOnDividedOtherwise) {
       if (entry.path().extension() == ".safetensors") all << std::ifstream(entry.path(), std::ios::binary).rdbuf();
     return all.str();
   };
-  train_to(6, false, "whole");
-  train_to(2, true, "parts");
-  train_to(4, false, "parts");
-  train_to(5, true, "parts");
-  train_to(6, false, "parts");
+  const std::string sharing = "data = 4\nexpert = 2\n[plugins.zero]\nstage = 3\n";
+  train_to(6, "whole", 1);
+  train_to(1, "parts", 4, sharing);
+  train_to(2, "parts", 1);
+  train_to(3, "parts", 4, "data = 4\nexpert = 4\n[plugins.data_parallel]\n");
+  train_to(4, "parts", 2, "data = 2\n[plugins.zero]\nstage = 1\n");
+  train_to(5, "parts", 4, sharing);
+  train_to(6, "parts", 1);
   EXPECT_GT(checkpoint("whole").size(), size_t{10000});
   EXPECT_TRUE(checkpoint("parts") == checkpoint("whole"));
 }
@@ -342,18 +524,21 @@ TEST(Experts, GoOnDividedOtherwise) {
 // Of each layer and microbatch, both ways and back again: rows for all experts, as many as each may take, and how many
 // there are.
 TEST(Experts, BytesExchangedFollowTheFormula) {
-  for (const bool capacity : {false, true}) {
-    ExpertsCase c = divided_case(4, capacity ? "capacity_factor = 1.5\n" : "");
-    double bytes = 0;
-    run_local(4, [&](World& world) {
-      const test::Runner runner(text_of(c, false), {}, Goal::train, {}, &world);
-      if (world.rank() != 0) return;
-      for (const Op& op : runner.built.program.ops)
-        if (op.kind->name == "expert_exchange") bytes += cost_of(OpView(runner.built.program, op)).wire;
-    });
-    const int64_t tokens = 22, rows = capacity ? int64_t(1.5 * double(tokens) * 2 / 8) : tokens;
-    EXPECT_EQ(bytes, double(2 * (4 * 8 * rows * 24 * 4 + 8 * 4)));
-  }
+  for (const bool capacity : {false, true})
+    for (const int64_t pieces : {1, 3}) {
+      ExpertsCase c = divided_case(4, capacity ? "capacity_factor = 1.5\n" : "");
+      if (pieces > 1) c.run = "", c.experts += "pieces = 3\n";
+      double bytes = 0;
+      run_local(4, [&](World& world) {
+        const test::Runner runner(text_of(c, false), {}, Goal::train, {}, &world);
+        if (world.rank() != 0) return;
+        for (const Op& op : runner.built.program.ops)
+          if (op.kind->name == "expert_exchange") bytes += cost_of(OpView(runner.built.program, op)).wire;
+      });
+      int64_t tokens = 22, rows = capacity ? int64_t(1.5 * double(tokens) * 2 / 8) : tokens;
+      rows = (rows + pieces - 1) / pieces * pieces;  // all are of one size
+      EXPECT_EQ(bytes, double(2 * (4 * 8 * rows * 24 * 4 + 8 * 4)));
+    }
 }
 
 // Numbers kept for the backward pass a block, by the choices R = tokens·k of a microbatch, width C and inner width F:
@@ -570,6 +755,10 @@ TEST(Experts, WrongDivisionsAreErrors) {
   expect_divided_refused(with("data = 2\nexpert = 2\n", "dropout = 0.1\n"), "dropout between an expert's products");
   expect_divided_refused(with("data = 2\nexpert = 3\n", ""), "mesh.data = 2 is not a multiple of");
   expect_divided_refused(with("data = 2\nexpert = 2\n", "receive_factor = 1.5\n"), "computed in several rounds");
+  expect_divided_refused(with("data = 2\nexpert = 2\n", "pieces = 2\n"), "but pieces = 2 has rows computed in several");
+  ExpertsCase small = with("data = 2\nexpert = 2\n", "pieces = 12\ncapacity_factor = 1.0\n");
+  small.run = "";
+  expect_divided_refused(small, "pieces = 12 are more than the 11 rows that there is room for");
   ExpertsCase third = with("data = 6\nexpert = 3\n", "", 6);
   third.experts = "experts = 9\n", third.micro_batch = 2;
   expect_divided_refused(third, "needs a power of two of ranks that divide experts, but mesh.expert = 3", 12);

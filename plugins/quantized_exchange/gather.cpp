@@ -177,8 +177,7 @@ class Replaced {
     const bool rows = op.kind->name == "gather_rows";
     if ((!rows && op.kind->name != "all_gather") || op.attributes.integer("dimension", 0) != 0) return {op};
     const std::string axis = op.attributes.string("axis");
-    const auto parts = mesh_.parts_of(kDataAxis);
-    if (std::find(parts.begin(), parts.end(), axis) == parts.end()) return {op};
+    if (!mesh_.meet(kDataAxis, axis)) return {op};
     Op codes = op, plain = op;
     for (auto* list : {&codes.inputs, &codes.outputs, &plain.inputs, &plain.outputs}) list->clear();
     for (size_t i = 0; i < op.inputs.size(); ++i) {

@@ -3,6 +3,8 @@
 // gather updated parameters. Stage 3 keeps parameters split and gathers them before use: a resting form whose
 // restoring op is a gather, so that when to gather again is the residency planner's decision.
 #include <algorithm>
+#include <compare>
+#include <list>
 #include <map>
 
 #include "strata/communicator.h"
@@ -17,8 +19,6 @@ using strata::Role;
 using strata::StepPart;
 using strata::Tensor;
 using strata::TensorId;
-
-const std::string kAxis{strata::kShardAxis};  // ranks that share what is split
 
 class Zero final : public strata::Plugin {
  public:
@@ -45,71 +45,89 @@ class Zero final : public strata::Plugin {
   // Stages 2 and 3: gradients of each microbatch go to their rank at once, and only shares accumulate. In a pipeline
   // they go once, when final: a stage has few parameters and many microbatches.
   void exchange(strata::ExchangeStage& stage) override {
-    ranks_ = stage.mesh().size(kAxis);
     for (const strata::Gradient& gradient : stage.gradients())
       stage.want(gradient,
-                 {.shared_over = ranks_ > 1 && splits(stage.program()[gradient.parameter]) ? kAxis : "",
+                 {.shared_over = axis_of(stage.program()[gradient.parameter], stage.mesh()),
                   .each_microbatch = stage_ >= 2 && !stage.batch().reproducible && stage.mesh().programs().size == 1,
                   .bucket = bucket_.count});
   }
 
   void placement(strata::ProgramStage& stage) override {
-    ranks_ = stage.mesh.size(kAxis);
-    if (ranks_ == 1) return;
     if (stage_ == 3)
-      split_parameters(stage.program);
+      split_parameters(stage.program, stage.mesh);
     else if (stage.goal == strata::Goal::train)
       gather_updated(stage.program);
   }
 
  private:
-  // Whatever has rows to share, be they numbers of a vector. Ranks beyond the rows have none.
-  static bool splits(const Tensor& parameter) { return parameter.shape[0] > 1; }
+  // The ranks that share a parameter: all that would hold the same of it, but for replicas. Those along `expert` do of
+  // what is no expert's. Empty: it stays whole. Whatever has rows is shared, be they numbers of a vector; ranks beyond
+  // the rows have none.
+  static std::string axis_of(const Tensor& parameter, const strata::Mesh& mesh) {
+    const bool own = std::any_of(parameter.layout.begin(), parameter.layout.end(),
+                                 [](const strata::Split& split) { return split.axis == strata::kExpertAxis; });
+    const std::string axis(own || mesh.size(strata::kExpertAxis) == 1 ? strata::kShardAxis : strata::kShardExpertAxis);
+    return mesh.size(axis) > 1 && parameter.shape[0] > 1 ? axis : "";
+  }
 
   // The layout of a rank's share of a tensor's rows.
-  static strata::Layout with_rows_split(const Tensor& tensor) {
+  static strata::Layout with_rows_split(const Tensor& tensor, const std::string& axis) {
     strata::Layout layout = tensor.layout;
-    layout.push_back({.dimension = 0, .axis = kAxis, .full = tensor.shape[0]});
+    layout.push_back({.dimension = 0, .axis = axis, .full = tensor.shape[0]});
     return layout;
   }
 
-  // Stages 1 and 2: after the last op that writes a part, its parameter is gathered, in buckets.
+  // A rank's share of a tensor that is whole on it, too.
+  static bool is_share(const Program& program, TensorId id) {
+    const Tensor& tensor = program[id];
+    return tensor.part_of && tensor.layout.size() > program[tensor.part_of].layout.size();
+  }
+
+  // Stages 1 and 2: after the last op that writes a part, its parameter is gathered, in buckets of one axis.
   void gather_updated(Program& program) {
-    std::map<size_t, std::vector<TensorId>> after;  // by op: what is gathered then
-    std::vector<TensorId> bucket;
-    int64_t bytes = 0;
+    struct Written {
+      size_t last;
+      TensorId parameter;
+      auto operator<=>(const Written&) const = default;
+    };
     std::map<int32_t, size_t> written;  // by part: where last
     for (size_t i = 0; i < program.ops.size(); ++i)
       for (TensorId id : program.ops[i].outputs)
-        if (program[id].part_of) written[id.value] = i;
-    std::vector<std::pair<size_t, TensorId>> order;
-    for (const auto& [part, at] : written) order.push_back({at, program.whole({part})});
-    std::sort(order.begin(), order.end());
-    for (size_t n = 0; n < order.size(); ++n) {
-      bucket.push_back(order[n].second);
-      bytes += program[order[n].second].bytes();
-      if (bytes < bucket_.count && n + 1 < order.size()) continue;
-      after[order[n].first] = std::move(bucket);
-      bucket.clear();
-      bytes = 0;
+        if (id && is_share(program, id)) written[id.value] = i;
+    std::map<std::string, std::vector<Written>> by_axis;
+    for (const auto& [part, at] : written)
+      by_axis[program[TensorId{part}].layout.back().axis].push_back({at, program.whole({part})});
+    std::multimap<size_t, Op> after;  // by op: what is gathered then
+    for (auto& [axis, order] : by_axis) {
+      std::sort(order.begin(), order.end());
+      std::vector<TensorId> bucket;
+      int64_t bytes = 0;
+      for (size_t n = 0; n < order.size(); ++n) {
+        bucket.push_back(order[n].parameter);
+        bytes += program[order[n].parameter].bytes();
+        if (bytes < bucket_.count && n + 1 < order.size()) continue;
+        Op gather = strata::make_op("gather_rows", bucket, bucket, {{"axis", axis}});
+        gather.step_part = StepPart::update;
+        after.emplace(order[n].last, std::move(gather));
+        bucket.clear();
+        bytes = 0;
+      }
     }
     std::vector<Op> ops;
     for (size_t i = 0; i < program.ops.size(); ++i) {
       ops.push_back(std::move(program.ops[i]));
-      const auto found = after.find(i);
-      if (found == after.end()) continue;
-      Op gather = strata::make_op("gather_rows", found->second, found->second, {{"axis", kAxis}});
-      gather.step_part = StepPart::update;
-      ops.push_back(std::move(gather));
+      const auto [first, last] = after.equal_range(i);
+      for (auto gather = first; gather != last; ++gather) ops.push_back(std::move(gather->second));
     }
     program.ops = std::move(ops);
   }
 
   // Stage 3: parameters become their parts, and what reads them reads gathered ones.
-  void split_parameters(Program& program) {
+  void split_parameters(Program& program, const strata::Mesh& mesh) {
     std::map<int32_t, TensorId> gathered;  // by parameter
     for (TensorId id : program.with_role(Role::parameter)) {
-      if (!splits(program[id])) continue;
+      const std::string axis = axis_of(program[id], mesh);
+      if (axis.empty()) continue;
       Tensor full = program[id];
       full.name = full.name + ".gathered";
       full.persistent = false;
@@ -117,9 +135,9 @@ class Zero final : public strata::Plugin {
       full.nearest = full.farthest = strata::Tier::device;
       gathered[id.value] = program.add(std::move(full));
       Tensor& parameter = program[id];
-      parameter.layout = with_rows_split(parameter);
+      parameter.layout = with_rows_split(parameter, axis);
       strata::Shape shape = parameter.shape;
-      shape[0] = strata::share_of(shape[0], 0, ranks_).count();
+      shape[0] = strata::share_of(shape[0], 0, mesh.size(axis)).count();
       parameter.shape = std::move(shape);
     }
     for (auto& [tensor, forms] : program.forms) {
@@ -129,28 +147,38 @@ class Zero final : public strata::Plugin {
           for (Op& op : *list) redirect(program, gathered, op);
       forms = std::move(redirected);
     }
-    // Gathered together: parameters first read in one block, up to a bucket.
+    // Gathered together: parameters first read in one block that the same ranks share, up to a bucket.
     struct Group {
-      std::vector<TensorId> parameters;
+      std::string axis;
+      std::vector<TensorId> parameters{};
       int64_t bytes = 0;
     };
-    std::map<size_t, Group> before;  // by op
+    std::map<size_t, std::list<Group>> before;  // by op
+    struct Last {
+      int block = -2;
+      size_t at = 0;
+      Group* group = nullptr;
+    };
+    std::map<std::string, Last> lasts;  // by axis
     std::map<int32_t, bool> seen;
-    int block = -2;
-    size_t at = 0;
     for (size_t i = 0; i < program.ops.size(); ++i)
       for (TensorId id : program.ops[i].inputs) {
         if (!id || !gathered.contains(id.value) || seen[id.value]) continue;
         seen[id.value] = true;
-        if (program.ops[i].block != block || program.ops[i].block < 0 || before[at].bytes >= bucket_.count)
-          block = program.ops[i].block, at = i;
-        before[at].parameters.push_back(id);
-        before[at].bytes += program[gathered[id.value]].bytes();
+        const std::string& axis = program[id].layout.back().axis;
+        Last& last = lasts[axis];
+        const int block = program.ops[i].block;
+        const bool goes_on =
+            last.group && (last.at == i || (block >= 0 && block == last.block && last.group->bytes < bucket_.count));
+        if (!goes_on) last = {block, i, &before[i].emplace_back(Group{.axis = axis})};
+        last.group->parameters.push_back(id);
+        last.group->bytes += program[gathered[id.value]].bytes();
       }
     std::vector<Op> ops;
     for (size_t i = 0; i < program.ops.size(); ++i) {
-      if (const auto found = before.find(i); found != before.end() && !found->second.parameters.empty()) {
-        Op gather = strata::make_op("all_gather", found->second.parameters, {}, {{"axis", kAxis}});
+      const auto found = before.find(i);
+      for (const Group& group : found == before.end() ? std::list<Group>() : found->second) {
+        Op gather = strata::make_op("all_gather", group.parameters, {}, {{"axis", group.axis}});
         for (TensorId id : gather.inputs) gather.outputs.push_back(gathered[id.value]);
         gather.step_part = program.ops[i].step_part;
         gather.block = program.ops[i].block;
@@ -185,7 +213,6 @@ class Zero final : public strata::Plugin {
   int64_t stage_ = 2;
   strata::Bytes bucket_{25 << 20};
   std::string reshard_ = "auto";
-  int ranks_ = 1;
 };
 
 }  // namespace
