@@ -132,6 +132,15 @@ TEST(CudaRanks, CodesAndBitsLearnAsOneRankDoes) {
   expect_learns_as(one, kExchanges[0] + "[plugins.onebit]\nminimum = 100\n", "", 5e-2);
 }
 
+// Shares of parameters that are gathered, and working copies after updates, as codes.
+TEST(CudaRanks, GatheredCodesLearnAsOneRankDoes) {
+  STRATA_NEEDS_GPU();
+  const Outcome one = outcome(1, toml(1, ""));
+  const std::string codes = "[plugins.quantized_exchange]\nminimum = 100\nparameters = \"int8\"\n";
+  expect_learns_as(one, kExchanges[3] + codes + "format = \"none\"\n", "", 2e-2);
+  expect_learns_as(one, kExchanges[1] + codes, "provider = \"tcp\"\n", 2e-2);
+}
+
 TEST(CudaRanks, FactorsAndLargestElementsLearnAsOneRankDoes) {
   STRATA_NEEDS_GPU();
   const Outcome one = outcome(1, toml(1, ""));

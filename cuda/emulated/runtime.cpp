@@ -174,7 +174,11 @@ int64_t graphs_run() {
 void enqueue(void* stream, std::function<void()> work, std::function<bool()> ready) {
   Runtime& runtime = Runtime::get();
   const std::lock_guard lock(runtime.mutex);  // there is one emulator, so what needs no stream has its turn too
-  if (!stream) return work();
+  if (!stream) {
+    runtime.touch(true);
+    work();
+    return runtime.touch(false);
+  }
   runtime.put(static_cast<cudaStream_t>(stream), {std::move(work), std::move(ready), {}});
 }
 
