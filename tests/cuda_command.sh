@@ -73,6 +73,11 @@ PY
 "$strata" train config.toml --set run.directory=offloaded --set plugins.mixed_precision.dtype=bf16 --set plugins.offload.optimizer=host \
   --set plugins.offload.activations=nvme --set plugins.offload.directory=. --set plugins.offload.minimum=0 >out 2>&1 || fail "offload: $(cat out)"
 grep -q "waiting for NVMe" out || fail "offload shows no stalls: $(cat out)"
+# Steps overlap then: the same losses as with a barrier after each.
+"$strata" train config.toml --set run.directory=ended --set run.checkpoint_every=1 --set plugins.mixed_precision.dtype=bf16 \
+  --set plugins.offload.optimizer=host --set plugins.offload.activations=nvme --set plugins.offload.directory=. \
+  --set plugins.offload.minimum=0 >out 2>&1 || fail "offload, saved after each step: $(cat out)"
+losses offloaded/log.jsonl | cmp - <(losses ended/log.jsonl) || fail "losses differ where steps end before the next begins"
 # The device's own way to the disk: the same bits, without the host memory that staging takes.
 for direct in false true; do
   away=(config.toml --set run.directory=direct_$direct --set device.direct_storage=$direct --set plugins.offload.parameters=nvme

@@ -125,6 +125,121 @@ TEST(CudaExchange, CodesAndBitsAreTheCpus) {
 
 constexpr DType kTypes[] = {DType::f32, DType::bf16, DType::f16};
 
+struct Gathering {
+  std::string format;
+  DType dtype = DType::f32;
+  bool in_place = false, through_host = false;
+};
+
+// What each of three ranks reads of two parameters, of which the second has no row on the last rank.
+std::vector<Bytes> gathered_by(const std::string& backend, const Gathering& g) {
+  constexpr int kRanks = 3;
+  std::vector<Bytes> read(kRanks);
+  run_local(
+      kRanks,
+      [&](World& world) {
+        const std::unique_ptr<Device> device = backend == "cuda" ? test::rank_device(world.rank()) : nullptr;
+        Program program;
+        Builder build(program);
+        std::vector<TensorId> parameters;
+        std::vector<std::vector<float>> values;
+        for (const int64_t rows : {int64_t{7}, int64_t{2}}) {
+          const Range own = share_of(rows, world.rank(), kRanks);
+          const std::string name = "p" + std::to_string(rows);
+          const Shape shape{g.in_place ? rows : own.count(), 301};
+          parameters.push_back(g.in_place ? build.state(name, shape, g.dtype) : build.data(name, shape, g.dtype));
+          if (!g.in_place)
+            program[parameters.back()].layout = {{.dimension = 0, .axis = "shard", .full = rows, .first = own.begin}};
+          std::mt19937 random(19);
+          std::normal_distribution<float> normal;
+          std::vector<float>& local = values.emplace_back(size_t(elements(shape)));
+          for (int64_t i = 0; i < rows * 301; ++i) {
+            const float value = normal(random) * std::exp(normal(random));
+            const int64_t at = g.in_place ? i : i - own.begin * 301;
+            if (i >= own.begin * 301 && i < own.end * 301) local[size_t(at)] = value;
+          }
+        }
+        Attributes attributes{{"size", int64_t{kRanks}}};
+        attributes.set("axis", std::string("shard")), attributes.set("format", g.format);
+        const std::vector<TensorId> made =
+            build.emit_all(g.in_place ? "quantized_gather_rows" : "quantized_gather", parameters, attributes,
+                           g.in_place ? parameters : std::vector<TensorId>{});
+        for (TensorId id : made)
+          if (!program[id].persistent) program[id].step_output = true;
+        const MemoryPlan plan = plan_memory(program, backend, 1);
+        Storage storage(program, plan, {}, {}, device.get());
+        Threads threads(1);
+        const Groups groups =
+            make_groups(world, Mesh(world.rank(), {{"shard", kRanks}}), device.get(), {}, g.through_host, {&program});
+        if (device) EXPECT_EQ(exchanges_in_queue(groups), !g.through_host);
+        Executor executor(program, plan, storage, backend, threads, 1, &groups);
+        for (size_t i = 0; i < parameters.size(); ++i)
+          set(executor, program, storage, program[parameters[i]].name, values[i]);
+        for (int step = 0; step < 2; ++step) executor.run();  // the second as a graph
+        for (TensorId id : made) {
+          const auto* bytes = static_cast<const std::byte*>(executor.pointer(id));
+          read[size_t(world.rank())].push_back(program[id].persistent
+                                                   ? storage.copy(program[id])
+                                                   : std::vector<std::byte>(bytes, bytes + program[id].bytes()));
+        }
+      },
+      30);
+  return read;
+}
+
+// Every rank reads what the CPU's would, to the bit, of its own rows too; over queues and through host memory.
+TEST(CudaExchange, GatheredCodesAreTheCpus) {
+  STRATA_NEEDS_GPU();
+  const LoadedPlugin plugin = load_plugin("quantized_exchange", {});
+  size_t n = 0;
+  for (const std::string format : {"int8", "int4", "fp8_e4m3", "bf16"})
+    for (const bool in_place : {false, true})
+      for (const bool through_host : {false, true}) {
+        const Gathering g{format, kTypes[n++ % 3], in_place, through_host};
+        SCOPED_TRACE(format + " of " + std::string(name_of(g.dtype)) + (in_place ? ", in place" : "") +
+                     (through_host ? ", through host memory" : ""));
+        const std::vector<Bytes> cpu = gathered_by("cpu", g), cuda = gathered_by("cuda", g);
+        for (size_t rank = 0; rank < cpu.size(); ++rank) {
+          EXPECT_TRUE(cuda[rank] == cpu[rank]) << rank;
+          EXPECT_TRUE(cpu[rank] == cpu[0]) << rank;
+        }
+        EXPECT_TRUE(std::any_of(cpu[0][1].begin(), cpu[0][1].end(), [](std::byte b) { return b != std::byte{0}; }));
+      }
+}
+
+// In a first step working copies become what codes of each rank's rows say, in others they stay.
+TEST(CudaExchange, LoadedRowsAreTheCpus) {
+  STRATA_NEEDS_GPU();
+  const LoadedPlugin plugin = load_plugin("quantized_exchange", {});
+  for (const std::string format : {"int8", "int4", "fp8_e4m3"})
+    for (const double loaded : {1.0, 0.0}) {
+      SCOPED_TRACE(format + (loaded > 0 ? ", loaded" : ""));
+      std::vector<float> values(7 * 301);
+      const auto made = [&](const std::string& backend) {
+        return made_by(
+            backend,
+            [&](Builder& build) {
+              const TensorId rows = build.state("rows", {7, 301}, DType::bf16);
+              Attributes attributes{{"size", int64_t{3}}};
+              attributes.set("format", format);
+              return build.emit_all("quantized_rows", {rows, build.scalar("loaded")}, attributes, {rows});
+            },
+            [&](Executor& executor, const Program& program, Storage& storage) {
+              std::mt19937 random(23);
+              std::normal_distribution<float> normal;
+              for (float& value : values) value = normal(random);
+              set(executor, program, storage, "rows", values);
+              storage.set_scalar("loaded", loaded);
+            });
+      };
+      const Bytes cpu = made("cpu");
+      EXPECT_TRUE(made("cuda") == cpu);
+      std::vector<std::byte> as_they_were(cpu[0].size());
+      from_f32(DType::bf16, values.data(), as_they_were.data(), int64_t(values.size()));
+      EXPECT_EQ(cpu[0] == as_they_were, loaded == 0);
+    }
+}
+
 struct Selection {
   int64_t count, k;
   DType dtype = DType::f32;

@@ -1,7 +1,11 @@
 // Several ranks on the CUDA backend, over NCCL and through host memory: against one rank, and when a rank is gone.
+#include <array>
+#include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <random>
 
+#include "engine/runtime/feed.h"
 #include "tests/backends.h"
 #include "tests/harness.h"
 #if defined(STRATA_EMULATED_CUDA)
@@ -46,6 +50,7 @@ Outcome outcome(int ranks, const std::string& text, const std::string& watched =
         for (int step = 0; step < kSteps; ++step) {
           for (auto* list : {&tokens, &targets})
             for (int32_t& token : *list) token = int32_t(random() % kVocabulary);
+          runner.in_loop = step + 1 < kSteps;
           const double loss = runner.run_step(tokens.data(), targets.data());
           if (world.rank() == 0) result.losses.push_back(loss);
         }
@@ -125,6 +130,15 @@ TEST(CudaRanks, CodesAndBitsLearnAsOneRankDoes) {
   expect_learns_as(one, kExchanges[0] + codes, "", 5e-3);
   expect_learns_as(one, kExchanges[2] + codes + "format = \"int4\"\n", tcp, 3e-2);
   expect_learns_as(one, kExchanges[0] + "[plugins.onebit]\nminimum = 100\n", "", 5e-2);
+}
+
+// Shares of parameters that are gathered, and working copies after updates, as codes.
+TEST(CudaRanks, GatheredCodesLearnAsOneRankDoes) {
+  STRATA_NEEDS_GPU();
+  const Outcome one = outcome(1, toml(1, ""));
+  const std::string codes = "[plugins.quantized_exchange]\nminimum = 100\nparameters = \"int8\"\n";
+  expect_learns_as(one, kExchanges[3] + codes + "format = \"none\"\n", "", 2e-2);
+  expect_learns_as(one, kExchanges[1] + codes, "provider = \"tcp\"\n", 2e-2);
 }
 
 TEST(CudaRanks, FactorsAndLargestElementsLearnAsOneRankDoes) {
@@ -252,6 +266,50 @@ TEST(CudaRanks, OneThatFailsEndsTheOthers) {
   const auto [text, seconds] = error_of([] { throw Error("the disk is gone.", ExitCode::failed); }, 60);
   EXPECT_NE(text.find("rank 1 failed: the disk is gone."), std::string::npos) << text;
   EXPECT_LT(seconds, 5);
+}
+
+// A disk that fails at some request of a step while the next has begun: that rank names the tensor, the other it.
+TEST(CudaRanks, ADiskThatFailsWhileStepsOverlapEndsAll) {
+  STRATA_NEEDS_GPU();
+  test::TemporaryFolder folder;
+  const std::string text = toml(
+      2, kExchanges[3] + "[plugins.offload]\nminimum = 0\noptimizer = \"nvme\"\nparameters = \"host\"\ndirectory = \"" +
+             folder.path() + "\"\n");
+  for (const int requests : {300, 411, 522}) {
+    SCOPED_TRACE(requests);
+    std::array<std::string, 2> errors;
+    EXPECT_ANY_THROW(run_local(
+        2,
+        [&](World& world) {
+          const std::unique_ptr<Device> device = test::rank_device(world.rank());
+          Session session(test::write_file(folder / std::to_string(world.rank()), text), {}, &world);
+          session.device.backend = "cuda";
+          session.rates = Rates();
+          std::atomic<int> left{world.rank() == 1 ? requests : INT32_MAX};
+          session.storage_faults.request = [&](size_t, int64_t) { return --left == 0 ? -EIO : 0; };
+          RunPlans plans = session.plan_run();
+          make_own(plans, session, world);
+          Assembly assembly(session, world, std::move(plans), device.get());
+          StepRunner steps(session, assembly);
+          assembly.storage.initialize(1, assembly.threads);
+          const Feed feed(assembly.executor_of(0), session.batch(Goal::train));
+          EXPECT_TRUE(assembly.executor_of(0).overlaps());
+          try {
+            for (int step = 1; step <= 12; ++step)
+              steps.run(
+                  step, [&] { feed.fill_random(kVocabulary, uint64_t(step)); },
+                  [&] { sum_over_ranks(assembly.groups, feed.losses()); }, StepMode::in_loop);
+            steps.drain();
+          } catch (const Error& error) {
+            errors[size_t(world.rank())] = error.what();
+            EXPECT_TRUE(world.rank() == 0 || !assembly.storage.holder());
+            throw;
+          }
+        },
+        10));
+    EXPECT_NE(errors[1].find("tensor \""), std::string::npos) << errors[1];
+    EXPECT_NE(errors[0].find("rank 1 failed: "), std::string::npos) << errors[0];
+  }
 }
 
 TEST(CudaRanks, OneThatDoesNotComeIsNamed) {

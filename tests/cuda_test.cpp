@@ -48,6 +48,7 @@ Outcome outcome(const std::string& text, const std::string& backend, int steps) 
       tokens[i] = int32_t(random() % kVocabulary);
       targets[i] = (tokens[i] + 1) % kVocabulary;
     }
+    runner.in_loop = step + 1 < steps;  // as in training
     result.losses.push_back(runner.run_step(tokens.data(), targets.data()));
   }
   result.weights = runner.values("block.0.qkv.weight");

@@ -5,6 +5,7 @@
 #include <array>
 
 #include "engine/planning/byte_ranges.h"
+#include "strata/device.h"
 #include "strata/error.h"
 
 namespace strata {
@@ -237,7 +238,12 @@ VectorClock ops_by_stream(const Program& program) {
   return counts;
 }
 
-bool steps_overlap(const Program& program) { return program.one_memory && !all_on_compute(program); }
+bool steps_overlap(const Program& program) {
+  return std::any_of(program.ops.begin(), program.ops.end(), [&](const Op& op) {
+    return program.one_memory ? op.stream != Stream::compute
+                              : op.stream == Stream::host || op.stream == Stream::read || op.stream == Stream::write;
+  });
+}
 
 std::vector<bool> set_by_host(const Program& program) {
   std::vector<bool> is_set(program.tensors.size(), false);
@@ -256,19 +262,20 @@ VectorClock awaited_by_host(const Program& program) {
     const Tensor& whole = program[program.whole(id)];
     return program[id].step_output || whole.step_output || (whole.persistent && elements(whole.shape) == 1);
   };
-  const auto may_be_written = [&](TensorId id) {
+  const auto may_be_written = [&](TensorId id, bool by_device) {
     if (!id) return false;
     const TensorId whole = program.whole(id);
     return (program[whole].role == Role::data && !program[whole].copy_of) ||
-           (program[whole].role == Role::scalar && !held[size_t(whole.value)]);
+           (program[whole].role == Role::scalar && (by_device || !held[size_t(whole.value)]));
   };
   VectorClock counts{}, awaited{};
   for (const Op& op : program.ops) {
     const size_t stream = size_t(op.stream);
+    const bool by_device = !program.one_memory && on_device(op.stream);  // which has one place for such numbers
     ++counts[stream];
     if (op.stream == Stream::compute || is_exchange(op.stream) ||
         std::any_of(op.outputs.begin(), op.outputs.end(), may_be_read) ||
-        std::any_of(op.inputs.begin(), op.inputs.end(), may_be_written))
+        std::any_of(op.inputs.begin(), op.inputs.end(), [&](TensorId id) { return may_be_written(id, by_device); }))
       awaited[stream] = counts[stream];
   }
   return awaited;

@@ -75,12 +75,15 @@ struct StepWaits {
 StepWaits plan_overlapping_waits(const Program& program, const MemoryPlan& plan);
 StepWaits plan_overlapping_waits(const Program& program, const VectorClock& awaited, const AccessesOf& accesses);
 // What is awaited there: compute; exchanges, since the host has some of its own; what writes a step output or a number
-// that lasts, which hooks may read; what reads data. Numbers that the host alone writes are held twice (executor.h).
+// that lasts, which hooks may read; what reads data. Numbers that the host alone writes are held twice (executor.h) for
+// threads; what a device's copies read of them is awaited.
 VectorClock awaited_by_host(const Program& program);
 
 // How many ops each stream has.
 VectorClock ops_by_stream(const Program& program);
-// Whether the steps of a training run overlap as it is predicted: where threads of the host run all streams.
+// Whether the steps of a training run overlap: where threads of the host run all streams, and on a device where they
+// run some: updates beside states on the host, reads and writes of the NVMe tier. Of other programs a device makes one
+// graph.
 bool steps_overlap(const Program& program);
 // A number that the host may set before a step and that no op changes.
 std::vector<bool> set_by_host(const Program& program);

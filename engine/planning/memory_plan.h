@@ -71,9 +71,11 @@ struct ProcessMemory {
   int64_t total() const { return arenas + snapshot + program + products + transfers + exchanges; }
 };
 
-// The backend whose kernel runs an op: beside an asynchronous device the host's streams are the cpu backend's.
+// The backend whose kernel runs an op: beside an asynchronous device the host's streams are the cpu backend's, and so
+// are exchanges, whose groups know where memory is, but for those that compute and have a kernel of the device.
 inline std::string_view backend_of(const Op& op, std::string_view backend) {
-  return is_asynchronous(backend) && !on_device(op.stream) ? "cpu" : backend;
+  const bool is_devices = on_device(op.stream) || (is_exchange(op.stream) && op.kind->kernels.contains(backend));
+  return is_asynchronous(backend) && !is_devices ? "cpu" : backend;
 }
 
 // `threads` and `backend` decide the kernels' workspaces. Throws Error when a kind lacks a kernel for the backend.

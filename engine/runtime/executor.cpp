@@ -84,8 +84,9 @@ Executor::Executor(const Program& program, const MemoryPlan& plan, Storage& stor
   place_tensors();
   if (device_) find_sent();
   counts_ = ops_by_stream(program);
-  const StepWaits planned = device_ ? StepWaits{.waits = plan_waits(program, plan), .awaited = counts_}
-                                    : plan_overlapping_waits(program, plan);
+  const StepWaits planned = device_ && !steps_overlap(program)
+                                ? StepWaits{.waits = plan_waits(program, plan), .awaited = counts_}
+                                : plan_overlapping_waits(program, plan);
   const Waits& waits = planned.waits;
   awaited_ = planned.awaited;
   stall_finder_.emplace(program, waits);
@@ -230,21 +231,29 @@ void Executor::put_into_stream(int32_t index) {
   last = index;
 }
 
-// Of ops that others in the device's queues wait for, and of the end of each queue, for which the compute queue waits.
+// One for the step and one for the one before it, where they are under way at once.
+std::array<int, 2> Executor::make_events(bool timed) const {
+  const int event = device_->make_event(timed);
+  return {event, awaited_ == counts_ ? event : device_->make_event(timed)};
+}
+
+// Of ops that others in the device's queues wait for, of what ends a step for the next, and of the end of each queue,
+// for which the compute queue waits.
 void Executor::make_events() {
-  const auto make = [&](Stream stream, size_t position) {
-    int& event = steps_[size_t(streams_->ops[int(stream)][position])].event;
-    if (event < 0) event = device_->make_event();
+  const auto make = [&](const Wait& wait) {
+    const auto& ops = streams_->ops[int(wait.stream)];
+    if (!in_queue(wait.stream) || ops.empty()) return;
+    auto& event = steps_[size_t(ops[size_t(wait.count > 0 ? wait.count : int64_t(ops.size()) + wait.count) - 1])].event;
+    if (event[0] < 0) event = make_events(false);
   };
   streams_->has_graph = true;
   for (const Step& step : steps_) {
     streams_->has_graph &= in_queue(step.stream);
-    for (const Wait& wait : step.waits)
-      if (in_queue(wait.stream)) make(wait.stream, size_t(wait.count) - 1);
+    for (const Wait& wait : step.waits) make(wait);
   }
-  for (int s = 1; s < kStreams; ++s)
-    if (in_queue(Stream(s)) && !streams_->ops[s].empty()) make(Stream(s), streams_->ops[s].size() - 1);
-  streams_->start = device_->make_event(true);
+  for (int s = 0; s < kStreams; ++s)
+    for (const int32_t count : {counts_[size_t(s)], awaited_[size_t(s)]}) make({Stream(s), count});
+  streams_->start = make_events(true);
   if (!streams_->has_graph) find_segments();
 }
 
@@ -273,7 +282,12 @@ void Executor::start_streams(double patience) {
 Executor::~Executor() {
   watchdog_.reset();
   streams_->end();
-  if (goes_on_) storage_.hold(nullptr);
+  if (!goes_on_) return;
+  storage_.hold(nullptr);
+  try {
+    if (device_) device_->synchronize();
+  } catch (const Error&) {  // of a run that is over
+  }
 }
 
 void Executor::watch(double patience) {
@@ -351,10 +365,8 @@ void Executor::run_op(int32_t index, int64_t step_number) {
     if (!finite(program_[id], pointer(id))) throw NonFinite(program_[id].name);
 }
 
-// Ops of a stream in the steps before; on a device counts are of one step.
-int64_t Executor::count_before(int stream, int64_t step) const {
-  return device_ ? 0 : (step - 1) * int64_t(counts_[size_t(stream)]);
-}
+// Ops of a stream in the steps before.
+int64_t Executor::count_before(int stream, int64_t step) const { return (step - 1) * int64_t(counts_[size_t(stream)]); }
 
 int64_t Executor::last_step() const { return streams_->begun; }
 
@@ -366,9 +378,7 @@ void Executor::run_stream(int stream, int64_t step, const PartHook* hook) {
       for (const Wait& wait : steps_[i].waits)
         streams.wait(int(wait.stream), count_before(int(wait.stream), step) + wait.count);
       if (device_)
-        for (const Wait& wait : steps_[i].waits)
-          if (in_queue(wait.stream))
-            wait_for_event(steps_[size_t(streams.ops[int(wait.stream)][size_t(wait.count) - 1])].event);
+        for (const Wait& wait : steps_[i].waits) wait_for_event(event_of(wait, step), step);
       if (streams.failed_in.load(std::memory_order_acquire) <= step) {
         streams.release(stream);
         return;
@@ -381,42 +391,38 @@ void Executor::run_stream(int stream, int64_t step, const PartHook* hook) {
       if (!streams.threads.empty()) streams.done[stream].notify_all();
     }
   } catch (...) {
-    streams.fail(std::current_exception(), device_ ? 0 : step);
+    streams.fail(std::current_exception(), step);
   }
 }
 
-// Counts what is done in a step: ops that threads have run, and ops of queues behind which an event was reached.
+// Counts what is done: ops that threads have run, and ops of queues behind which an event was reached. Events are asked
+// for of steps under way alone: those of others may have been captured.
 int64_t Executor::progress() {
   Streams& streams = *streams_;
   const int64_t step = streams.begun;
-  if (streams.reached_in != step) streams.reached_in = step, streams.reached = {};
   int64_t sum = step;
   for (int s = 0; s < kStreams; ++s) {
     const auto& ops = streams.ops[s];
-    const auto end = count_before(s, step) + int64_t(ops.size());
-    const int64_t done = std::min(streams.done[s].load(std::memory_order_acquire), end);
+    const int64_t done = std::min(streams.done[s].load(std::memory_order_acquire), count_before(s, step + 1));
     sum += done;
-    if (!in_queue(Stream(s))) continue;
-    int32_t& reached = streams.reached[s];
-    for (int32_t i = reached; i < done && !streams.failed; ++i) {
-      const int event = steps_[size_t(ops[size_t(i)])].event;
+    if (!in_queue(Stream(s)) || ops.empty()) continue;
+    int64_t& reached = streams.reached[s];
+    reached = std::max(reached, count_before(s, is_after_another(step) ? step - 1 : step));
+    for (int64_t k = reached; k < done && !streams.failed; ++k) {
+      const int64_t size = int64_t(ops.size());
+      const int event = steps_[size_t(ops[size_t(k % size)])].event[parity(k / size + 1)];
       if (event < 0) continue;
       if (!device_->reached(event)) break;
-      reached = i + 1;
+      reached = k + 1;
     }
     sum += reached;
   }
   return sum;
 }
 
-// For ops of one step alone: the step before ends by itself.
 Waits Executor::waits() const {
   Waits waits;
-  for (const Step& step : steps_) {
-    std::vector<Wait> within = step.waits;
-    std::erase_if(within, [](const Wait& wait) { return wait.count <= 0; });
-    waits.push_back(within);
-  }
+  for (const Step& step : steps_) waits.push_back(step.waits);
   return waits;
 }
 
@@ -428,10 +434,10 @@ std::vector<ExchangeStep> Executor::exchanges() const {
 void Executor::check_progress() const {
   const Waits waits = this->waits();
   const auto queued = [this](Stream stream) { return in_queue(stream); };
-  require_progress(program_, waits, queued);
+  require_progress(program_, waits, awaited_, queued);
   std::vector<std::vector<int32_t>> segments;
   for (const Segment& segment : streams_->segments) segments.push_back(segment.ops);
-  if (!segments.empty()) require_progress(program_, waits, queued, segments);
+  if (!segments.empty()) require_progress(program_, waits, awaited_, queued, segments);
 }
 
 std::string Executor::positions() const {
@@ -441,7 +447,8 @@ std::string Executor::positions() const {
     if (ops.empty()) continue;
     const bool queue = in_queue(Stream(s));
     const int64_t done = streams_->done[s].load(std::memory_order_acquire) - count_before(s, last_step());
-    int64_t at = queue ? streams_->reached[s] : done;
+    int64_t at = queue ? streams_->reached[s] - count_before(s, last_step()) : done;
+    const int64_t more = done - at;
     text += (text.empty() ? "" : "; ") + std::string(name_of(Stream(s)));
     if (at >= int64_t(ops.size())) {
       text += " is done";
@@ -451,7 +458,7 @@ std::string Executor::positions() const {
     const Op& op = program_.ops[size_t(ops[size_t(at)])];
     text += " stands at op " + std::to_string(ops[size_t(at)]) + " (" + op.kind->name +
             (op.outputs.empty() ? "" : ", makes " + program_[op.outputs[0]].name) + ")";
-    if (queue) text += ", with " + std::to_string(std::max<int64_t>(done - at, 0)) + " more in its queue";
+    if (queue) text += ", with " + std::to_string(std::max<int64_t>(more, 0)) + " more in its queue";
   }
   return text + ".";
 }
@@ -485,42 +492,58 @@ void Executor::run(const PartHook& hook, bool goes_on) {
     run_on_device(hook ? &hook : nullptr);
   else
     run_stream(0, step, hook ? &hook : nullptr);
-  if (goes_on && !streams.threads.empty() && awaited_ != counts_) {
-    for (int s = 1; s < kStreams; ++s) streams.wait(s, count_before(s, step) + awaited_[size_t(s)]);
-    goes_on_ = true;
-    storage_.hold(this);
-  } else {
-    for (int s = 1; s < kStreams && !streams.threads.empty(); ++s) {  // what is left when nothing is left to compute
-      if (in_queue(Stream(s))) continue;
-      try {
-        wait_for_thread({Stream(s), counts_[size_t(s)]});
-      } catch (...) {
-        streams.fail(std::current_exception());
-      }
-    }
-    end_threads();
-    if (device_) end_on_device();
-  }
+  end_step(goes_on && overlaps());
   if (streams.failed) end_failed();
   if (timed()) find_stalls(!goes_on_);
+}
+
+bool Executor::overlaps() const { return !streams_->threads.empty() && awaited_ != counts_; }
+
+// Until the next step may begin, or nothing is left of this one.
+void Executor::end_step(bool goes_on) {
+  Streams& streams = *streams_;
+  const auto watching = [&](const auto& wait) {
+    try {
+      wait();
+    } catch (...) {
+      streams.fail(std::current_exception(), last_step());
+    }
+  };
+  if (goes_on) watching([&] { wait_for_awaited(); });
+  if (goes_on && !streams.failed && !(device_ && left_on_device())) {
+    goes_on_ = true;
+    storage_.hold(this);
+    return;
+  }
+  for (int s = 1; s < kStreams && !streams.threads.empty(); ++s)  // what is left when nothing is left to compute
+    if (!in_queue(Stream(s))) watching([&] { wait_for_thread({Stream(s), counts_[size_t(s)]}); });
+  end_threads();
+  if (device_) end_on_device();
+}
+
+// What the host looks at between steps is there, and nothing is left of the step before.
+void Executor::wait_for_awaited() {
+  for (int s = device_ ? 0 : 1; s < kStreams; ++s) {
+    const Wait wait{Stream(s), awaited_[size_t(s)]};
+    in_queue(wait.stream) ? wait_for_queue(wait) : wait_for_thread(wait);
+  }
 }
 
 void Executor::drain() {
   if (!goes_on_) return;
   const Watched watched(watchdog_.get());
   end_threads();
+  if (device_) end_on_device();
   if (streams_->failed) end_failed();
+  if (timed() && device_) read_spans(last_step());
 }
 
 void Executor::begin_step() {
   Streams& streams = *streams_;
-  after_another_ = goes_on_;
-  goes_on_ = false;
   stalls_ = {};
   STRATA_CHECK(storage_.holder() == nullptr || storage_.holder() == this);
   const int64_t step = ++streams.begun;
-  if (device_)
-    for (auto& count : streams.done) count.store(0, std::memory_order_relaxed);
+  after_another_[parity(step)] = std::exchange(goes_on_, false);
   step_began_[parity(step)] = seconds_now();
   for (Held& held : held_) held.values[size_t(step % 2)] = *held.from;
 }
@@ -543,42 +566,52 @@ void Executor::end_failed() {
   std::rethrow_exception(error);
 }
 
+// Nothing is left in the device's queues.
 void Executor::end_on_device() {
   Streams& streams = *streams_;
   try {
     wait_for_device();
-    if (timed()) read_spans();
   } catch (...) {
     if (!streams.error) streams.fail(std::current_exception());
   }
+  if (const std::exception_ptr left = streams.error ? nullptr : left_on_device()) streams.fail(left);
+}
+
+// What is wrong with what the device's kernels left; null: nothing.
+std::exception_ptr Executor::left_on_device() const {
   for (size_t i = 0; i < steps_.size(); ++i)
-    if (Step& step = steps_[i]; step.fault && *step.fault != 0 && !streams.error) {
+    if (const Step& step = steps_[i]; step.fault && *step.fault != 0) {
       const OpView view(program_, program_.ops[i]);
       const std::string what = view.op().kind->kernels.find(backend_)->second.fault(view, *step.fault);
-      streams.fail(std::make_exception_ptr(
-          Error("op " + std::to_string(i) + " (" + view.op().kind->name + "): " + what, ExitCode::failed)));
+      return std::make_exception_ptr(
+          Error("op " + std::to_string(i) + " (" + view.op().kind->name + "): " + what, ExitCode::failed));
     }
   for (const Step& step : steps_)
     for (TensorId id : step.watched)
-      if (!streams.error && in_queue(step.stream) && !finite(program_[id], pointer(id)))
-        streams.fail(std::make_exception_ptr(NonFinite(program_[id].name)));
+      if (in_queue(step.stream) && !finite(program_[id], pointer(id)))
+        return std::make_exception_ptr(NonFinite(program_[id].name));
+  return nullptr;
 }
 
 // What is not over yet has no spans; the step before is over.
 void Executor::find_stalls(bool drained) {
   const int64_t step = last_step();
-  PartOfStep part{.spans = spans_[parity(step)], .over = counts_, .awaited = counts_};
-  if (!drained) {
-    part.awaited = awaited_;
-    for (int s = 0; s < kStreams; ++s)
-      part.over[size_t(s)] = int32_t(std::clamp<int64_t>(
-          streams_->done[s].load(std::memory_order_acquire) - count_before(s, step), 0, counts_[size_t(s)]));
-  }
-  if (!after_another_) {
+  const VectorClock read = device_ ? read_spans(step) : VectorClock{};
+  PartOfStep part{.spans = spans_[parity(step)],
+                  .over = counts_,
+                  .awaited = drained && !is_after_another(step) ? counts_ : awaited_};
+  for (int s = 0; s < kStreams && !drained; ++s)
+    part.over[size_t(s)] =
+        in_queue(Stream(s))
+            ? read[size_t(s)]
+            : int32_t(std::clamp<int64_t>(streams_->done[s].load(std::memory_order_acquire) - count_before(s, step), 0,
+                                          counts_[size_t(s)]));
+  if (!is_after_another(step)) {
     stalls_ = stall_finder_->find(part, nullptr);
     return;
   }
   // On the clock of this step while the finder looks.
+  if (device_) read_spans(step - 1);  // what was not over yet
   std::vector<Span>& before = spans_[parity(step - 1)];
   const double earlier = step_began_[parity(step - 1)] - step_began_[parity(step)];
   const auto shift = [&](double by) {
@@ -590,7 +623,7 @@ void Executor::find_stalls(bool drained) {
 }
 
 std::vector<Span> Executor::spans_before() const {
-  if (!after_another_ || !timed()) return {};
+  if (!is_after_another(last_step()) || !timed()) return {};
   std::vector<Span> before = spans_[parity(last_step() - 1)];
   const double earlier = step_began_[parity(last_step() - 1)] - step_began_[parity(last_step())];
   for (Span& span : before) span = {span.start + earlier, span.finish + earlier};
@@ -616,10 +649,11 @@ void Executor::run_poisoned() {
 }
 
 void Executor::trace() {
-  spans_[0].resize(steps_.size());
+  if (timed() || steps_.empty()) return;
+  drain();  // of the steps so far nobody knows when ops ran
+  for (std::vector<Span>& spans : spans_) spans.resize(steps_.size());
   for (Step& step : steps_)
-    if (in_queue(step.stream) && step.begun < 0)
-      step.begun = device_->make_event(true), step.finished = device_->make_event(true);
+    if (in_queue(step.stream)) step.begun = make_events(true), step.finished = make_events(true);
 }
 
 std::string Executor::first_non_finite() {

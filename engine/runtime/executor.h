@@ -58,18 +58,20 @@ class Executor {
 
   // On an asynchronous device (the storage's) this thread puts ops into the device's queues in the order of the
   // program; after the first step a program that never waits for the host becomes one graph, and of others the ops of
-  // the compute stream between two waits do. What is watched is looked at when the step is over, so updates have been
-  // made by then.
+  // the compute stream between two waits do. What is watched is looked at when compute is over, and where it is not
+  // finite the step runs to its end, so updates have been made by then.
   //
   // Runs one step and returns when every op is done. The hook is called on this thread before the first and after the
   // last op of each part of the step on the compute stream. Rethrows what a kernel threw, with the op's name.
-  // `goes_on`: another step of this executor comes next. Where threads run all streams it then returns when all is
-  // there that the host looks at between steps and all has been read that it writes (awaited_by_host), and the step
-  // before is over; what is left goes on until the end of the next step, or drain(). Until then nobody else may look at
-  // the storage's tensors (Storage::hold). A step that fails ends when the one before is over.
+  // `goes_on`: another step of this executor comes next. Where steps overlap it then returns when all is there that the
+  // host looks at between steps and all has been read that it writes (awaited_by_host), and the step before is over;
+  // what is left goes on until the end of the next step, or drain(). Until then nobody else may look at the storage's
+  // tensors (Storage::hold). A step that fails ends when the one before is over.
   void run(const PartHook& hook = {}, bool goes_on = false);
   // Returns when nothing is left of the last step; rethrows what an op threw meanwhile.
   void drain();
+  // Whether steps do, on this device: a step that is one graph has nothing left behind it.
+  bool overlaps() const;
 
   // Runs the ops up to the first one that gives a value that is not finite, and names that tensor; empty if none does.
   // Parameters that are already not finite come first. Updates are not run.
@@ -82,12 +84,13 @@ class Executor {
   void without_graphs() { graphs_ = false; }  // ops are put into the device's queues one by one in every step
   // When each op ran in the last step (two readings of the clock an op), and what compute waited for. On a device both
   // are known only for steps after trace(), and the program is no graph any more from then on. All spans are there when
-  // nothing is left of the step; those of the compute stream at once.
+  // nothing is left of the step; those of the compute stream at once. The stalls of a step that began behind another
+  // are those of one among many, with what comes after it left out, also where it is the last.
   const std::vector<Span>& spans() const { return spans_[parity(last_step())]; }
   // The same of the step before, where it went on behind this one's beginning; else empty.
   std::vector<Span> spans_before() const;
   const Stalls& stalls() const { return stalls_; }
-  void trace();
+  void trace();  // drains, the first time
 
   void* pointer(TensorId id) const { return pointers_.at(id.value); }
   const Program& program() const { return program_; }
@@ -108,17 +111,21 @@ class Executor {
   void bind_op(int32_t index, Threads& compute, uint64_t*& next_fault);
   Launch bind(int32_t index, size_t parity, Threads& compute, uint64_t* fault);
   void put_into_stream(int32_t index);
+  std::array<int, 2> make_events(bool timed) const;
   void make_events();
   void start_streams(double patience);
   void run_stream(int stream, int64_t step, const PartHook* hook);
   void begin_step();
+  void end_step(bool goes_on);
+  void wait_for_awaited();
   void end_threads();
   void end_on_device();
   void end_failed();
   void find_stalls(bool drained);
   int64_t last_step() const;
   int64_t count_before(int stream, int64_t step) const;
-  size_t parity(int64_t step) const { return device_ ? 0 : size_t(step % 2); }
+  size_t parity(int64_t step) const { return size_t(step % 2); }
+  bool is_after_another(int64_t step) const { return after_another_[parity(step)]; }
   bool timed() const { return !spans_[0].empty(); }
   void run_on_device(const PartHook* hook);
   void put_into_queue(int32_t index, Segment* segment);
@@ -128,15 +135,19 @@ class Executor {
   bool is_one_graph() const;
   void find_sent();
   void find_segments();
-  void wait_for_event(int event);
+  int event_of(const Wait& wait, int64_t step) const;
+  void wait_for_event(int event, int64_t step);
   void wait_for_thread(const Wait& wait);
+  void wait_for_queue(const Wait& wait);
+  void look_after_groups() const;
   void wait_for_device();
+  std::exception_ptr left_on_device() const;
   Waits waits() const;
   void check_progress() const;
   void watch(double patience);
   int64_t progress();
   std::string positions() const;
-  void read_spans();
+  VectorClock read_spans(int64_t step);
   double now(int64_t step) const;
 
   const Program& program_;
@@ -171,9 +182,9 @@ class Executor {
   Stalls stalls_;
   std::array<std::vector<Span>, 2> spans_;  // of this step and the one before, by op; empty: nobody asked
   std::array<double, 2> step_began_{};      // … of these
-  double device_began_ = 0;                 // of the device's queue, since the step began
+  std::array<double, 2> device_began_{};    // of the device's queue, since the step began
   VectorClock counts_{}, awaited_{};        // ops of each stream; those that the next step waits for
-  bool after_another_ = false;              // the last step began before the one before was over
+  std::array<bool, 2> after_another_{};     // this step and the one before began before the one before them was over
   bool goes_on_ = false;                    // something is left of the last step
   std::unique_ptr<Watchdog> watchdog_;      // the last, for it looks at the rest
 };

@@ -18,9 +18,10 @@ struct Executor::Step {
   std::vector<Wait> waits;
   std::vector<TensorId> watched;
   Stream stream;
-  int32_t position = 0;           // among the ops of its stream
-  int event = -1;                 // of the device, recorded after this op; -1: nobody waits for it
-  int begun = -1, finished = -1;  // timed events around it, when spans are wanted
+  int32_t position = 0;  // among the ops of its stream
+  // Events of the device, each for every second step where steps overlap: recorded after this op (-1: nobody waits for
+  // it), and timed ones around it, when spans are wanted.
+  std::array<int, 2> event{-1, -1}, begun{-1, -1}, finished{-1, -1};
   volatile uint64_t* fault = nullptr;
   int segment = -1;     // of ops that this one begins
   bool inside = false;  // … or is in, further on
@@ -38,11 +39,10 @@ struct Executor::Streams {
   int graph = -1;                                     // the whole step as a graph of the device, once there is one
   std::vector<Segment> segments;                      // of a program that waits for the host
   bool has_graph = false;                             // the program may become one
-  int start = -1;                                     // event at the start of a step
+  std::array<int, 2> start{-1, -1};                   // event at the start of a step
   int64_t steps = 0;                                  // run so far
-  std::array<std::atomic<int64_t>, kStreams> done{};  // of all steps; on a device of this one, of a queue: put into it
-  std::array<int32_t, kStreams> reached{};  // of a queue: ops known to be over, for the watchdog; only its thread's
-  int64_t reached_in = -1;                  // … in this step
+  std::array<std::atomic<int64_t>, kStreams> done{};  // ops of all steps; of a queue: put into it
+  std::array<int64_t, kStreams> reached{};  // of a queue: ops known to be over, for the watchdog; only its thread's
   std::atomic<int64_t> begun{0};            // steps
   std::atomic<int64_t> started{0};
   std::atomic<int> running{0};

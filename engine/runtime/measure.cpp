@@ -41,8 +41,11 @@ class Loop {
     std::vector<double> seconds;
     for (int64_t step = 1; step <= count; ++step) {
       const auto began = std::chrono::steady_clock::now();
-      const bool traced = assembly_.device && step == count;  // events around each op cost time there
-      if (traced) assembly_.executor_of(assembly_.plans.of_step(step)).trace();
+      // Events around each op cost time on a device; what goes on behind the last step is looked into with it.
+      Executor& executor = assembly_.executor_of(assembly_.plans.of_step(step));
+      const bool traced =
+          assembly_.device && (step == count || (step + 1 == count && count > 3 && executor.overlaps()));
+      if (traced) executor.trace();
       steps_.run(
           step, [&] { feed(step); }, [&] { result.losses.push_back(feeds_[steps_.program()].loss()); },
           step < count ? StepMode::in_loop : StepMode::whole);

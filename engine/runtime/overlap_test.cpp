@@ -9,8 +9,12 @@
 #include "engine/planning/residency.h"
 #include "engine/runtime/executor.h"
 #include "strata/builder.h"
+#include "tests/backends.h"
 #include "tests/harness.h"
 #include "tests/ordering.h"
+#if defined(STRATA_EMULATED_CUDA)
+#include "cuda/emulated/machine.h"
+#endif
 
 namespace strata::overlap_test {
 namespace {
@@ -21,11 +25,28 @@ uint32_t first_seed() {
 }
 
 std::atomic<int> begun{0}, copied{0};  // steps that have begun; copies of test_follow made
+std::atomic<int> put{0};               // ops of test_put put into a queue
 std::atomic<bool> fails{false};
+bool emulated = false;  // a device, whose queues go on only while somebody asks for them
 
-// Both hand on their input. test_begin says that a step has begun; test_follow ends when the step after its own has,
-// and throws if it is to fail.
-// reduce_for_test hands on its first element.
+// What a kernel does, as one of the CPU and as one of a device's queues.
+std::map<std::string, Kernel, std::less<>> kernels_of(const std::function<void(const Binding&)>& work) {
+  return {
+    {"cpu", {[work](const Binding& b) -> Launch { return [work, b] { work(b); }; }}},
+#if defined(STRATA_EMULATED_CUDA)
+        {"cuda", {[work](const Binding& b) -> Launch {
+           return [work, b] {
+             if (b.op().kind->name == "test_put") put.fetch_add(1), put.notify_all();
+             cuda::enqueue(b.queue(), [work, b] { work(b); });
+           };
+         }}},
+#endif
+  };
+}
+
+// All hand on their input. test_begin says that a step has begun; test_follow ends when the step after its own has,
+// and throws if it is to fail; test_lag lets others go first; test_await_put ends when test_put of the step after its
+// own is in its queue. reduce_for_test hands on its first element.
 void register_kinds() {
   static bool done = false;
   if (std::exchange(done, true)) return;
@@ -35,34 +56,38 @@ void register_kinds() {
                    .shape = [](const OpView& v) -> std::vector<TensorSpec> {
                      return {{v.input(0).shape, v.input(0).dtype}};
                    },
-                   .kernels = {{"cpu", {[act](const Binding& b) -> Launch {
-                                  return [act, b] {
-                                    act();
-                                    std::memcpy(b.out<float>(0), b.in<float>(0), size_t(b.input(0).bytes()));
-                                  };
-                                }}}}});
+                   .kernels = kernels_of([act](const Binding& b) {
+                     act();
+                     std::memcpy(b.out<float>(0), b.in<float>(0), size_t(b.input(0).bytes()));
+                   })});
   };
   kind("test_begin", [] { begun.fetch_add(1), begun.notify_all(); });
   kind("test_follow", [] {
     const int own = copied.fetch_add(1) + 1;
-    for (int now; (now = begun) <= own;) begun.wait(now);
+    for (int now; (now = begun) <= own;) emulated ? void(test::gpu()->idle()) : begun.wait(now);
     if (fails) throw Error("as asked");
   });
   kind("test_lag", [] { std::this_thread::yield(); });
-  register_kind(
-      {.name = "reduce_for_test",
-       .summary = "",
-       .shape = [](const OpView& v) -> std::vector<TensorSpec> {
-         return {{{1}, v.input(0).dtype}};
-       },
-       .kernels = {{"cpu", {[](const Binding& b) -> Launch { return [b] { *b.out<float>(0) = *b.in<float>(0); }; }}}}});
+  kind("test_put", [] {});
+  kind("test_await_put", [] {
+    const int own = copied.fetch_add(1) + 1;
+    for (int now; (now = put) <= own;) put.wait(now);
+  });
+  register_kind({.name = "reduce_for_test",
+                 .summary = "",
+                 .shape = [](const OpView& v) -> std::vector<TensorSpec> {
+                   return {{{1}, v.input(0).dtype}};
+                 },
+                 .kernels = kernels_of([](const Binding& b) { *b.out<float>(0) = *b.in<float>(0); })});
 }
 
-// A step whose update on the stream `host` cannot end before the next step has begun: sum += factor * x.
+// A step whose update on the stream `host` cannot end before the next step has begun: sum += factor * x. On a device
+// all but that is in its queues. `late`: the copy for the update is looked at after the next step has begun.
 struct Following {
-  Following() {
+  explicit Following(const std::string& backend = "cpu", bool late = false) {
     register_kinds();
-    begun = copied = 0, fails = false;
+    begun = copied = put = 0, fails = false;
+    const bool device = emulated = is_asynchronous(backend);
     Builder build(program);
     const Shape shape{64};
     x = build.data("x", shape, DType::f32);
@@ -71,16 +96,23 @@ struct Following {
     first = build.emit("test_begin", {x}, {}, "first");
     const TensorId value = build.emit("reduce_for_test", {first}, {}, "value");
     program[first].step_output = program[value].step_output = true;
-    const TensorId y = build.emit("gelu", {x}, {}, "y");
+    TensorId y = build.emit(late ? "test_put" : "test_lag", {x}, {}, "y");
     build.step_part = StepPart::update;
+    const auto on_host = [&](TensorId id) {
+      if (device) program[id].home = Tier::host;
+      return id;
+    };
+    build.stream = Stream::to_host;
+    if (device) y = on_host(build.emit("move", {y}, {}, "y there"));
     build.stream = Stream::host;
-    const TensorId z = build.emit("test_follow", {y}, {}, "z");
-    const TensorId scaled = build.emit("scale", {z, factor}, {}, "scaled");
-    build.emit_all("add", {sum, scaled}, {}, {sum});
-    plan = plan_memory(program, "cpu", 1);
-    storage.emplace(program, plan);
+    const TensorId z =
+        on_host(late ? build.emit("test_await_put", {sum}, {}, "z") : build.emit("test_follow", {y}, {}, "z"));
+    const TensorId scaled = on_host(build.emit("scale", {late ? y : z, factor}, {}, "scaled"));
+    build.emit_all("add", {on_host(sum), scaled}, {}, {sum});
+    plan = plan_memory(program, backend, 1);
+    storage.emplace(program, plan, std::vector<const MemoryPlan*>{}, NvmeStore::Faults{}, test::device_of(backend));
     storage->initialize(1, threads);
-    executor.emplace(program, plan, *storage, "cpu", threads, 1, nullptr, 60);
+    executor.emplace(program, plan, *storage, backend, threads, 1, nullptr, 60);
   }
   // Of a step with x = `value` everywhere.
   void step(float value, double factor) {
@@ -90,29 +122,13 @@ struct Following {
   }
   void end() {
     ++begun, begun.notify_all();
+    ++put, put.notify_all();
     executor->drain();
   }
   float result() {
     const std::vector<std::byte> bytes = storage->copy(program[sum]);
     return *reinterpret_cast<const float*>(bytes.data());
   }
-  static float gelu_of(float value) {
-    Program one;
-    Builder build(one);
-    const TensorId in = build.data("in", {64}, DType::f32);
-    const TensorId out = build.emit("gelu", {in});
-    one[out].step_output = true;
-    const MemoryPlan plan = plan_memory(one, "cpu", 1);
-    Storage storage(one, plan);
-    Threads threads(1);
-    Executor executor(one, plan, storage, "cpu", threads);
-    std::fill_n(static_cast<float*>(executor.pointer(in)), 64, value);
-    executor.run();
-    return *static_cast<const float*>(executor.pointer(out));
-  }
-
-  static bool prepare() { return true; }
-  const bool prepared = prepare();
   Program program;
   MemoryPlan plan;
   Threads threads{1};
@@ -124,17 +140,19 @@ struct Following {
 // With a barrier between steps the first would never end. Each step's update takes its own step's number, though the
 // host has set the next one's by then.
 TEST(Overlap, WhatIsLeftGoesOnBehindTheNextStep) {
-  Following steps;
-  float expected = 0;
-  for (int step = 1; step <= 5; ++step) {
-    steps.step(0.25f * float(step), step);
-    EXPECT_EQ(*static_cast<const float*>(steps.executor->pointer(steps.first)), 0.25f * float(step));
-    expected += Following::gelu_of(0.25f * float(step)) * float(step);
+  for (const std::string& backend : test::kBackends) {
+    Following steps(backend);
+    float expected = 0;
+    for (int step = 1; step <= 8; ++step) {
+      steps.step(0.25f * float(step), step);
+      EXPECT_EQ(*static_cast<const float*>(steps.executor->pointer(steps.first)), 0.25f * float(step));
+      expected += 0.25f * float(step * step);
+    }
+    EXPECT_EQ(steps.storage->holder(), &*steps.executor);
+    steps.end();
+    EXPECT_EQ(steps.storage->holder(), nullptr);
+    EXPECT_EQ(steps.result(), expected);
   }
-  EXPECT_EQ(steps.storage->holder(), &*steps.executor);
-  steps.end();
-  EXPECT_EQ(steps.storage->holder(), nullptr);
-  EXPECT_EQ(steps.result(), expected);
 }
 
 // A step that fails leaves the one before whole, and makes no update; the executor can go on after it.
@@ -142,20 +160,70 @@ TEST(Overlap, AStepThatFailsLeavesTheOneBeforeWhole) {
   Following steps;
   steps.step(0.5f, 1);
   steps.step(0.75f, 2);
-  const float expected = Following::gelu_of(0.5f) + Following::gelu_of(0.75f) * 2;
+  const float expected = 0.5f + 0.75f * 2;
   EXPECT_THROW(steps.step(NAN, 3), NonFinite);
   EXPECT_EQ(steps.result(), expected);
   EXPECT_EQ(steps.executor->first_non_finite(), "first");
   begun = copied.load();  // as nothing of the step had been
   steps.step(1.5f, 4);
   steps.end();
-  EXPECT_EQ(steps.result(), expected + Following::gelu_of(1.5f) * 4);
+  EXPECT_EQ(steps.result(), expected + 1.5f * 4);
 }
+
+#if defined(STRATA_EMULATED_CUDA)
+// A copy that is still in its queue when the next step begins takes what its own step made, in whatever order queues
+// are served.
+TEST(Overlap, ACopyThatIsLeftTakesItsOwnStep) {
+  Following steps("cuda", true);
+  double expected = 0;
+  for (int step = 1; step <= 200; ++step) {
+    steps.step(float(step), 1);
+    expected += step;
+  }
+  steps.end();
+  EXPECT_EQ(steps.result(), expected);
+}
+
+// On a device nothing looks at numbers within a step: one that is not finite is found when compute is over, and the
+// step runs to its end, so that no state is half updated.
+TEST(Overlap, WhatIsNotFiniteOnADeviceEndsAWholeStep) {
+  Following steps("cuda");
+  steps.step(0.5f, 1);
+  begun += 10, begun.notify_all();
+  EXPECT_THROW(steps.step(NAN, 2), NonFinite);
+  EXPECT_EQ(steps.storage->holder(), nullptr);
+  EXPECT_TRUE(std::isnan(steps.result()));
+}
+
+// When ops ran, of a step that began behind another and of that one; what is left of it waits for nobody.
+TEST(Overlap, SpansOfADeviceGoAcrossTheEdge) {
+  Following steps("cuda");
+  steps.step(0.5f, 1);
+  ++begun, begun.notify_all();
+  steps.executor->trace();
+  EXPECT_EQ(steps.storage->holder(), nullptr);
+  --begun;
+  for (int step = 2; step <= 4; ++step) steps.step(0.5f, step);
+  const std::vector<Span> before = steps.executor->spans_before();
+  ASSERT_EQ(before.size(), steps.program.ops.size());
+  EXPECT_GT(before.back().finish, steps.executor->spans().front().start);  // the update, behind this step's beginning
+  for (const Span& span : before) EXPECT_GE(span.finish, span.start);
+  EXPECT_LT(before.front().finish, 0);
+  steps.end();
+  double at = 0;
+  for (const Span& span : steps.executor->spans()) {  // here each op waits for the one before
+    EXPECT_GE(span.start, at);
+    EXPECT_GE(span.finish, span.start);
+    at = span.start;
+  }
+}
+#endif
 
 // What fails behind the next step's beginning ends that step, with the op's name; also when no step comes any more.
 TEST(Overlap, WhatFailsBehindTheNextStepIsTold) {
-  for (const bool another : {true, false}) {
-    Following steps;
+  for (size_t n = 0; n < 2 * test::kBackends.size(); ++n) {
+    const bool another = n % 2;
+    Following steps(test::kBackends[n / 2]);
     steps.step(0.5f, 1);
     fails = true;
     std::string text;
@@ -172,11 +240,14 @@ TEST(Overlap, WhatFailsBehindTheNextStepIsTold) {
 }
 
 TEST(Overlap, AnExecutorThatIsGivenUpEndsItsLastStep) {
-  Following steps;
-  steps.step(0.5f, 1);
-  ++begun, begun.notify_all();
-  steps.executor.reset();
-  EXPECT_EQ(steps.result(), Following::gelu_of(0.5f));
+  for (const std::string& backend : test::kBackends) {
+    Following steps(backend);
+    steps.step(0.5f, 1);
+    ++begun, begun.notify_all();
+    steps.executor.reset();
+    EXPECT_EQ(steps.storage->holder(), nullptr);
+    EXPECT_EQ(steps.result(), 0.5f);
+  }
 }
 
 // Ops on streams by chance: reads, changes in place, numbers that the host sets, results that it reads.

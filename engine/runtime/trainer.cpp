@@ -213,8 +213,6 @@ class Loop {
   // The step, its validation, its line in the log and for whoever watches.
   void one_step() {
     const double step_began = seconds_now();
-    if (assembly_->device && report_->times(last_step()))
-      assembly_->executor_of(assembly_->plans.of_step(step_)).trace();
     run_program();
     const double seconds = seconds_now() - step_began;
     tell_step();  // the one before, whose loss has come
@@ -267,8 +265,16 @@ class Loop {
            assembly_->plans.of_step(step_) == assembly_->plans.of_step(step_ + 1);
   }
 
+  // On a device from now on it is known when ops run: in the last step, and in the one that goes on behind it.
+  void trace() {
+    Executor& executor = assembly_->executor_of(assembly_->plans.of_step(step_));
+    if (assembly_->device && (last_step() || (step_ + 1 == steps() && goes_on() && executor.overlaps())))
+      executor.trace();
+  }
+
   void run_program() {
     try {
+      trace();
       steps_->run(
           step_, [&] { data_->load(samples_, feeds_[steps_->program()], *steps_); },
           [&] {

@@ -11,7 +11,6 @@
 #include "plugins/quantized_exchange/rounding.h"
 #include "plugins/quantized_exchange/streaming.h"
 #include "strata/convert.h"
-#include "strata/error.h"
 #include "strata/random.h"
 
 namespace strata::quantized {
@@ -153,21 +152,7 @@ STRATA_SIMD void add(const float* from, int64_t count, float* x) {
 
 constexpr int64_t kGrain = 16;  // blocks worth a thread of their own
 
-constexpr std::pair<const char*, Format> kFormats[] = {
-    {"int8", Format::int8}, {"int4", Format::int4}, {"fp8_e4m3", Format::fp8_e4m3}, {"bf16", Format::bf16}};
-
 }  // namespace
-
-Format format_of(std::string_view wanted) {
-  for (const auto& [name, format] : kFormats)
-    if (wanted == name) return format;
-  throw Error("there is no format \"" + std::string(wanted) + "\".", ExitCode::failed);
-}
-
-int64_t packed_bytes(Format format, int64_t elements) {
-  const int64_t bytes = code_bytes(format, elements) + (format == Format::bf16 ? 0 : 4 * blocks_of(elements));
-  return (bytes + 63) / 64 * 64;
-}
 
 void pack(Threads& threads, Format format, DType dtype, const void* from, int64_t elements, const Noise* noise,
           std::byte* packed) {

@@ -2,8 +2,11 @@
 // goes to which rank is the exchange's matter. The formats and the error of each are in README.md.
 #pragma once
 #include <cstdint>
+#include <string>
 #include <string_view>
+#include <utility>
 
+#include "strata/error.h"
 #include "strata/tensor.h"
 #include "strata/threads.h"
 
@@ -13,12 +16,24 @@ namespace strata::quantized {
 // (127) and int4 (7) are rounded up or down with the probability that keeps the expectation (Gupta et al., arXiv
 // 1502.02551), fp8_e4m3 (448, OCP 8-bit Floating Point Specification 1.0) to nearest.
 enum class Format { int8, int4, fp8_e4m3, bf16 };
-Format format_of(std::string_view name);  // "int8", "int4", "fp8_e4m3", "bf16"
+inline Format format_of(std::string_view wanted) {
+  constexpr std::pair<const char*, Format> kFormats[] = {
+      {"int8", Format::int8}, {"int4", Format::int4}, {"fp8_e4m3", Format::fp8_e4m3}, {"bf16", Format::bf16}};
+  for (const auto& [name, format] : kFormats)
+    if (wanted == name) return format;
+  throw Error("there is no format \"" + std::string(wanted) + "\".", ExitCode::failed);
+}
 
 constexpr int64_t kBlock = 256;  // elements with a scale in common; the last block of a list may be shorter
 
 // Bytes that `elements` numbers are packed into: scales (f32), then codes; a multiple of 64.
-int64_t packed_bytes(Format format, int64_t elements);
+inline int64_t packed_bytes(Format format, int64_t elements) {
+  const int64_t scales = format == Format::bf16 ? 0 : 4 * ((elements + kBlock - 1) / kBlock),
+                codes = format == Format::int4   ? (elements + 1) / 2
+                        : format == Format::bf16 ? 2 * elements
+                                                 : elements;
+  return (scales + codes + 63) / 64 * 64;
+}
 
 // Random numbers for one list: words of Philox (strata/random.h) with key (seed, stream) and the step for a counter,
 // from which a hash makes those of each element by its block, the block's scale and its place in the block

@@ -7,6 +7,7 @@
 #include <set>
 
 #include "plugins/quantized_exchange/codes.h"
+#include "plugins/quantized_exchange/lists.h"
 #include "strata/builder.h"
 #include "strata/communicator.h"
 #include "strata/convert.h"
@@ -15,35 +16,6 @@
 
 namespace strata::quantized {
 namespace {
-
-int64_t row_elements(const Shape& shape) { return elements(shape) / std::max<int64_t>(1, shape[0]); }
-
-// The codes of one rank's rows of one tensor: where they are in the workspace, and what they are of.
-struct List {
-  int rank, tensor;
-  int64_t offset, bytes;    // of the codes
-  int64_t first, elements;  // in the whole tensor
-};
-
-// Those of a rank are neighbours, so that they cross as one piece. Outputs are the whole tensors.
-std::vector<List> lists_of(const OpView& v) {
-  const Format format = format_of(v.attributes().string("format"));
-  const int ranks = int(v.attributes().integer("size"));
-  std::vector<List> lists;
-  int64_t offset = 0;
-  for (int rank = 0; rank < ranks; ++rank)
-    for (int i = 0; i < v.outputs(); ++i) {
-      const Shape& shape = v.output(i).shape;
-      const Range rows = share_of(shape[0], rank, ranks);
-      const int64_t row = row_elements(shape), bytes = packed_bytes(format, rows.count() * row);
-      lists.push_back({rank, i, offset, bytes, rows.begin * row, rows.count() * row});
-      offset += bytes;
-    }
-  return lists;
-}
-int64_t bytes_of(const std::vector<List>& lists) {
-  return lists.empty() ? 0 : lists.back().offset + lists.back().bytes;
-}
 
 bool can_be_packed(const Tensor& tensor) { return tensor.dtype == DType::f32 || size_of(tensor.dtype) == 2; }
 
@@ -96,9 +68,7 @@ void register_gather(const char* name, const char* summary, bool in_place) {
   };
   const Kernel kernel{[in_place](const Binding& b) -> Launch {
                         const std::vector<List> lists = lists_of(b);
-                        std::vector<Pieces> parts(size_t(b.attributes().integer("size")));
-                        for (const List& list : lists)
-                          parts[size_t(list.rank)].add({b.workspace<std::byte>() + list.offset, list.bytes});
+                        const auto parts = pieces_of(lists, b.attributes().integer("size"), b.workspace<std::byte>());
                         return [b, in_place, lists, parts, format = format_of(b.attributes().string("format"))] {
                           auto* const codes = b.workspace<std::byte>();
                           Communicator& group = b.group();

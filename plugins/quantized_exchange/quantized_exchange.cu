@@ -1,9 +1,10 @@
-// Codes of gradients on the GPU: a block of threads a block of 256 numbers, which makes the bytes that the CPU makes;
-// what they mean is said in codes.h and rounding.h.
+// Codes of gradients and of gathered parameters on the GPU: a block of threads a block of 256 numbers, which makes the
+// bytes that the CPU makes; what they mean is said in codes.h and rounding.h, where they lie in lists.h.
 #include "cuda/bind.h"
 #include "cuda/philox.h"
 #include "plugins/gist/codec_formats.h"
 #include "plugins/quantized_exchange/codes.h"
+#include "plugins/quantized_exchange/lists.h"
 #include "plugins/quantized_exchange/rounding.h"
 #include "strata/communicator.h"
 
@@ -39,11 +40,13 @@ constexpr float kLargest = kFormat == Format::int8   ? 127.0f
                            : kFormat == Format::int4 ? 7.0f
                                                      : 448.0f;
 
+// With seed and step for random numbers, or to nearest without. `when`: nothing is done where that is a 0.
 template <Format kFormat, class T>
 STRATA_KERNEL pack(const T* x, int64_t elements, const double* seed, uint32_t stream, const double* step, uint8_t* list,
-                   int64_t bytes) {
+                   int64_t bytes, const double* when) {
   __shared__ float scratch[32];
   __shared__ uint8_t codes[kCodes];
+  if (when && *when == 0) return;
   const int l = int(threadIdx.x);
   const int64_t first = int64_t(blockIdx.x) * kCodes;
   const int count = int(elements - first < kCodes ? elements - first : kCodes);
@@ -56,10 +59,12 @@ STRATA_KERNEL pack(const T* x, int64_t elements, const double* seed, uint32_t st
     const float low = v[0] < 0 ? -v[0] : v[0], high = v[1] < 0 ? -v[1] : v[1];
     const float scale = block_max(high > low || high != high ? high : low, scratch) / kLargest<kFormat>;
     const float factor = scale > 0 ? 1 / scale : 0, finite = factor <= 3.402823466e38f ? factor : 0;
-    const uint64_t given = uint64_t(*seed), key = uint32_t(given ^ given >> 32) | uint64_t(stream) << 32;
-    const Words words = random_words(key, uint32_t(*step), 0);
-    const uint32_t word =
-        Keys{words.word[0], words.word[1]}.of_block(uint32_t(blockIdx.x), float_bits(scale)).word(uint32_t(l));
+    uint32_t word = quantized::kToNearest << 16 | quantized::kToNearest;
+    if (seed) {
+      const uint64_t given = uint64_t(*seed), key = uint32_t(given ^ given >> 32) | uint64_t(stream) << 32;
+      const Words words = random_words(key, uint32_t(*step), 0);
+      word = Keys{words.word[0], words.word[1]}.of_block(uint32_t(blockIdx.x), float_bits(scale)).word(uint32_t(l));
+    }
     codes[l] = uint8_t(code_of<kFormat>(rounded_product(v[0], finite), word & 0xFFFF));
     codes[l + kThreads] = uint8_t(code_of<kFormat>(rounded_product(v[1], finite), word >> 16));
     __syncthreads();
@@ -78,7 +83,9 @@ STRATA_KERNEL pack(const T* x, int64_t elements, const double* seed, uint32_t st
 
 // A thread an element: `sources` lists, added up in their order.
 template <Format kFormat, class T>
-STRATA_KERNEL unpack(const uint8_t* lists, int64_t sources, int64_t stride, int64_t elements, T* x) {
+STRATA_KERNEL unpack(const uint8_t* lists, int64_t sources, int64_t stride, int64_t elements, T* x,
+                     const double* when) {
+  if (when && *when == 0) return;
   const int64_t i = int64_t(blockIdx.x) * kCodes + threadIdx.x, first = i / kCodes * kCodes;
   if (i >= elements) return;
   const int count = int(elements - first < kCodes ? elements - first : kCodes), half = (count + 1) / 2,
@@ -117,6 +124,81 @@ Launch with_format(const Binding& b, const Tensor& tensor, Body&& body) {
 }
 int64_t row_of(const Shape& shape) { return elements(shape) / (shape[0] > 0 ? shape[0] : 1); }
 
+// The kernels of a list of parameters, whose numbers begin at `from` and are read to `to`.
+struct Coded {
+  quantized::List list;
+  Launch pack, unpack;
+};
+Coded coded(const Binding& b, const quantized::List& list, const void* from, const double* when) {
+  auto* const codes = b.workspace<uint8_t>() + list.offset;
+  Coded result{.list = list, .pack = {}, .unpack = {}};
+  const auto take = [&](bool packs) {
+    return with_format(b, b.output(list.tensor), [&](auto zero, auto format) -> Launch {
+      using T = decltype(zero);
+      constexpr Format kFormat = decltype(format)::value;
+      const dim3 grid(blocks(list.elements, kCodes));
+      const T* const x = static_cast<const T*>(from);
+      T* const to = b.out<T>(list.tensor) + list.first;
+      if (packs)
+        return [=, queue = b.queue()] {
+          launch(pack<kFormat, T>, grid, kThreads, 0, queue, x, list.elements, nullptr, 0u, nullptr, codes, list.bytes,
+                 when);
+        };
+      return [=, queue = b.queue()] {
+        launch(unpack<kFormat, T>, grid, kCodes, 0, queue, codes, int64_t{1}, int64_t{0}, list.elements, to, when);
+      };
+    });
+  };
+  result.pack = take(true), result.unpack = take(false);
+  return result;
+}
+
+// A group that exchanges through the host's memory has no queue: its copies wait for the kernels before them, on its
+// device, and nobody else does.
+void wait_for_kernels(Communicator& group, const std::byte* codes) {
+  uint32_t any;
+  if (!group.asynchronous()) group.copy_bytes(&any, codes, sizeof any);
+}
+
+// `in_place`: of whole tensors of which each rank's own rows are right.
+Launch gather(const Binding& b, bool in_place) {
+  const std::vector<quantized::List> lists = quantized::lists_of(b);
+  std::vector<Coded> all;
+  for (const quantized::List& list : lists) {
+    const DType dtype = b.output(list.tensor).dtype;
+    all.push_back(coded(b, list, at(b.in<void>(list.tensor), dtype, in_place ? list.first : 0), nullptr));
+  }
+  auto* const codes = b.workspace<std::byte>();
+  const auto parts = quantized::pieces_of(lists, b.attributes().integer("size"), codes);
+  return [all, parts, codes, &group = b.group()] {
+    if (all.empty()) return;
+    wait_for_kernels(group, codes);
+    for (const Coded& one : all)
+      if (one.list.rank == group.rank()) one.pack();
+    wait_for_kernels(group, codes);
+    group.all_gather(parts);
+    for (const Coded& one : all) one.unpack();
+    wait_for_kernels(group, codes);
+  };
+}
+
+int64_t gathered_bytes(const OpView& v, int) { return quantized::bytes_of(quantized::lists_of(v)); }
+
+const Registration gathers[] = {
+    {"quantized_gather", [](const Binding& b) { return gather(b, false); }, gathered_bytes},
+    {"quantized_gather_rows", [](const Binding& b) { return gather(b, true); }, gathered_bytes},
+    {"quantized_rows",
+     [](const Binding& b) -> Launch {
+       std::vector<Coded> all;
+       for (const quantized::List& list : quantized::lists_of(b))
+         all.push_back(coded(b, list, at(b.in<void>(0), b.input(0).dtype, list.first), b.in<double>(1)));
+       return [all] {
+         for (const Coded& one : all) one.pack();
+         for (const Coded& one : all) one.unpack();
+       };
+     },
+     gathered_bytes}};
+
 const Registration kinds[] = {
     {"quantized_pack",
      [](const Binding& b) {
@@ -130,7 +212,8 @@ const Registration kinds[] = {
              const Range rows = lists == 1 ? Range{0, shape[0]} : share_of(shape[0], int(list), int(lists));
              const int64_t row = row_of(shape), n = rows.count() * row;
              launch(pack<decltype(format)::value, T>, dim3(blocks(n, kCodes)), kThreads, 0, queue, x + rows.begin * row,
-                    n, seed, uint32_t(stream ^ stream >> 32) + uint32_t(list), step, packed + list * bytes, bytes);
+                    n, seed, uint32_t(stream ^ stream >> 32) + uint32_t(list), step, packed + list * bytes, bytes,
+                    nullptr);
            }
          };
        });
@@ -143,7 +226,7 @@ const Registration kinds[] = {
                  queue = b.queue()] {
            const auto one = [&](const uint8_t* lists, int64_t sources, int64_t n, T* to) {
              launch(unpack<decltype(format)::value, T>, dim3(blocks(n, kCodes)), kCodes, 0, queue, lists, sources,
-                    bytes, n, to);
+                    bytes, n, to, nullptr);
            };
            if (sum) return one(packed, ranks, elements(shape), x);
            for (int r = 0; r < int(ranks); ++r) {
