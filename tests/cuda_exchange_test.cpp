@@ -500,7 +500,8 @@ TEST(CudaExchange, WhatIsLateOrApartIsTheCpus) {
        {std::pair("[plugins.stale]\nsteps = 2\n" + sums, 2), std::pair(std::string("[plugins.gossip]\n"), 3),
         std::pair(std::string("[plugins.gossip]\nevery = 2\n"), 2),
         std::pair(std::string("[plugins.local_sgd]\nevery = 2\nparts = 2\noverlap = true\n"), 3),
-        std::pair(std::string("[plugins.local_sgd]\nevery = 3\nouter = \"average\"\n"), 2)}) {
+        std::pair(std::string("[plugins.local_sgd]\nevery = 3\nouter = \"average\"\n"), 2),
+        std::pair("freeze = 2\n" + sums, 2)}) {
     SCOPED_TRACE(exchange);
     const std::vector<double> actual = outcome(exchange, ranks, "cuda").losses,
                               expected = outcome(exchange, ranks, "cpu").losses;

@@ -48,7 +48,8 @@ measured() {
   python3 - "$name" "$strata" "$cache" "${sets[@]}" <<'PYTHON' || fail "$name"
 import json, os, re, subprocess, sys, tempfile
 name, strata, cache, sets = sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4:]
-planned = json.load(open("plan.json"))["process"]
+plan = json.load(open("plan.json"))
+planned = plan.get("stages", [plan])[0]["process"]
 right = True
 for what, words in (("started", ["--set", "run.steps=2"]), ("resumed", ["--set", "run.steps=3", "--resume"])):
     places = {} if cache == "none" else {"XDG_CACHE_HOME": tempfile.mkdtemp(dir=".")} if cache == "new" else dict(os.environ)

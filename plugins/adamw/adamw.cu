@@ -1,6 +1,7 @@
 // AdamW on the GPU: one pass over memory, eight elements a thread; see adamw_kernel.h for the mathematics. Every product
 // and sum is rounded as on the CPU, so that an update gives the same bits beside offloaded states as on the device.
 #include "cuda/bind.h"
+#include "cuda/elementwise.h"
 #include "cuda/philox.h"
 #include "strata/optimizer.h"
 
@@ -79,6 +80,50 @@ const Registration kind("adamw", [](const Binding& b) -> Launch {
     };
     return u.state(0).dtype == DType::f32 ? bind(float{}) : bind(bf16{});
   });
+});
+
+// 1-bit Adam's steps with a frozen second moment: what crosses is the next first moment (adamw_kernel.h).
+STRATA_KERNEL frozen_update(float* parameter, const float* exchanged, float* m, const float* v, int64_t count, Settings s,
+                            double frozen) {
+  const int64_t i = (int64_t(blockIdx.x) * kBlock + threadIdx.x) * kEach;
+  if (i >= count || s.skips()) return;
+  const double rate = s.rate();
+  const float step_size = float(rounded_product(rate, double(s.gradient_scale())) / (1 - pow(s.beta1, s.step()))),
+              root = float(1 / sqrt(1 - pow(s.beta2, frozen))),
+              decay = float(1 - rounded_product(rate, s.weight_decay)), epsilon = float(s.epsilon);
+  float p[kEach], first[kEach], second[kEach];
+  load(static_cast<const float*>(parameter), i, count, p);
+  load(exchanged, i, count, first);
+  load(v, i, count, second);
+#pragma unroll
+  for (int e = 0; e < kEach; ++e) {
+    const float under = rounded_sum(rounded_product(sqrtf(second[e]), root), epsilon);
+    p[e] = rounded_sum(rounded_product(p[e], decay), -(rounded_product(step_size, first[e]) / under));
+  }
+  store(parameter, i, count, p);
+  store(m, i, count, first);
+}
+
+const Registration frozen_kind("adamw_frozen", [](const Binding& b) -> Launch {
+  const Update u(b);
+  const Attributes& a = u.attributes();
+  const Settings s{u.scalars(), a.real("beta1"), a.real("beta2"), a.real("epsilon"), 0, 0, GlobalIndex(u.parameter())};
+  return [=, p = u.parameter<float>(), g = u.gradient<float>(), m = u.state<float>(0), v = u.state<float>(1),
+          n = u.count(), frozen = double(a.integer("frozen")), queue = u.queue()] {
+    launch(frozen_update, dim3(blocks(n, kBlock * kEach)), kBlock, 0, queue, p, g, m, v, n, s, frozen);
+  };
+});
+
+struct Contribution {
+  float of_moment, of_gradient;
+  STRATA_DEVICE void operator()(const float (&x)[2], float (&y)[1], int64_t) const {
+    y[0] = rounded_sum(rounded_product(of_moment, x[1]), rounded_product(of_gradient, x[0]));
+  }
+};
+
+const Registration contribution_kind("adamw_contribution", [](const Binding& b) -> Launch {
+  const float beta1 = float(b.attributes().real("beta1")), share = float(b.attributes().real("share"));
+  return bind_apply<2, 1>(b, Contribution{beta1 * share, 1 - beta1});
 });
 
 }  // namespace
