@@ -12,7 +12,7 @@ cd "$work"
 mkdir -p tree/bin tree/lib/strata/devices
 cp "$1/bin/strata" tree/bin/
 ln -s "$1"/lib/libstrata.so* tree/lib/
-ln -s "$1/lib/strata/plugins" tree/lib/strata/plugins
+ln -s "$1/lib/strata/plugins" "$1/lib/strata/fabric.so" tree/lib/strata/
 cp "$1/emulated/cuda.so" tree/lib/strata/devices/
 strata=$work/tree/bin/strata
 export XDG_CACHE_HOME=$work/cache
