@@ -121,7 +121,7 @@ void check_random_programs(const std::string& backend, int count) {
   test::TemporaryFolder folder;
   const uint32_t base = std::random_device{}();
   int refused = 0;
-  for (uint32_t seed = base; seed < base + uint32_t(count); ++seed) {
+  for (uint32_t seed = base; seed < base + uint32_t(test::cases(count)); ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     RandomProgram plain(seed), resting(seed);
     const MemoryPlan without = plan_memory(plain.program, backend, 2);
@@ -171,7 +171,9 @@ void check_random_programs(const std::string& backend, int count) {
         ASSERT_EQ(std::memcmp(actual[i].data(), expected[i].data(), actual[i].size() * 4), 0) << i << " " << int(way);
     }
   }
-  EXPECT_GT(refused, 0);  // budgets were tight enough to be worth the test
+  if (test::cases(count) >= count) {
+    EXPECT_GT(refused, 0);  // budgets were tight enough to be worth the test
+  }
 }
 
 TEST(Residency, RandomProgramsUnderRandomBudgets) { check_random_programs("cpu", 80); }
@@ -232,7 +234,7 @@ void check_series_of_budgets(const std::string& backend, int count) {
       std::getenv("STRATA_SEED") ? uint32_t(std::atoll(std::getenv("STRATA_SEED"))) : std::random_device{}();
   const Rates rates{.memory = 4e8, .copy = 2e8, .read = 1e8, .write = 1e8, .storage_latency = 1e-6};
   int refused = 0, slower = 0;
-  for (uint32_t seed = base; seed < base + uint32_t(count); ++seed) {
+  for (uint32_t seed = base; seed < base + uint32_t(test::cases(count)); ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     RandomProgram resting(seed);
     const int64_t all = plan_memory(resting.program, backend, 2, kStorageAlignment).device().total_bytes();
@@ -268,6 +270,7 @@ void check_series_of_budgets(const std::string& backend, int count) {
       before = seconds;
     }
   }
+  if (test::cases(count) < count) return;  // of few programs none may be refused
   EXPECT_GT(refused, 0);
   EXPECT_GT(slower, 0);
 }
@@ -419,7 +422,7 @@ TEST(Residency, RecomputationOfRecomputationIsBounded) {
   const Outcome few = outcome(chain.program, parameters + (2 * 6 + 8) * kTensor);
   EXPECT_LE(few.ops, chain.program.ops.size() + 3 * forward);
   double before = 0;
-  for (int64_t budget = plain.bytes; budget >= least.bytes; budget -= kTensor) {
+  for (int64_t budget = plain.bytes; budget >= least.bytes; budget -= (test::cases(5) < 5 ? 7 : 1) * kTensor) {
     const Outcome now = outcome(chain.program, budget);
     EXPECT_LE(now.bytes, budget);
     EXPECT_GE(now.seconds, before);
@@ -471,7 +474,7 @@ TEST(Residency, FewPlansAreNearlyAsGoodAsMany) {
   const Program program = blocks_in_turn(8, 6);
   for (double copy : {2e6, 2e7, 2e8}) {
     const Rates rates{.memory = 4e9, .copy = copy};
-    for (int64_t budget = 354 << 10; budget <= 4 << 20; budget += budget / 3) {
+    for (int64_t budget = 354 << 10; budget <= 4 << 20; budget += test::cases(5) < 5 ? budget : budget / 3) {
       const auto seconds = [&](int plans) {
         Program planned = program;
         const MemoryPlan plan = plan_residency(planned, {.backend = "cuda",
