@@ -24,8 +24,8 @@ struct FabricOptions {
 std::unique_ptr<Communicator> fabric_communicator(FabricOptions options, int rank, Rendezvous& meeting,
                                                   const std::string& key, const AbortFlag& abort);
 
-// Has libfabric keep fewer buffers of 16 KiB for each connection than thousands, unless its variables of the environment
-// say how many. To be called before the process has threads.
+// Has libfabric keep 64 buffers of 16 KiB for each connection instead of thousands, unless its variable of the
+// environment says how many. To be called before the process has threads.
 void limit_fabric_buffers();
 
 // What the library hands out by the function strata_fabric_v1.

@@ -16,7 +16,8 @@ struct NetworkOptions {
   double work_seconds = 600;      // … at least, where ranks wait for one that measures or writes a checkpoint
 };
 
-// Joins the others (see Rendezvous for errors); while the process has one thread. `local_size` is the number of ranks on this host, 0 when unknown.
+// Joins the others (see Rendezvous for errors), while the process has one thread. `local_size` is the number of ranks
+// on this host, 0 when unknown.
 std::unique_ptr<World> process_world(RendezvousOptions rendezvous, NetworkOptions network, int local_size);
 
 }  // namespace strata

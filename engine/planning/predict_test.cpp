@@ -139,8 +139,8 @@ TEST(Predict, StreamsShareProcessors) {
   EXPECT_NEAR(predict(program, plan, rates).seconds, 12e-3, 1e-9);
 }
 
-// An update behind the next step's beginning, until the next product overwrites what it reads.
-TEST(Predict, StepsOverlap) {
+// Two sums, and one that takes the second's result on another stream.
+Program two_sums_and(Stream stream) {
   Program program;
   Builder build(program);
   const TensorId x = build.data("x", {1000, 1000}, DType::f32);
@@ -148,8 +148,14 @@ TEST(Predict, StepsOverlap) {
   const TensorId first = build.emit("add", {x, x});
   const TensorId second = build.emit("add", {first, x});
   program[first].step_output = true;  // so that the second has memory of its own
-  build.stream = Stream::host;
+  build.stream = stream;
   build.emit_all("add", {sum, second}, {}, {sum});
+  return program;
+}
+
+// An update behind the next step's beginning, until the next product overwrites what it reads.
+TEST(Predict, StepsOverlap) {
+  Program program = two_sums_and(Stream::host);
   const MemoryPlan plan = plan_memory(program, "cpu", 1);
   Rates rates = round_rates();
   rates.host_memory = rates.memory;
@@ -170,15 +176,7 @@ TEST(Predict, StepsOverlap) {
 
 // On a device what runs as one graph has an end before the next step: no thread takes part in it.
 TEST(Predict, AGraphOfTheStepEndsBeforeTheNext) {
-  Program program;
-  Builder build(program);
-  const TensorId x = build.data("x", {1000, 1000}, DType::f32);
-  const TensorId sum = build.parameter("sum", {1000, 1000}, {});
-  const TensorId first = build.emit("add", {x, x});
-  const TensorId second = build.emit("add", {first, x});
-  program[first].step_output = true;  // so that the second has memory of its own
-  build.stream = Stream::to_host;
-  build.emit_all("add", {sum, second}, {}, {sum});
+  Program program = two_sums_and(Stream::to_host);
   const MemoryPlan plan = plan_memory(program, "cpu", 1);
   EXPECT_NEAR(predict(program, plan, round_rates()).seconds, 28e-3, 1e-9);
   program.one_memory = true;
