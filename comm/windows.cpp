@@ -28,7 +28,7 @@ namespace strata {
 namespace {
 
 constexpr uint64_t kDirect = 64 << 10;  // bytes from which ranks read each other's memory
-constexpr int kSpins = 2000;            // about ten microseconds before a wait sleeps
+constexpr int kSpinsOfWait = 2000;      // about ten microseconds before a wait sleeps
 
 // A count of rounds that one rank raises and others wait for.
 struct alignas(64) Counter {
@@ -284,7 +284,7 @@ class Windows final : public Communicator {
 
   void wait(Counter& counter, uint32_t target, int r) {
     const auto there = [&] { return int32_t(counter.value.load(std::memory_order_acquire) - target) >= 0; };
-    for (int i = 0; i < kSpins; ++i) {
+    for (int i = 0; i < kSpinsOfWait; ++i) {
       if (there()) return;
       __builtin_ia32_pause();
     }

@@ -23,8 +23,6 @@
 namespace strata {
 namespace {
 
-std::string seconds_text(double seconds) { return std::to_string(int(seconds)) + " s"; }
-std::string where(const RendezvousOptions& o) { return o.address + ":" + std::to_string(o.port); }
 std::string name_of(const RendezvousOptions& o) { return "rank " + std::to_string(o.rank); }
 
 int milliseconds_to(double end) { return int(std::clamp((end - seconds_now()) * 1000, 1.0, 5000.0)); }
@@ -93,7 +91,7 @@ class Introduction {
         return false;
       }
       if (seconds_now() > end)
-        throw Error(name_of(options_) + ": what listens at " + where(options_) +
+        throw Error(name_of(options_) + ": what listens at " + place_of(options_) +
                     " does not answer as rank 0 of this job. Either rank 0 is stopped, or the port is another "
                     "program's; choose another port then.");
     }
@@ -122,20 +120,20 @@ class Introduction {
   }
 
   [[noreturn]] void refused(Refusal why) {
-    const std::string who = name_of(options_) + ": rank 0 at " + where(options_);
+    const std::string who = name_of(options_) + ": rank 0 at " + place_of(options_);
     if (why == Refusal::another_job)
       throw Error(who +
                   " belongs to another job (its token differs), or knows another secret. Jobs beside each other need "
                   "ports of their own, all ranks of one the same STRATA_SECRET or STRATA_SECRET_FILE.");
     if (why == Refusal::rank_taken)
-      throw Error("two processes say that they are " + name_of(options_) + "; rank 0 at " + where(options_) +
+      throw Error("two processes say that they are " + name_of(options_) + "; rank 0 at " + place_of(options_) +
                   " has turned this one away.");
     if (why == Refusal::other_protocol)
       throw Error(who + " runs another version of Strata; install one version everywhere.");
     wrong();
   }
   [[noreturn]] void wrong() {
-    throw Error(name_of(options_) + ": what listens at " + where(options_) +
+    throw Error(name_of(options_) + ": what listens at " + place_of(options_) +
                 " does not prove that it is rank 0 of this job; choose another port.");
   }
 
@@ -158,7 +156,7 @@ RendezvousClient::RendezvousClient(const RendezvousOptions& options, std::functi
   const double longest = options.join_seconds + options.silence_seconds + 10;
   const bool told = changed_.wait_for(lock, std::chrono::duration<double>(longest), [&] { return welcome_ || over_; });
   if (welcome_) return;
-  const std::string why = told ? why_ : "rank 0 did not begin the job within " + seconds_text(longest) + ".";
+  const std::string why = told ? why_ : "rank 0 did not begin the job within " + limit_text(longest) + ".";
   const std::optional<ExitCode> cancelled = cancelled_;
   lock.unlock();
   stop();
@@ -178,8 +176,8 @@ void RendezvousClient::join() {
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
   } while (seconds_now() < end);
-  throw Error(name_of(options_) + " cannot reach rank 0 at " + where(options_) + " within " +
-              seconds_text(options_.join_seconds) + ": " + why +
+  throw Error(name_of(options_) + " cannot reach rank 0 at " + place_of(options_) + " within " +
+              limit_text(options_.join_seconds) + ": " + why +
               ". If rank 0 ended with an error of its own, that is the cause.");
 }
 
@@ -207,7 +205,7 @@ std::vector<std::string> RendezvousClient::collect(const std::string& key, const
   for (uint64_t member : result.late)
     if (member < members.size()) names += (names.empty() ? "" : ", ") + std::to_string(members[size_t(member)]);
   throw Error("exchange of texts over the rendezvous (" + key + "): " + (result.late.size() == 1 ? "rank " : "ranks ") +
-                  names + " did not come within " + seconds_text(seconds) + ".",
+                  names + " did not come within " + limit_text(seconds) + ".",
               ExitCode::failed);
 }
 
@@ -295,7 +293,7 @@ void RendezvousClient::talk() {
     }
     // Where rank 0 is this process, it is as silent as this one.
     if (now - connection_->heard > options_.silence_seconds && options_.rank != 0)
-      over(lock, "rank 0 is gone (no sign of life for " + seconds_text(options_.silence_seconds) + ")");
+      over(lock, "rank 0 is gone (no sign of life for " + limit_text(options_.silence_seconds) + ")");
   }
 }
 

@@ -25,9 +25,6 @@ namespace {
 constexpr double kLastWords = 5;    // seconds for ranks to hear why the job ends
 constexpr size_t kStrangers = 256;  // connections at a time, beside those of the job's ranks
 
-std::string seconds_text(double seconds) { return std::to_string(int(seconds)) + " s"; }
-
-std::string where(const RendezvousOptions& o) { return o.address + ":" + std::to_string(o.port); }
 
 int listen_at(const RendezvousOptions& o) {
   addrinfo hints{}, *found = nullptr;
@@ -46,7 +43,7 @@ int listen_at(const RendezvousOptions& o) {
   freeaddrinfo(found);
   if (right) return listening;
   if (listening >= 0) close(listening);
-  throw Error("rank 0 cannot listen at " + where(o) + ": " + why + ". Choose another address or port.");
+  throw Error("rank 0 cannot listen at " + place_of(o) + ": " + why + ". Choose another address or port.");
 }
 
 // Makes sure that all ranks can connect, and returns how many strangers may beside them.
@@ -221,7 +218,7 @@ void RendezvousServer::look_after(Peer& peer, double now) {
     return end(peer);
   }
   if (peer.leaving || now - peer.heard <= options_.silence_seconds) return;
-  lost(peer, "no sign of life for " + seconds_text(options_.silence_seconds));
+  lost(peer, "no sign of life for " + limit_text(options_.silence_seconds));
   peer.leaving = true;
 }
 
@@ -400,8 +397,8 @@ void RendezvousServer::missing_ranks() {
   for (size_t r = 0; r < came_.size(); ++r)
     if (!came_[r] && ++count <= 16) names += (count > 1 ? ", " : "") + std::to_string(r);
   if (count > 16) names += " and " + std::to_string(count - 16) + " more";
-  cancel((count == 1 ? "rank " : "ranks ") + names + " did not come to the rendezvous at " + where(options_) +
-             " within " + seconds_text(options_.join_seconds) + ".",
+  cancel((count == 1 ? "rank " : "ranks ") + names + " did not come to the rendezvous at " + place_of(options_) +
+             " within " + limit_text(options_.join_seconds) + ".",
          ExitCode::usage);
 }
 

@@ -17,6 +17,10 @@ namespace strata {
 enum class Refusal : uint64_t { another_job = 1, other_protocol, rank_taken };
 inline constexpr const char* kProtocol = "strata rendezvous 2";
 
+// How messages of both sides name a time limit and the place of the rendezvous.
+inline std::string limit_text(double seconds) { return std::to_string(int(seconds)) + " s"; }
+inline std::string place_of(const RendezvousOptions& o) { return o.address + ":" + std::to_string(o.port); }
+
 class RendezvousServer {
  public:
   explicit RendezvousServer(const RendezvousOptions& options);  // listens; Error (usage) when it cannot

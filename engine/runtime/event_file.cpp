@@ -26,10 +26,10 @@ void put_varint(std::string& out, uint64_t value) {
   for (; value >= 128; value >>= 7) out += char(value | 128);
   out += char(value);
 }
-enum class Wire : uint64_t { varint = 0, fixed64 = 1, bytes = 2, fixed32 = 5 };
-void put_key(std::string& out, uint64_t field, Wire wire) { put_varint(out, field << 3 | uint64_t(wire)); }
+enum class WireType : uint64_t { varint = 0, fixed64 = 1, bytes = 2, fixed32 = 5 };
+void put_key(std::string& out, uint64_t field, WireType wire) { put_varint(out, field << 3 | uint64_t(wire)); }
 void put_bytes(std::string& out, uint64_t field, const std::string& bytes) {
-  put_key(out, field, Wire::bytes);
+  put_key(out, field, WireType::bytes);
   put_varint(out, bytes.size());
   out += bytes;
 }
@@ -37,9 +37,9 @@ void put_bytes(std::string& out, uint64_t field, const std::string& bytes) {
 // Fields of Event: wall_time 1, step 2, file_version 3, summary 5, session_log 7.
 std::string event(int64_t step) {
   std::string out;
-  put_key(out, 1, Wire::fixed64);
+  put_key(out, 1, WireType::fixed64);
   put(out, std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count());
-  put_key(out, 2, Wire::varint);
+  put_key(out, 2, WireType::varint);
   put_varint(out, uint64_t(step));
   return out;
 }
@@ -48,7 +48,7 @@ std::string event(int64_t step) {
 std::string scalar(const std::string& tag, double value) {
   std::string out, summary;
   put_bytes(out, 1, tag);
-  put_key(out, 2, Wire::fixed32);
+  put_key(out, 2, WireType::fixed32);
   put(out, float(value));
   put_bytes(summary, 1, out);
   return summary;
@@ -76,7 +76,7 @@ EventFile::EventFile(const std::string& folder, int64_t last_step) {
   if (file_ < 0) throw Error(path_ + ": cannot write events for TensorBoard: " + std::strerror(errno) + ".");
   std::string version = event(0), start = event(last_step + 1), status;
   put_bytes(version, 3, "brain.Event:2");
-  put_key(status, 1, Wire::varint);
+  put_key(status, 1, WireType::varint);
   put_varint(status, 1);  // START
   put_bytes(start, 7, status);
   if (!append(version) || !append(start)) ++lost_;
