@@ -34,7 +34,8 @@ class Planner {
   // Without budgets one plan, or of those that bring things back earlier or later the smallest that costs little. With
   // budgets the fastest of a series of plans that fits. The series does not depend on the budgets, so a larger one
   // never gives a slower plan, and what a refusal says is enough is enough.
-  MemoryPlan run() {
+  // Nothing where the budgets cannot be met and need not be.
+  std::optional<MemoryPlan> run(bool must) {
     const int64_t alignment = program_.storage_directories.empty() ? kAlignment : kStorageAlignment;
     without_.memory = plan_memory(program_, settings_.backend, settings_.threads, alignment);
     place_closely(program_, without_.memory);
@@ -60,12 +61,17 @@ class Planner {
       if (Planned moved = without_restoring();
           moved.memory.device().total_bytes() < chosen.memory.device().total_bytes() && !over(moved.memory))
         chosen = std::move(moved);
-    if (const auto beyond = over(chosen.memory)) refuse(chosen, *beyond);
+    if (const auto beyond = over(chosen.memory)) {
+      if (!must) return {};
+      refuse(chosen, *beyond);
+    }
     if (budgets) chosen.memory.notice = notice(chosen);
     verify(chosen.program, "residency");
     program_ = std::move(chosen.program);
     return std::move(chosen.memory);
   }
+  // Of a budget of the device: bytes beyond the least that any plan took.
+  int64_t room() const { return std::max<int64_t>(0, budget(Tier::device) - least_); }
 
  private:
   struct Planned {
@@ -315,7 +321,7 @@ class Planner {
     size_t left = settings_.plans > 0 ? size_t(settings_.plans) : most_attempts(program_.ops.size());
     add_starts(left / 2);
     std::optional<Planned> best, refused;
-    int64_t least = INT64_MAX;        // bytes of the device, of all plans
+    int64_t& least = least_;
     int64_t least_asked = INT64_MAX;  // the same of plans that do what the plugins ask for, where the host has room
     std::vector<std::pair<int64_t, Aim>> skipped;  // of such plans that were not planned to their end: bytes at least
     const auto count_asked = [&](const MemoryPlan& plan) {
@@ -512,9 +518,68 @@ class Planner {
   std::map<std::tuple<size_t, bool, int64_t>, int64_t> same_from_;
   std::unordered_map<uint64_t, double> seconds_;  // of an op, by signature
   double seconds_without_ = 0;                    // of a step, were nothing to rest
+  int64_t least_ = INT64_MAX;                     // bytes of the device, of all plans under a budget
   int64_t bytes_without_ = 0;                     // of the device, were nothing to rest
   int64_t plain_bytes_ = 0;                       // the same without a disk, whose blocks tensors fill
 };
+
+// Lets what updates use stay on the device, tensors of one update together, as far as `most` bytes go. How many do.
+int64_t keep_on_device(Program& program, int64_t most) {
+  int64_t kept = 0;
+  for (const Op& op : program.ops) {
+    if (op.step_part != StepPart::update || op.kind->exchange) continue;
+    std::vector<TensorId> away;
+    int64_t bytes = 0;
+    for (const TensorIds* ids : {&op.inputs, &op.outputs})
+      for (TensorId id : *ids) {
+        if (!id || !program[id].persistent) continue;
+        const TensorId whole = program.whole(id);
+        if (!movable(program[whole]) || std::find(away.begin(), away.end(), whole) != away.end()) continue;
+        away.push_back(whole);
+        bytes += program[whole].bytes();
+      }
+    if (kept + bytes > most) continue;
+    for (TensorId id : away) program[id].home = program[id].nearest = program[id].farthest = Tier::device;
+    kept += bytes;
+  }
+  for (Tensor& part : program.tensors)  // as the whole
+    if (part.part_of && part.persistent && !movable(program[part.part_of]))
+      part.home = part.nearest = part.farthest = Tier::device;
+  return kept;
+}
+
+// The plan of a program of which nothing rests anywhere.
+MemoryPlan plan_plainly(const Program& program, const ResidencySettings& settings) {
+  MemoryPlan plan = plan_memory(program, settings.backend, settings.threads);
+  place_closely(program, plan);
+  const int64_t budget = budgets_of(settings)[int(Tier::device)];
+  if (budget > 0 && plan.device().total_bytes() > budget)
+    refuse_budget(program, plan, Tier::device, option_of(Tier::device, settings),
+                  budget + beside(Tier::device, settings), beside(Tier::device, settings),
+                  settings.advice ? settings.advice(plan) : "");
+  return plan;
+}
+
+// Where a device has room for states that rest elsewhere, they need not move: `room` or half of it is given to them,
+// and what is faster than `plan` of `program` takes its place. `given` is the program as it was before any plan.
+void keep_states(const Program& given, const ResidencySettings& settings, int64_t room, Program& program,
+                 MemoryPlan& plan) {
+  constexpr size_t kPlans = 8;  // of each
+  ResidencySettings few = settings;
+  few.plans = int(std::min(most_attempts(given.ops.size()), kPlans));
+  double seconds = predict(program, plan, settings.rates).seconds;
+  int64_t before = 0;
+  for (int64_t most : {room, room / 2}) {
+    Program kept = given;
+    const int64_t bytes = keep_on_device(kept, most);
+    if (bytes == 0 || bytes == before) continue;
+    before = bytes;
+    std::optional<MemoryPlan> memory = Planner(kept, few).run(false);
+    if (!memory) continue;
+    if (const double took = predict(kept, *memory, settings.rates).seconds; took < seconds)
+      seconds = took, program = std::move(kept), plan = std::move(*memory);
+  }
+}
 
 }  // namespace
 
@@ -528,15 +593,13 @@ MemoryPlan plan_residency(Program& program, const ResidencySettings& settings) {
   program.direct_storage = settings.direct_storage;
   program.one_memory = settings.one_memory();
   const auto away = [](const auto& home) { return home.second != Tier::device; };
-  if (rests(program) || (settings.homes && std::any_of(settings.homes->begin(), settings.homes->end(), away)))
-    return Planner(program, settings).run();
-  MemoryPlan plan = plan_memory(program, settings.backend, settings.threads);
-  place_closely(program, plan);
-  const int64_t budget = budgets_of(settings)[int(Tier::device)];
-  if (budget > 0 && plan.device().total_bytes() > budget)
-    refuse_budget(program, plan, Tier::device, option_of(Tier::device, settings),
-                  budget + beside(Tier::device, settings), beside(Tier::device, settings),
-                  settings.advice ? settings.advice(plan) : "");
+  if (!rests(program) && !(settings.homes && std::any_of(settings.homes->begin(), settings.homes->end(), away)))
+    return plan_plainly(program, settings);
+  const bool may_keep = !settings.one_memory() && settings.device_budget > 0 && !settings.homes;
+  const Program given = may_keep ? program : Program();
+  Planner planner(program, settings);
+  MemoryPlan plan = *planner.run(true);
+  if (may_keep) keep_states(given, settings, planner.room(), program, plan);
   return plan;
 }
 
