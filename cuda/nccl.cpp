@@ -275,7 +275,8 @@ class NcclGroup final : public Communicator {
   // The bytes [begin, begin + bytes) where they lie in one piece, else null.
   static std::byte* one_piece(const Pieces& pieces, int64_t begin, int64_t bytes) {
     std::byte* found = nullptr;
-    pieces.over(begin, begin + bytes, [&](std::byte* data, int64_t n, int64_t) { found = n == bytes ? data : nullptr; });
+    pieces.over(begin, begin + bytes,
+                [&](std::byte* data, int64_t n, int64_t) { found = n == bytes ? data : nullptr; });
     return found;
   }
   // Calls visit(from, to, bytes) along two sequences of equal length that are cut differently.

@@ -1,5 +1,5 @@
-// Groups of ranks over NCCL (developer.nvidia.com/nccl): operations go into the queue of a stream of exchanges, and into
-// graphs.
+// Groups of ranks over NCCL (developer.nvidia.com/nccl): operations go into the queue of a stream of exchanges, and
+// into graphs.
 #pragma once
 #include <cstdint>
 #include <memory>

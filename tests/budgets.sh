@@ -3,6 +3,7 @@
 # a refusal names is true, little is lost between tensors, and the budget that a note names keeps its promise.
 # budgets.sh BUILD_FOLDER
 set -euo pipefail
+set -- "$(realpath "$1")"
 strata=$1/bin/strata
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT

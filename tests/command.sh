@@ -2,6 +2,7 @@
 # Runs the command as a user would, right and wrong: each wrong input gives one clear message, exit code 2, and leaves
 # nothing behind. command.sh BUILD_FOLDER
 set -euo pipefail
+set -- "$(realpath "$1")"
 strata=$1/bin/strata
 work=$(mktemp -d)
 trap 'chmod -R u+w "$work"; rm -rf "$work"' EXIT
@@ -108,6 +109,9 @@ PY
 grep -q 'optimizer_state' <(sed -n '/^nvme memory/,$p' out) || fail "no states on NVMe: $(cat out)"
 python3 -c 'import json; events = json.load(open("plan.json"))["traceEvents"]; assert any(e["args"].get("purpose") == "restore" for e in events)' || fail "plan --trace"
 grep -q 'NVMe memory over the step' plan.html || fail "plan --html"
+! grep -q '<line class="budget"' plan.html || fail "plan --html draws a budget that nobody gave"
+expect 0 '' "$strata" plan config.toml --set device.memory=2MiB --html plan.html
+grep -q '<line class="budget".*budget: 2.00 MiB' plan.html || fail "plan --html does not show the budget"
 expect 2 'plugins.offload.directory is not set' "$strata" train config.toml --set plugins.offload.activations=nvme
 # What `train` would refuse of the folders, `check` does; it leaves nothing in them.
 for command in train check; do

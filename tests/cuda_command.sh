@@ -2,6 +2,7 @@
 # The command on the backend "cuda", as a user runs it, on an emulated device where there is no GPU: training, resuming,
 # several ranks, traces and tables. cuda_command.sh BUILD_FOLDER
 set -euo pipefail
+set -- "$(realpath "$1")"
 [[ -e $1/emulated/cuda.so ]] || { echo "cuda_command: built without the emulated device"; exit 77; }
 root=$(cd "$(dirname "$0")/.." && pwd)
 work=$(mktemp -d)

@@ -171,7 +171,9 @@ std::vector<Bytes> gathered_by(const std::string& backend, const Gathering& g) {
         Threads threads(1);
         const Groups groups =
             make_groups(world, Mesh(world.rank(), {{"shard", kRanks}}), device.get(), {}, g.through_host, {&program});
-        if (device) EXPECT_EQ(exchanges_in_queue(groups), !g.through_host);
+        if (device) {
+          EXPECT_EQ(exchanges_in_queue(groups), !g.through_host);
+        }
         Executor executor(program, plan, storage, backend, threads, 1, &groups);
         for (size_t i = 0; i < parameters.size(); ++i)
           set(executor, program, storage, program[parameters[i]].name, values[i]);

@@ -18,13 +18,11 @@ inline constexpr float kRate = 0.5F;
 class Descent final : public Plugin {
  public:
   Descent() {
-    register_update({.name = "test_descent", .states = "none", .flops = 2, .cpu = {[](const Update& u) -> Launch {
-                                                                             return [u] {
-                                                                               step_down(u.parameter<float>(),
-                                                                                         u.gradient<float>(), u.count(),
-                                                                                         float(u.scalars().rate()));
-                                                                             };
-                                                                           }}});
+    const auto kernel = [](const Update& u) -> Launch {
+      return [u] { step_down(u.parameter<float>(), u.gradient<float>(), u.count(), float(u.scalars().rate())); };
+    };
+    register_update(
+        {.name = "test_descent", .states = "none", .flops = 2, .cpu = {.bind = kernel}, .reference = {}});
   }
   void options(Options& o) override { o.add("rate", rate_, "step size").non_negative(); }
   Capabilities capabilities() const override { return {.provides = {"optimizer"}}; }

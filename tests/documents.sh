@@ -71,9 +71,27 @@ for page in pages:
             continue
         if name.rstrip("/") not in folders and not any(file.endswith("/" + name.rstrip("/")) for file in files):
             fail(f"{page.relative_to(source)}: there is no {name}")
-for number, line in enumerate((source / "docs/architecture.md").read_text().splitlines(), 1):
-    if len(line) > 120 and not line.startswith("|"):
-        fail(f"docs/architecture.md:{number}: {len(line)} characters, at most 120")
+# How long plugins are, as README says, and how many cells of the matrix came out how.
+readme = (source / "README.md").read_text()
+said = re.search(r"\(data parallelism is (\d+) lines, recomputation (\d+), offload (\d+)\)", readme)
+lines = tuple(str(len((source / f"plugins/{name}/{name}.cpp").read_text().splitlines())) for name in ("data_parallel", "recompute", "offload"))
+if not said or said.groups() != lines:
+    fail(f"README.md does not say that data_parallel, recompute and offload have {lines} lines")
+cells = [cell["outcome"] for cell in json.load(open(source / "docs/matrix.json"))["cells"]]
+counts = [len(cells), *(cells.count(outcome) for outcome in ("bit for bit", "within", "the plain program", "refused"))]
+said = re.search(r"Of the (\d+) cells .*?\) (\d+) are bit for bit, (\d+) within their bound,\s+(\d+) part of the plain program, (\d+) refused", readme)
+if not said or [int(number) for number in said.groups()] != counts:
+    fail(f"README.md does not say of the matrix {counts}")
+
+# Lines: of the architecture, and of all code but recorded numbers.
+code = [path for folder in folders for ending in ("cpp", "h", "cu", "c") for path in (source / folder).rglob("*." + ending)]
+assert len(code) > 300, len(code)
+for path in [source / "docs/architecture.md", *code]:
+    if path.name.endswith("_recorded.h"):
+        continue
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if len(line) > 120 and not line.startswith("|"):
+            fail(f"{path.relative_to(source)}:{number}: {len(line)} characters, at most 120")
 
 # Configurations, each on a tiny model: indented blocks that begin with a table.
 base = """[run]

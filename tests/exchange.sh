@@ -2,6 +2,7 @@
 # `import` and `export` as a user runs them: what they give back, what they refuse, memory, full disks, Ctrl-C, two at
 # once. Whatever goes wrong is one message, and nothing half-written has the final name. exchange.sh BUILD_FOLDER
 set -euo pipefail
+set -- "$(realpath "$1")"
 strata=$1/bin/strata
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT

@@ -193,7 +193,7 @@ TEST_F(FinetuningRuns, AMaskThatLeavesNothingOutChangesNoBit) {
   const auto tokens = some_tokens(900, 1);
   write("plain", tokens);
   write("masked", tokens, std::vector<uint8_t>(900, 1));
-  for (const std::string& more : {"", "[plugins.mixed_precision]\ndtype = \"fp16\"\nloss_scale = 256\n"}) {
+  for (const std::string more : {"", "[plugins.mixed_precision]\ndtype = \"fp16\"\nloss_scale = 256\n"}) {
     const Run plain = run(model() + data("plain") + more, 4), masked = run(model() + data("masked") + more, 4);
     EXPECT_EQ(plain.losses, masked.losses);
     EXPECT_TRUE(plain.state == masked.state);

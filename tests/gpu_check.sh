@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The bundle for machines with a GPU: small enough to carry, and it starts up anywhere. gpu_check.sh BUILD_FOLDER
 set -euo pipefail
+set -- "$(realpath "$1")"
 [[ -e $1/lib/strata/devices/cuda.so ]] || { echo "gpu_check: built without CUDA"; exit 77; }
 root=$(cd "$(dirname "$0")/.." && pwd)
 # What is looked up when a run begins is in the libraries of this toolkit.

@@ -2,6 +2,7 @@
 # Runs of several ranks as a user starts them: by strata itself and under variables that launchers set, right and wrong.
 # Faults end every rank, say who and where, and leave nothing behind; restarts reach the same losses. launch.sh BUILD_FOLDER
 set -euo pipefail
+set -- "$(realpath "$1")"
 strata=$1/bin/strata
 work=$(mktemp -d)
 trap 'chmod -R u+w "$work"; rm -rf "$work"' EXIT

@@ -3,6 +3,7 @@
 # of network namespaces, whose link is then cut. Each part is skipped by name where its tools are missing
 # (tools/setup --launchers installs them). Needs root. launchers.sh BUILD_FOLDER
 set -euo pipefail
+set -- "$(realpath "$1")"
 strata=$1/bin/strata
 [[ $EUID == 0 ]] || { echo "launchers: needs root; skipped"; exit 77; }
 work=$(mktemp -d)

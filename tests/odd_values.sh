@@ -2,6 +2,7 @@
 # Odd and huge values of every numeric option, alone and two at once, through `check` and `plan`: each ends in 0, or in 2
 # with one message, within memory and time. odd_values.sh BUILD_FOLDER; STRATA_SEED and STRATA_CASES draw others.
 set -euo pipefail
+set -- "$(realpath "$1")"
 strata=$1/bin/strata
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT

@@ -2,7 +2,7 @@
 # Installs Strata, moves the tree, writes a plugin with `strata new-plugin` outside of the source, builds it against the
 # moved tree and runs its test; does the same with the examples of the documents; then tries libraries that are no plugins or do not fit: out_of_tree.sh BUILD_FOLDER
 set -euo pipefail
-build=$1
+build=$(realpath "$1")
 source=$(dirname "$(dirname "$(realpath "$0")")")
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT

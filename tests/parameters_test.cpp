@@ -201,7 +201,9 @@ TEST(Parameters, FactorsReachEveryOptimizer) {
       };
       const Bits plain = run(""), half = run("[parameters.\"*\"]\nlearning_rate_factor = 0.5\n");
       for (const auto& [name, bytes] : plain.tensors)
-        if (name.ends_with(".weight") || name.ends_with(".bias")) EXPECT_FALSE(half.tensors.at(name) == bytes) << name;
+        if (name.ends_with(".weight") || name.ends_with(".bias")) {
+          EXPECT_FALSE(half.tensors.at(name) == bytes) << name;
+        }
     }
 }
 

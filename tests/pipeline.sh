@@ -2,6 +2,7 @@
 # Stages of a pipeline as a user starts them: reproducible runs equal one rank bit for bit, checkpoints go from any number
 # of stages to any, faults end every stage, bad input is one message. pipeline.sh BUILD_FOLDER
 set -euo pipefail
+set -- "$(realpath "$1")"
 strata=$1/bin/strata
 build=$1
 work=$(mktemp -d)

@@ -185,7 +185,8 @@ TEST(Ranks, EveryCombinationAgrees) {
   }
 }
 
-// Each rank's waits order whatever touches the same bytes, parts of tensors and blocks of the disk included; nothing runs.
+// Each rank's waits order whatever touches the same bytes, parts of tensors and blocks of the disk included; nothing
+// runs.
 TEST(Ranks, WaitsOrderWhatSharesBytes) {
   test::TemporaryFolder folder;
   size_t number = 1;  // of those that are kept under sanitizers one is Adafactor with ZeRO 2 on NVMe
@@ -211,8 +212,8 @@ TEST(Ranks, RunsAreEqualToTheBit) {
   size_t number = 1;  // under sanitizers stage 2
   for (const std::string& exchange : kExchanges) {
     if (test::left_out(number++)) continue;
-    const std::string text = toml(4, 1, "[plugins.adafactor]\nbeta1 = 0.9\n" + exchange + offload(folder.path(), "nvme"),
-                                  "", "replicate = 2\n");
+    const std::string plugins = "[plugins.adafactor]\nbeta1 = 0.9\n" + exchange + offload(folder.path(), "nvme");
+    const std::string text = toml(4, 1, plugins, "", "replicate = 2\n");
     SCOPED_TRACE(text);
     const Outcome first = outcome(4, text);
     expect_same(outcome(4, text), first, "");

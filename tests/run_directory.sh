@@ -2,6 +2,7 @@
 # The folder of a run: one run at a time, a disk that is full, checkpoints that are damaged, readers that are gone.
 # run_directory.sh BUILD_FOLDER
 set -euo pipefail
+set -- "$(realpath "$1")"
 strata=$1/bin/strata
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT

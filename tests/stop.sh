@@ -3,6 +3,7 @@
 # finished and saved, the exit code is 0, and the resumed run equals one that was never stopped, bit for bit.
 # stop.sh BUILD_FOLDER; STRATA_STOP_CASES says how many random cases, STRATA_STOP_SEED which.
 set -euo pipefail
+set -- "$(realpath "$1")"
 strata=$1/bin/strata
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT

@@ -201,8 +201,9 @@ TEST(TensorParallel, ExchangesOfGradientsComeBeforeWeightGradients) {
       if (product.kind->name != "linear_input_gradient" || product.outputs[0] != sum.inputs[0]) continue;
       ++sums;
       for (size_t w = 0; w < program.ops.size(); ++w)
-        if (program.ops[w].kind->name == "linear_weight_gradient" && program.ops[w].inputs[0] == product.inputs[0])
+        if (program.ops[w].kind->name == "linear_weight_gradient" && program.ops[w].inputs[0] == product.inputs[0]) {
           EXPECT_GT(w, e);
+        }
     }
   }
   EXPECT_EQ(sums, 4) << "two of each block";
@@ -412,6 +413,18 @@ std::string message(const std::string& model, const std::string& more) {
     return error.what();
   }
   return "";
+}
+
+TEST(TensorParallel, OnOneRankItSaysThatItDoesNothing) {
+  const test::TemporaryFolder folder;
+  const std::string text =
+      "[model]\nplugin = \"gpt\"\nlayers = 1\nvocabulary = 61\ncontext = 16\nhidden = 32\nheads = 4\n"
+      "[data]\ntrain = [\"none\"]\nsequence_length = 8\nglobal_batch = 2\nmicro_batch = 1\n"
+      "[plugins.adamw]\n[plugins.tensor_parallel]\npieces = 2\n";
+  const Session session(test::write_file(folder / "config.toml", text), {});
+  EXPECT_EQ(session.plan(Goal::train).built.notes,
+            (std::vector<std::string>{
+                "plugin \"tensor_parallel\": it does nothing here: axis \"tensor\" of the mesh has one rank."}));
 }
 
 TEST(TensorParallel, WhatCannotBeSplitIsRefused) {

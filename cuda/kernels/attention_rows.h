@@ -1,5 +1,5 @@
-// What attention's kernels without tensor cores have in common: tiles of rows in shared memory, of which a warp takes one
-// row at a time (attention.cu, context_attention.cu).
+// What attention's kernels without tensor cores have in common: tiles of rows in shared memory, of which a warp takes
+// one row at a time (attention.cu, context_attention.cu).
 #pragma once
 #include <type_traits>
 

@@ -122,7 +122,8 @@ const Registration squares(
         using T = decltype(zero);
         return [=, x = b.in<T>(0), out = b.out<double>(0), rows = b.input(0).shape[0], all = count(b.input(0)),
                 vector = is_vector(b), sums = b.workspace<double>(), queue = b.queue()] {
-          if (vector) return launch(add_squares_exactly<T>, dim3(1), kBlock, kBlock * kExactSum * 8, queue, x, all, out);
+          if (vector)
+            return launch(add_squares_exactly<T>, dim3(1), kBlock, kBlock * kExactSum * 8, queue, x, all, out);
           if (rows > 0) launch(row_squares<T>, dim3(unsigned(rows)), kBlock, 0, queue, x, sums, all / rows);
           launch(add_rows_exactly, dim3(1), 32, 32 * kExactSum * 8, queue, sums, rows, out);
         };

@@ -3,10 +3,12 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <system_error>
 #include <vector>
 
 #include "engine/checkpoint/staged_folder.h"
 #include "memory/atomic_file.h"
+#include "memory/folder.h"
 #include "memory/input_file.h"
 #include "strata/error.h"
 #include "strata/json.h"
@@ -74,10 +76,11 @@ bool is_model_file(const std::string& name) {
 }
 
 void copy_companions(const std::string& from, const std::string& to, bool with_config) {
-  for (const auto& entry : fs::directory_iterator(from)) {
-    const std::string name = entry.path().filename().string();
-    if (is_companion(name) || (with_config && name == "config.json")) copy_whole(entry.path(), fs::path(to) / name);
-  }
+  std::error_code problem;
+  for (const std::string& name : names_in(from, problem))
+    if (is_companion(name) || (with_config && name == "config.json"))
+      copy_whole(fs::path(from) / name, fs::path(to) / name);
+  if (problem) throw Error(from + ": cannot list the folder: " + problem.message() + ".");
 }
 
 void hand_on_companions(const std::string& checkpoint, const std::string& run) {

@@ -160,7 +160,8 @@ TEST(External, RandomModelsThereAndBack) {
 }
 
 const std::string kTied =
-    R"({"model_type":"llama","num_hidden_layers":1,"num_attention_heads":3,"hidden_size":60,"intermediate_size":7,"vocab_size":11,"tie_word_embeddings":true})";
+    R"({"model_type":"llama","num_hidden_layers":1,"num_attention_heads":3,"hidden_size":60,)"
+    R"("intermediate_size":7,"vocab_size":11,"tie_word_embeddings":true})";
 
 TEST(External, TiedOutputLayers) {
   std::mt19937 random(1);
@@ -359,7 +360,8 @@ TEST(External, ConfigurationsGivenBack) {
   const std::string ours =
       R"({"model_type":"llama","hidden_size":8,"tie_word_embeddings":false,"torch_dtype":"float32"})";
   const std::string kept =
-      R"({"model_type":"llama","hidden_size":8,"eos_token_id":[1,2],"other":{"a":1.5},"dtype":"float16","tie_word_embeddings":true})";
+      R"({"model_type":"llama","hidden_size":8,"eos_token_id":[1,2],"other":{"a":1.5},"dtype":"float16",)"
+      R"("tie_word_embeddings":true})";
   const auto config = [&](const std::optional<std::string>& from, bool same) {
     return Json::parse(exported_config(ours, from, same, DType::bf16), "exported").dump();
   };
@@ -367,7 +369,8 @@ TEST(External, ConfigurationsGivenBack) {
             R"({"model_type":"llama","hidden_size":8,"tie_word_embeddings":false,"torch_dtype":"bfloat16"})");
   EXPECT_EQ(
       config(kept, true),
-      R"({"hidden_size":8,"eos_token_id":[1,2],"other":{"a":1.5},"model_type":"llama","tie_word_embeddings":false,"dtype":"bfloat16"})");
+      R"({"hidden_size":8,"eos_token_id":[1,2],"other":{"a":1.5},"model_type":"llama",)"
+      R"("tie_word_embeddings":false,"dtype":"bfloat16"})");
   EXPECT_EQ(
       config(kept, false),
       R"({"model_type":"llama","hidden_size":8,"tie_word_embeddings":false,"eos_token_id":[1,2],"dtype":"bfloat16"})");

@@ -4,6 +4,7 @@
 #include <nlohmann/json.hpp>
 
 #include <set>
+#include <type_traits>
 
 #include "strata/error.h"
 
@@ -70,6 +71,19 @@ class Reader final : public nlohmann::json_sax<nlohmann::json> {
 };
 
 }  // namespace
+
+// Not the variant's own: libstdc++ takes it for one that always has a value, and where a copy finds no memory it
+// destroys what is not there.
+Json::Json(const Json& other) {
+  std::visit([this](const auto& value) { value_ = std::decay_t<decltype(value)>(value); }, other.value_);
+}
+
+Json::Json(Json&& other) noexcept : value_(std::move(other.value_)) {}
+
+Json& Json::operator=(Json other) noexcept {
+  value_ = std::move(other.value_);
+  return *this;
+}
 
 Json Json::parse(std::string_view text, const std::string& file) {
   Reader reader(file);

@@ -13,6 +13,7 @@
 #include <filesystem>
 
 #include "memory/atomic_file.h"
+#include "memory/folder.h"
 #include "strata/error.h"
 
 namespace strata {
@@ -30,6 +31,13 @@ ExitCode blame(int problem) {
 
 [[noreturn]] void refuse(const std::string& path, const char* what, int problem) {
   throw Error(path + ": " + what + ": " + std::strerror(problem) + ".", blame(problem));
+}
+
+std::vector<std::string> names_of(const std::string& folder) {
+  std::error_code problem;
+  std::vector<std::string> names = names_in(folder, problem);
+  if (problem) refuse(folder, "cannot list the folder", problem.value());
+  return names;
 }
 
 // Renames that can be taken back.
@@ -78,13 +86,11 @@ void StagedFolder::prepare() {
   const bool locked = flock(lock_, LOCK_EX | LOCK_NB) == 0;
   if (!locked && errno == EWOULDBLOCK)
     throw Error(target_ + ": another import or export into this folder is under way.", ExitCode::failed);
-  for (const auto& entry : fs::directory_iterator(target_)) {
-    const std::string name = entry.path().filename().string();
-    std::error_code ignored;
+  for (const std::string& name : names_of(target_)) {
     if (name.rfind(kHidden, 0) != 0)
       before_.push_back(name);
     else if (locked)
-      fs::remove_all(entry.path(), ignored);
+      remove_folder((target_ + "/" + name).c_str());
   }
   std::string name = (fs::path(target_) / (kHidden + "XXXXXX")).string();
   if (!mkdtemp(name.data())) refuse(target_, "cannot write into it", errno);
@@ -92,15 +98,13 @@ void StagedFolder::prepare() {
 }
 
 void StagedFolder::clean() {
-  std::error_code ignored;
-  if (!staging_.empty()) fs::remove_all(staging_, ignored);
+  if (!staging_.empty()) remove_folder(staging_.c_str());
   for (; !made_.empty(); made_.pop_back()) rmdir(made_.back().c_str());  // not when something is in it
   if (lock_ >= 0) close(lock_);
 }
 
 void StagedFolder::publish(const std::string& last, const std::function<bool(const std::string&)>& replaced) {
-  std::vector<std::string> files;
-  for (const auto& entry : fs::directory_iterator(staging_)) files.push_back(entry.path().filename().string());
+  std::vector<std::string> files = names_of(staging_);
   STRATA_CHECK(std::find(files.begin(), files.end(), last) != files.end());
   sync_folder(staging_);
   const fs::path old = fs::path(staging_) / kOld;

@@ -12,6 +12,7 @@
 #include <span>
 
 #include "memory/input_file.h"
+#include "memory/folder.h"
 #include "strata/json.h"
 #include "strata/convert.h"
 #include "strata/error.h"
@@ -139,9 +140,9 @@ std::vector<std::string> agree(World* world, const std::string& mine) {
 void discard(const fs::path& checkpoint) {
   std::error_code problem;
   const fs::path old = checkpoint.parent_path() / (kSaving + "old-" + checkpoint.filename().string());
-  fs::remove_all(old, problem);
+  remove_folder(old.c_str());
   fs::rename(checkpoint, old, problem);
-  fs::remove_all(problem ? checkpoint : old, problem);
+  remove_folder((problem ? checkpoint : old).c_str());
 }
 
 Error damaged(const SafetensorsFile& file, const std::string& name) {
@@ -215,10 +216,9 @@ CheckpointStore::CheckpointStore(std::string directory, int keep) : directory_(s
 std::vector<std::string> CheckpointStore::all() const {
   std::vector<std::string> found;
   std::error_code problem;
-  for (const auto& entry : fs::directory_iterator(directory_, problem)) {
-    const std::string name = entry.path().filename().string();
-    if (name.rfind(kPrefix, 0) == 0 && fs::exists(entry.path() / "manifest.json"))
-      found.push_back(entry.path().string());
+  for (const std::string& name : names_in(directory_, problem)) {
+    const fs::path path = fs::path(directory_) / name;
+    if (name.rfind(kPrefix, 0) == 0 && fs::exists(path / "manifest.json")) found.push_back(path.string());
   }
   std::sort(found.begin(), found.end());
   return found;
@@ -239,8 +239,8 @@ CheckpointStore::Saving::Saving(CheckpointStore& store, CheckpointInfo info, Wor
   agree(world_, outcome_of([&]() -> std::string {
           if (world_ && world_->rank() != 0) return "";
           std::error_code problem;
-          for (const auto& entry : fs::directory_iterator(folder, problem))
-            if (entry.path().filename().string().rfind(kSaving, 0) == 0) fs::remove_all(entry.path(), problem);
+          for (const std::string& entry : names_in(folder, problem))
+            if (entry.rfind(kSaving, 0) == 0) remove_folder((folder / entry).c_str());
           fs::create_directory(hidden_, problem);
           if (problem) throw Error(hidden_ + ": cannot make the folder: " + problem.message() + ".");
           return "";
@@ -248,8 +248,7 @@ CheckpointStore::Saving::Saving(CheckpointStore& store, CheckpointInfo info, Wor
 }
 
 CheckpointStore::Saving::~Saving() {
-  std::error_code problem;
-  if (!committed_ && (!world_ || world_->rank() == 0)) fs::remove_all(hidden_, problem);
+  if (!committed_ && (!world_ || world_->rank() == 0)) remove_folder(hidden_.c_str());
 }
 
 void CheckpointStore::Saving::write(const std::vector<TensorRecord>& tensors) {

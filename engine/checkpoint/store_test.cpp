@@ -80,12 +80,14 @@ TEST_F(Checkpoints, LyingHeadersAreRefused) {
             "tensor \"w\" has dtype I65, which safetensors files do not have.");
   EXPECT_EQ(
       message(
-          R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"b":{"dtype":"F32","shape":[2],"data_offsets":[4,12]}})",
+          R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},)"
+          R"("b":{"dtype":"F32","shape":[2],"data_offsets":[4,12]}})",
           12),
       "tensors overlap at byte 4 of the data.");
   EXPECT_EQ(
       message(
-          R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"b":{"dtype":"F32","shape":[1],"data_offsets":[8,12]}})",
+          R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},)"
+          R"("b":{"dtype":"F32","shape":[1],"data_offsets":[8,12]}})",
           12),
       "tensors leave a hole at byte 4 of the data.");
   EXPECT_EQ(message(R"({"w":{"dtype":"F32","shape":[2]}})", 8), "tensor \"w\" lacks \"data_offsets\".");

@@ -117,11 +117,14 @@ void expect_pack(const Filled& sequence, const std::vector<int64_t>& starts, con
     const bool padding = token < 0;
     if (p > 0 && (padding ? sequence.tokens[p - 1] > 0 : begins(token))) document = int32_t(p);
     EXPECT_EQ(sequence.documents[p], document) << p;
-    if (padding)
+    if (padding) {
       EXPECT_EQ(sequence.targets[p], -1) << p;
-    else if (sequence.targets[p] >= 0)
+    } else if (sequence.targets[p] >= 0) {
       EXPECT_EQ(sequence.targets[p], token + 2) << p;
-    if (sequence.targets[p] >= 0) EXPECT_TRUE(!begins(token + 1) && (counts.empty() || counts[size_t(token) + 1])) << p;
+    }
+    if (sequence.targets[p] >= 0) {
+      EXPECT_TRUE(!begins(token + 1) && (counts.empty() || counts[size_t(token) + 1])) << p;
+    }
   }
 }
 
@@ -157,7 +160,9 @@ TEST(Packs, EveryDocumentIsPredictedOnceAndWholeWhereItFits) {
         // A document that fits is there from its first token on.
         const auto next = std::upper_bound(starts.begin(), starts.end(), token);
         const int64_t begin = *std::prev(next), stop = next == starts.end() ? tokens : *next;
-        if (stop - begin - 1 <= length) EXPECT_EQ(sequence.tokens[size_t(sequence.documents[p])], begin + 1);
+        if (stop - begin - 1 <= length) {
+          EXPECT_EQ(sequence.tokens[size_t(sequence.documents[p])], begin + 1);
+        }
       }
       EXPECT_EQ(sampler.counted(sample), counted);
     }

@@ -21,6 +21,7 @@
 #include "engine/data/token_marks.h"
 #include "engine/data/tokenizer.h"
 #include "engine/data/tokenizer_json/unicode.h"
+#include "memory/folder.h"
 #include "strata/error.h"
 #include "strata/json.h"
 #include "strata/threads.h"
@@ -69,9 +70,8 @@ class Output {
     }
   }
   ~Output() {
-    std::error_code ignored;  // nothing more can be done; the next run tries again
-    fs::remove_all(aside_, ignored);
-    if (made_ && !published_) fs::remove(directory_, ignored);
+    remove_folder(aside_.c_str());  // where that fails, nothing more can be done; the next run tries again
+    if (made_ && !published_) rmdir(directory_.c_str());
     close(lock_);
   }
   Output(const Output&) = delete;
@@ -85,8 +85,8 @@ class Output {
     std::error_code problem;
     std::vector<fs::path> old{directory_ / "tokenizer.json", directory_ / "tokenizer.model",
                               directory_ / "tokenizer.txt"};
-    for (fs::directory_iterator entry(directory_, problem), end; !problem && entry != end; entry.increment(problem))
-      if (is_shard(entry->path().filename().string())) old.push_back(entry->path());
+    for (const std::string& name : names_in(directory_, problem))
+      if (is_shard(name)) old.push_back(directory_ / name);
     if (problem) refuse(directory_, "cannot list the folder", problem);
     for (const fs::path& path : old)
       if (fs::remove(path, problem); problem) refuse(path, "cannot remove it", problem);

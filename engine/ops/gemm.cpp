@@ -15,6 +15,7 @@
 #include <string>
 #include <tuple>
 #include <unordered_map>
+#include <vector>
 
 #include "engine/ops/vector.h"
 #include "strata/convert.h"
@@ -23,27 +24,48 @@
 namespace strata {
 namespace {
 
-// oneDNN makes its kernels in a process's first product and takes it for granted that there is memory for them: without
-// it the process would end by SIGSEGV.
-void require_room_for_kernels() {
+// While one lives oneDNN makes primitives for a single thread, whichever thread asks: there is one of them for each of
+// our own.
+struct ForOneThread {
+  int before = omp_get_max_threads();
+  ForOneThread() { omp_set_num_threads(1); }
+  ~ForOneThread() { omp_set_num_threads(before); }
+};
+
+// oneDNN makes its kernels in a process's first products and takes it for granted that there is memory for them:
+// without it the process would end by SIGSEGV. So the first ones are made here, while other threads, which would take
+// of that memory, wait: a small product makes the kernels of nearly all, those of few columns have one of their own.
+void make_kernels() {
   constexpr size_t kRoom = size_t{32} << 20;
-  static const bool room = [] {
+  static const bool made = [] {
     void* const memory = mmap(nullptr, kRoom, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    return memory != MAP_FAILED && munmap(memory, kRoom) == 0;
+    if (memory == MAP_FAILED) throw std::bad_alloc();
+    munmap(memory, kRoom);
+    const ForOneThread one;
+    for (const dnnl_dim_t size : {64, 8})
+      for (const char a : {'N', 'T'})
+        for (const char b : {'N', 'T'}) {
+          const std::vector<float> x(size_t(size * size));
+          std::vector<float> y(x);
+          if (dnnl_sgemm(a, b, size, size, size, 1.0f, x.data(), size, x.data(), size, 0, y.data(), size) !=
+              dnnl_success)
+            throw std::bad_alloc();
+        }
+    return true;
   }();
-  if (!room) throw std::bad_alloc();
+  (void)made;
 }
 
 }  // namespace
 
 void gemm(Transpose a, Transpose b, int64_t m, int64_t n, int64_t k, const float* A, int64_t lda, const float* B,
           int64_t ldb, float beta, float* C, int64_t ldc) {
-  require_room_for_kernels();
+  make_kernels();
   const auto letter = [](Transpose t) { return t == Transpose::yes ? 'T' : 'N'; };
   const dnnl_status_t status = dnnl_sgemm(letter(a), letter(b), m, n, k, 1.0f, A, lda, B, ldb, beta, C, ldc);
   if (status != dnnl_success)
-    throw Error("a matrix product failed with the library's status " + std::to_string(int(status)) + " (" + std::to_string(m) + " x " +
-                    std::to_string(n) + " x " + std::to_string(k) + ").",
+    throw Error("a matrix product failed with the library's status " + std::to_string(int(status)) + " (" +
+                    std::to_string(m) + " x " + std::to_string(n) + " x " + std::to_string(k) + ").",
                 ExitCode::failed);
 }
 
@@ -103,14 +125,6 @@ STRATA_SIMD void add_row(const float* x, float* y, int64_t n) {
   simd::map(n, [&](int64_t i, int64_t c)
                    STRATA_INLINE_LAMBDA { simd::put(y + i, simd::get(y + i, c) + simd::get(x + i, c), c); });
 }
-
-// While one lives oneDNN makes primitives for a single thread, whichever thread asks: there is one of them for each of
-// our own.
-struct ForOneThread {
-  int before = omp_get_max_threads();
-  ForOneThread() { omp_set_num_threads(1); }
-  ~ForOneThread() { omp_set_num_threads(before); }
-};
 
 }  // namespace
 

@@ -290,7 +290,10 @@ void register_groups(bool transpose, bool padded) {
            },
        .accumulates = 1,
        .half = true,
-       .sharding = {.dimensions = dimensions, .whole = padded ? "c" : "cre", .by_data = padded ? "n" : "s", .linear = 1},
+       .sharding = {.dimensions = dimensions,
+                    .whole = padded ? "c" : "cre",
+                    .by_data = padded ? "n" : "s",
+                    .linear = 1},
        .kernels = {{"cpu", cpu_kernel([=](const Binding& b) { run_groups(b, Transpose(transpose)); }, workspace_of)},
                    {"reference", reference_kernel([=](const Binding& b, auto zero) {
                       plain_groups<decltype(zero)>(b, transpose);

@@ -174,7 +174,8 @@ const AtLoad language_model_head_registered([] {
                                                    reference_loss<decltype(zero)>(b, false);
                                                  })}}});
   head::register_with_gradients(
-      {.summary = "x, w, targets, [dloss f64 (1)]",
+      {.name = {},
+       .summary = "x, w, targets, [dloss f64 (1)]",
        .cost = [](const OpView& v) { return head::cost(v, head::has_weight_gradient(v) ? 3 : 2); },
        .half = true,
        .sharding = {.dimensions = "...c, vc, ..., _", .whole = "cv"},

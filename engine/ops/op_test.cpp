@@ -224,14 +224,16 @@ void check(const Case& c, uint32_t seed, const std::vector<std::string>& backend
     for (int f : floats) round(rounded[size_t(f)]);
     round(rounded_cotangent);
     const Values wide = run(reference, "reference", rounded, rounded_cotangent, threads);
-    const double unit = half == DType::bf16 ? 0x1p-8 : 0x1p-11;
+    // A score's gradient has the errors of a whole head's numbers of the rounded result, up to 256 of them here, and
+    // with few tokens no other gradient is large beside it.
+    const double units = c.kind == "attention" ? 16 : 8, unit = half == DType::bf16 ? 0x1p-8 : 0x1p-11;
     for (const std::string& backend : backends) {
       const Values narrow = run(build(c, half), backend, rounded, rounded_cotangent, threads);
       for (size_t r = 0; r < wide.size(); ++r) {
         double scale = 1;
         for (double value : wide[r]) scale = std::max(scale, std::abs(value));
         for (size_t i = 0; i < wide[r].size(); ++i)
-          ASSERT_NEAR(narrow[r][i], wide[r][i], 8 * unit * scale)
+          ASSERT_NEAR(narrow[r][i], wide[r][i], units * unit * scale)
               << backend << ", " << name_of(half) << ", result " << r << " element " << i;
       }
     }

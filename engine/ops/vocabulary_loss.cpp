@@ -237,7 +237,8 @@ void register_loss() {
                                                  reference_loss<decltype(zero)>(b, false);
                                                })}}});
   head::register_with_gradients(
-      {.summary = "x, w, targets, largest logits, sums, the targets' logits, [dloss f64 (1)]",
+      {.name = {},
+       .summary = "x, w, targets, largest logits, sums, the targets' logits, [dloss f64 (1)]",
        // The logits' second product is work of this method, not of the model.
        .cost = [](const OpView& v) { return head::cost(v, head::has_weight_gradient(v) ? 2 : 1); },
        .half = true,

@@ -76,7 +76,8 @@ TEST(Agreement, SequencesComeFromProgramsAndTheirWaits) {
   // The last one as if it were on a stream of its own, behind compute, which is behind the first. Waits for the step
   // before, where steps overlap, order nothing of this one.
   program.ops[2].stream = kSecond;
-  const std::vector<std::vector<Wait>> waits{{{Stream::compute, 0}, {kSecond, -2}}, {{kFirst, 1}}, {{Stream::compute, 1}}};
+  const std::vector<std::vector<Wait>> waits{
+      {{Stream::compute, 0}, {kSecond, -2}}, {{kFirst, 1}}, {{Stream::compute, 1}}};
   const std::vector<ExchangeStep> steps = exchanges_of(program, waits, [](Stream) { return false; });
   ASSERT_EQ(steps.size(), 2u);
   EXPECT_EQ(steps[0].what, "all_reduce axis = shard reduction = sum: f32(6, 4) -> f32(12, 4) by tensor in 0");

@@ -35,15 +35,15 @@ std::string refusal_of(const std::string& kind) {
 }
 
 TEST(Continued, KindsOfPluginsMustSayThatTheyLeaveTokensApart) {
-  add_kind("test_of_the_engine");
+  add_kind("test_engine_looks_at_tokens");
   {
     const RegisteringPlugin outsider("outsider");
-    add_kind("test_of_a_plugin");
+    add_kind("test_plugin_looks_at_tokens");
   }
-  EXPECT_EQ(refusal_of("test_of_the_engine"), "");
+  EXPECT_EQ(refusal_of("test_engine_looks_at_tokens"), "");
   EXPECT_EQ(refusal_of("gelu"), "");
-  EXPECT_NE(refusal_of("test_of_a_plugin").find("op kind \"test_of_a_plugin\" looks at whole sequences, or has no"),
-            std::string::npos);
+  const std::string refused = "op kind \"test_plugin_looks_at_tokens\" looks at whole sequences, or has no";
+  EXPECT_NE(refusal_of("test_plugin_looks_at_tokens").find(refused), std::string::npos);
 }
 
 }  // namespace

@@ -1,7 +1,8 @@
 // Local search over residency decisions: beside the series of plans that relief makes (residency.h), what one changed
-// decision does to each of the best plans known, and to those that come of it (Pareto local search: Paquete, Chiarandini
-// and Stuetzle, "Pareto local optimum sets in the biobjective traveling salesman problem", 2004). It knows no budget and
-// keeps every plan that no other is both smaller and faster than, so a larger budget never finds a slower one.
+// decision does to each of the best plans known, and to those that come of it (Pareto local search: Paquete,
+// Chiarandini and Stuetzle, "Pareto local optimum sets in the biobjective traveling salesman problem", 2004). It knows
+// no budget and keeps every plan that no other is both smaller and faster than, so a larger budget never finds a slower
+// one.
 #pragma once
 #include <array>
 #include <deque>
@@ -18,8 +19,8 @@ namespace strata {
 // All that is decided about a plan.
 struct Choice {
   Decisions decisions;
-  std::vector<Tier> homes;  // by tensor
-  int64_t room = 0;         // bytes of the device for bringing back early
+  std::vector<Tier> homes{};  // by tensor
+  int64_t room = 0;           // bytes of the device for bringing back early
 };
 
 class LocalSearch {

@@ -143,8 +143,8 @@ class Exhaustive {
   std::vector<Reached> all_;
 };
 
-// What holds (of 2357 budgets of 600 programs): 99.8% of the plans are within 3% of the best there is, the worst takes 1.4
-// times as long; of budgets that something fits one in 300 is refused.
+// What holds (of 2357 budgets of 600 programs): 99.8% of the plans are within 3% of the best there is, the worst takes
+// 1.4 times as long; of budgets that something fits one in 300 is refused.
 TEST(Optimum, OfSmallProgramsIsNearlyAlwaysReached) {
   constexpr double kMostSets = 5000, kNear = 1.03;
   std::vector<double> ratios;

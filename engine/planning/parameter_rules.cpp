@@ -16,22 +16,22 @@ class Said {
 
   void by(const ParameterRule& rule, const std::optional<Value>& value) {
     if (!value) return;
-    if (value_ && *value_ != *value)
+    if (rule_ && value_ != *value)
       throw Error(rule.place, "[parameters.\"" + rule.pattern + "\"] and [parameters.\"" + rule_->pattern +
                                   "\"] contradict each other in " + option_ + " of " + parameter_ +
                                   "; narrow one of them, or name what it does not mean in except.");
-    if (!value_) rule_ = &rule;
-    value_ = value;
+    if (!rule_) rule_ = &rule;
+    value_ = *value;
   }
   void into(Value& target) const {
-    if (value_) target = *value_;
+    if (rule_) target = value_;
   }
 
  private:
   const char* option_;
   const std::string& parameter_;
-  std::optional<Value> value_{};
-  const ParameterRule* rule_ = nullptr;
+  Value value_{};
+  const ParameterRule* rule_ = nullptr;  // the first that says it
 };
 
 }  // namespace

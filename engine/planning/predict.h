@@ -26,9 +26,9 @@ struct KindTime {
 };
 
 struct Prediction {
-  std::vector<Span> spans;   // by op, since the step began; of ops behind the next step's beginning longer than it
-  std::vector<Span> before;  // the same of the step before, where steps overlap
-  Stalls stalls;
+  std::vector<Span> spans{};   // by op, since the step began; of ops behind the next step's beginning longer than it
+  std::vector<Span> before{};  // the same of the step before, where steps overlap
+  Stalls stalls{};
   double seconds = 0;                   // of the step of all programs, until the next begins
   std::array<double, kStreams> busy{};  // seconds that each stream runs ops
   double wire_bytes = 0;                // that this rank hands to others

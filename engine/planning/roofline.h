@@ -16,8 +16,8 @@ struct Busy {
 };
 
 struct Roofline {
-  std::vector<Busy> streams;  // those that do anything, the busiest first
-  double reached = 0;         // share of the step in which the busiest works
+  std::vector<Busy> streams{};  // those that do anything, the busiest first
+  double reached = 0;           // share of the step in which the busiest works
   // How many times as many microbatches hide it behind compute; 1 or less: it is hidden (or is compute); 0: none do.
   double microbatches = 0;
   size_t disks = 1;  // of the NVMe tier

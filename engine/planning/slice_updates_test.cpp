@@ -1,4 +1,5 @@
-// Updates in slices: random updates beside the same ones whole, bit for bit, with memory poisoned and steps overlapping.
+// Updates in slices: random updates beside the same ones whole, bit for bit, with memory poisoned and steps that
+// overlap.
 #include "engine/planning/slice_updates.h"
 
 #include <algorithm>
@@ -51,7 +52,7 @@ struct SmallStep {
       build.block_index = p;
       const TensorId x = build.data("x" + std::to_string(p), shape, DType::f32);
       const TensorId y = build.emit("gelu", {build.emit("add", {x, w})});
-      gradients.push_back({.parameter = w, .tensor = y, .partial = {}});
+      gradients.push_back({.parameter = w, .tensor = y, .scale = {}, .partial = {}});
     }
     build.step_part = StepPart::update;
     build.block_index = -1;
@@ -144,7 +145,8 @@ TEST(SliceUpdates, AStepDoesNotEndWithAWholeTensorsWay) {
     const TensorId x = build.data("x", shape, DType::f32);
     build.step_part = StepPart::forward;
     build.block_index = 0;
-    std::vector<Gradient> gradients{{.parameter = w, .tensor = build.emit("gelu", {x}), .partial = {}}};
+    std::vector<Gradient> gradients{
+        {.parameter = w, .tensor = build.emit("gelu", {x}), .scale = {}, .partial = {}}};
     build.step_part = StepPart::update;
     build.block_index = -1;
     UpdateStage stage(build, gradients, mesh);
@@ -177,7 +179,7 @@ TEST(SliceUpdates, WhatIsUpdatedAndCastInAMomentIsReadOnce) {
   const TensorId x = build.data("x", shape, DType::f32), y = build.data("y", shape, DType::bf16);
   build.step_part = StepPart::backward;
   build.block_index = 0;
-  std::vector<Gradient> gradients{{.parameter = w, .tensor = build.emit("gelu", {x}), .partial = {}}};
+  std::vector<Gradient> gradients{{.parameter = w, .tensor = build.emit("gelu", {x}), .scale = {}, .partial = {}}};
   build.step_part = StepPart::update;
   build.block_index = -1;
   UpdateStage stage(build, gradients, mesh);

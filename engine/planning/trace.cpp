@@ -23,7 +23,8 @@ void append(std::string& text, const Traced& traced, int pid) {
     const Op& op = program.ops[i];
     const std::string made = op.outputs.empty() ? "" : program[op.outputs.front()].name;
     text += fmt::format(
-        R"({{"ph": "X", "name": {}, "cat": "{}", "pid": {}, "tid": {}, "ts": {:.3f}, "dur": {:.3f}, "args": {{"op": {}, "writes": {}, "purpose": "{}", "microbatch": {}, "block": {}{}}}}},{})",
+        R"({{"ph": "X", "name": {}, "cat": "{}", "pid": {}, "tid": {}, "ts": {:.3f}, )"
+        R"("dur": {:.3f}, "args": {{"op": {}, "writes": {}, "purpose": "{}", "microbatch": {}, "block": {}{}}}}},{})",
         Json(op.kind->name).dump(), name_of(op.step_part), pid, int(op.stream), span.start * 1e6,
         (span.finish - span.start) * 1e6, i, Json(made).dump(), name_of(op.purpose), op.microbatch, op.block, step,
         "\n");

@@ -14,6 +14,7 @@
 
 #include "engine/plugin/exported_symbols.h"
 #include "engine/program/registering.h"
+#include "memory/folder.h"
 
 namespace strata {
 namespace {
@@ -128,8 +129,8 @@ std::vector<std::string> plugin_names(const std::vector<std::string>& more_folde
   for (const auto& [name, entry] : static_plugins()) names.insert(name);
   for (const std::string& folder : plugin_folders(more_folders)) {
     std::error_code problem;
-    for (const auto& file : fs::directory_iterator(folder, problem))
-      if (file.path().extension() == ".so") names.insert(file.path().stem().string());
+    for (const fs::path file : names_in(folder, problem))
+      if (file.extension() == ".so") names.insert(file.stem().string());
   }
   return {names.begin(), names.end()};
 }

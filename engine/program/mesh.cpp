@@ -105,8 +105,9 @@ bool Mesh::meet(std::string_view axis, std::string_view other) const {
 
 bool Mesh::counts() const {
   return std::all_of(axes_.begin(), axes_.end(), [](const Axis& axis) {
+    // Of programs of their own those without a loss add nothing.
     return axis.coordinate == 0 || axis.name == kReplicateAxis || axis.name == kShardAxis ||
-           axis.name == kExpertAxis || axis.name == kSequenceAxis || axis.own_programs;  // those without a loss add nothing
+           axis.name == kExpertAxis || axis.name == kSequenceAxis || axis.own_programs;
   });
 }
 

@@ -7,7 +7,8 @@
 namespace strata {
 
 inline constexpr int64_t kMostOps = int64_t{1} << 23;  // minutes of planning
-inline constexpr int64_t kPlanningBytes = 2048;  // of an op while it is planned, tensors included (measured: 320 to 1500)
+// Of an op while it is planned, tensors included (measured: 320 to 1500).
+inline constexpr int64_t kPlanningBytes = 2048;
 
 // kMostOps, or fewer where physical memory or the process's limit (ulimit -v) has no room for as many.
 int64_t most_ops();

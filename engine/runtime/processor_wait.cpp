@@ -2,12 +2,12 @@
 #include "engine/runtime/processor_wait.h"
 
 #include <algorithm>
-#include <filesystem>
 #include <fstream>
 #include <string>
 #include <system_error>
 
 #include "base/clock.h"
+#include "memory/folder.h"
 
 namespace strata {
 namespace {
@@ -15,10 +15,11 @@ namespace {
 std::map<int64_t, double> seconds_waited() {
   std::map<int64_t, double> result;
   std::error_code problem;
-  for (const auto& task : std::filesystem::directory_iterator("/proc/self/task", problem)) {
-    std::ifstream file(task.path() / "schedstat");
+  const std::string tasks = "/proc/self/task";
+  for (const std::string& task : names_in(tasks, problem)) {
+    std::ifstream file(tasks + "/" + task + "/schedstat");
     double ran = 0, waited = 0;  // nanoseconds
-    if (file >> ran >> waited) result[std::stoll(task.path().filename())] = waited * 1e-9;
+    if (file >> ran >> waited) result[std::stoll(task)] = waited * 1e-9;
   }
   return result;
 }

@@ -103,8 +103,8 @@ RatesCache::RatesCache(std::string path, Seconds clock)
   read();
 }
 
-// What cannot be read leaves what is known to this object as it is. The file may be long, and a process plan hundreds of
-// programs: what was read last is kept as long as the file is the same one, since it is only ever replaced.
+// What cannot be read leaves what is known to this object as it is. The file may be long, and a process plan hundreds
+// of programs: what was read last is kept as long as the file is the same one, since it is only ever replaced.
 void RatesCache::read() {
   struct stat now {};
   if (path_.empty() || stat(path_.c_str(), &now) != 0) return;

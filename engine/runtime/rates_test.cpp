@@ -3,6 +3,7 @@
 #include <sys/prctl.h>
 #include <sys/wait.h>
 
+#include <atomic>
 #include <cmath>
 #include <csignal>
 #include <cstdlib>
@@ -56,7 +57,7 @@ TEST(KernelRates, SayWhatOtherProgramsDisturbed) {
     const pid_t child = fork();
     if (child == 0) {
       prctl(PR_SET_PDEATHSIG, SIGKILL);
-      for (volatile int64_t turns = 0;; turns = turns + 1) {
+      for (std::atomic<int64_t> turns = 0;; ++turns) {
       }
     }
     spinning.push_back(child);

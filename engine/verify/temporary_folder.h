@@ -4,6 +4,7 @@
 #include <filesystem>
 #include <string>
 
+#include "memory/folder.h"
 #include "strata/error.h"
 
 namespace strata::verifying {
@@ -15,10 +16,7 @@ class TemporaryFolder {
       : path_((std::filesystem::temp_directory_path() / (name + "-XXXXXX")).string()) {
     if (!mkdtemp(path_.data())) throw Error(path_ + ": cannot make the folder.", ExitCode::failed);
   }
-  ~TemporaryFolder() {
-    std::error_code ignored;
-    std::filesystem::remove_all(path_, ignored);
-  }
+  ~TemporaryFolder() { remove_folder(path_.c_str()); }
   TemporaryFolder(const TemporaryFolder&) = delete;
   const std::string& path() const { return path_; }
 

@@ -1,5 +1,6 @@
-// AdamW on the GPU: one pass over memory, eight elements a thread; see adamw_kernel.h for the mathematics. Every product
-// and sum is rounded as on the CPU, so that an update gives the same bits beside offloaded states as on the device.
+// AdamW on the GPU: one pass over memory, eight elements a thread; see adamw_kernel.h for the mathematics. Every
+// product and sum is rounded as on the CPU, so that an update gives the same bits beside offloaded states as on the
+// device.
 #include "cuda/bind.h"
 #include "cuda/elementwise.h"
 #include "cuda/philox.h"
@@ -36,8 +37,9 @@ STRATA_KERNEL update(float* parameter, const Gradient* gradient, Moment* m, Mome
   if (i >= count || s.skips()) return;
   const double step = s.step(), rate = s.rate();
   const float step_size = float(rate / (1 - pow(s.beta1, step))), root = float(1 / sqrt(1 - pow(s.beta2, step)));
-  const float decay = float(1 - rounded_product(rate, s.weight_decay)), weight1 = float(1 - s.beta1), weight2 = float(1 - s.beta2),
-              beta2 = float(s.beta2), epsilon = float(s.epsilon), factor = float(s.gradient_scale());
+  const float decay = float(1 - rounded_product(rate, s.weight_decay)), weight1 = float(1 - s.beta1),
+              weight2 = float(1 - s.beta2), beta2 = float(s.beta2), epsilon = float(s.epsilon),
+              factor = float(s.gradient_scale());
   float p[kEach], g[kEach], first[kEach], second[kEach];
   load(static_cast<const float*>(parameter), i, count, p);
   load(gradient, i, count, g);
@@ -83,8 +85,8 @@ const Registration kind("adamw", [](const Binding& b) -> Launch {
 });
 
 // 1-bit Adam's steps with a frozen second moment: what crosses is the next first moment (adamw_kernel.h).
-STRATA_KERNEL frozen_update(float* parameter, const float* exchanged, float* m, const float* v, int64_t count, Settings s,
-                            double frozen) {
+STRATA_KERNEL frozen_update(float* parameter, const float* exchanged, float* m, const float* v, int64_t count,
+                            Settings s, double frozen) {
   const int64_t i = (int64_t(blockIdx.x) * kBlock + threadIdx.x) * kEach;
   if (i >= count || s.skips()) return;
   const double rate = s.rate();

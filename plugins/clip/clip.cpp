@@ -2,6 +2,7 @@
 // gradients are read once for the norm and never rewritten.
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "strata/exact_sum.h"
 #include "strata/plugin.h"
@@ -27,15 +28,17 @@ class Clip final : public strata::Plugin {
  public:
   Clip() {
     static const bool once = [] {
-      strata::register_kind({.name = "clip_factor",
-                             .summary = "exact sum of squares, [scale f64 (1)] -> factor f64 (1), norm f64 (1)",
-                             .shape = [](const strata::OpView& v) -> std::vector<strata::TensorSpec> {
-                               strata::require((v.inputs() == 1 || v.inputs() == 2) &&
-                                                   v.input(0).shape == strata::Shape{strata::kExactSum},
-                                               v, "an exact sum and at most a scalar");
-                               return {{{1}, strata::DType::f64}, {{1}, strata::DType::f64}};
-                             },
-                             .kernels = {{"cpu", factor_kernel()}, {"reference", factor_kernel()}}});
+      strata::OpKind kind;
+      kind.name = "clip_factor";
+      kind.summary = "exact sum of squares, [scale f64 (1)] -> factor f64 (1), norm f64 (1)";
+      kind.shape = [](const strata::OpView& v) -> std::vector<strata::TensorSpec> {
+        strata::require(
+            (v.inputs() == 1 || v.inputs() == 2) && v.input(0).shape == strata::Shape{strata::kExactSum}, v,
+            "an exact sum and at most a scalar");
+        return {{{1}, strata::DType::f64}, {{1}, strata::DType::f64}};
+      };
+      kind.kernels = {{"cpu", factor_kernel()}, {"reference", factor_kernel()}};
+      strata::register_kind(std::move(kind));
       return true;
     }();
     (void)once;

@@ -193,10 +193,14 @@ class Lora final : public strata::Plugin {
     const TensorId x = op.inputs[0], result = op.outputs[0];
     const strata::Tensor weight = program[op.inputs[1]];
     const std::string name = strata::parameter_name(program, op.inputs[1]);
-    Adapter adapter{
-        .weight = name, .out = weight.shape[0], .in = weight.shape[1], .rank = settings_.rank, .rows = rows};
     const std::string stem = name.ends_with(".weight") ? name.substr(0, name.size() - 7) : name;
-    adapter.a = stem + ".lora_a", adapter.b = stem + ".lora_b";
+    Adapter adapter{.weight = name,
+                    .a = stem + ".lora_a",
+                    .b = stem + ".lora_b",
+                    .out = weight.shape[0],
+                    .in = weight.shape[1],
+                    .rank = settings_.rank,
+                    .rows = rows};
     strata::Tensor before = program[result];
     before.name = before.name + ".frozen";
     before.dimensions = {};

@@ -142,6 +142,15 @@ class Experts final : public strata::Plugin {
     keep_no_further_rounds(stage.program);
   }
 
+  // Not refused: a run that was divided may go on with one rank.
+  void exchange(strata::ExchangeStage& stage) override {
+    if (ranks_ > 1) return;
+    for (const auto& [option, is_set] : {std::pair("pieces", pieces_ > 1), {"receive_factor", receive_factor_ > 0}})
+      if (is_set)
+        stage.note(option + std::string(" does nothing here: axis \"") + std::string(strata::kExpertAxis) +
+                   "\" of the mesh has one rank.");
+  }
+
   void gradients(strata::GradientStage& stage) override {
     std::vector<int64_t> layers;
     for (const auto& [block, width] : replaced_) layers.push_back(block);

@@ -648,6 +648,18 @@ TEST(Experts, PlansTellWhatTheyTake) {
   EXPECT_NE(text.find("  expert          expert_exchange             10"), std::string::npos) << text;
 }
 
+// Options of rows that cross between ranks where none do: taken, and told.
+TEST(Experts, OptionsOfRanksOnOneAreTold) {
+  const test::TemporaryFolder folder;
+  ExpertsCase alone = divided_case(1, "");
+  alone.mesh = "", alone.experts = "experts = 8\npieces = 3\nreceive_factor = 2.0\n";
+  const Session session(test::write_file(folder / "config.toml", text_of(alone, false)), {});
+  EXPECT_EQ(session.plan(Goal::train).built.notes,
+            (std::vector<std::string>{
+                "plugin \"moe\": pieces does nothing here: axis \"expert\" of the mesh has one rank.",
+                "plugin \"moe\": receive_factor does nothing here: axis \"expert\" of the mesh has one rank."}));
+}
+
 using PaddedNumbers = std::vector<std::vector<float>>;
 
 // Rows of three sources, of which some are nobody's: y = x w1, z = y w2ᵀ, and the gradients of Σ dz·z.

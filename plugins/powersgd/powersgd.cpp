@@ -159,7 +159,7 @@ class PowerSgd final : public strata::Plugin {
     o.add("start", start_, "steps before compression begins").non_negative().unit("steps");
   }
 
-  // The band is that of few steps at rank 2 to 4; it falls with the rank (0.11, 0.06, 0.03 at ranks 4, 8, 16 beside moe).
+  // The band is that of few steps at rank 2 to 4; it falls with the rank (0.11, 0.06, 0.03 at 4, 8, 16 beside moe).
   strata::Capabilities capabilities() const override {
     return {.provides = {"form of gradients", "feedback *.powersgd.error*"},
             .conflicts = {{"reproducible sums",

@@ -49,7 +49,8 @@ STRATA_KERNEL keep(const float* largest, float* column, int64_t columns, Setting
 
 STRATA_KERNEL vector(float* parameter, const float* gradient, float* accumulator, float* m, int64_t count, Settings s) {
   const int64_t i = int64_t(blockIdx.x) * kBlock + threadIdx.x;
-  if (i < count && !s.skips()) accumulator[i] = s.change(accumulator[i], gradient[i], parameter[i], m ? m + i : nullptr);
+  if (i < count && !s.skips())
+    accumulator[i] = s.change(accumulator[i], gradient[i], parameter[i], m ? m + i : nullptr);
 }
 
 int64_t columns_of(const UpdateView& v) { return v.has_state(1) ? v.state(1).shape[0] : 0; }

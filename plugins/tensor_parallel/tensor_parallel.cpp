@@ -70,6 +70,8 @@ class TensorParallel final : public strata::Plugin {
 
   // Of parameters that are whole while the work on them was divided, ranks have parts of a sum.
   void exchange(strata::ExchangeStage& stage) override {
+    if (stage.mesh().size(kAxis) == 1)
+      stage.note("it does nothing here: axis \"" + kAxis + "\" of the mesh has one rank.");
     for (const strata::Gradient& gradient : stage.gradients())
       if (std::find(gradient.partial.begin(), gradient.partial.end(), kAxis) != gradient.partial.end())
         stage.want(gradient, {.bucket = bucket_.count}, kAxis);

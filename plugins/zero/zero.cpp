@@ -32,7 +32,8 @@ class Zero final : public strata::Plugin {
   }
 
   strata::Capabilities capabilities() const override {
-    strata::Capabilities c{.provides = {"summed_gradients", "sharded_gradients", "gathered parameters", "lowers optimizer_state"},
+    strata::Capabilities c{.provides = {"summed_gradients", "sharded_gradients", "gathered parameters",
+                                        "lowers optimizer_state"},
                            .requires_ = {},
                            .conflicts = {},
                            .early = true,

@@ -1,4 +1,5 @@
-/* The peer of collectives_bench.cpp under MPI, with the same calls, sizes and batches: mpirun -n N collectives_mpi BYTES... */
+/* The peer of collectives_bench.cpp under MPI, with the same calls, sizes and batches:
+   mpirun -n N collectives_mpi BYTES... */
 #include <mpi.h>
 #include <stdio.h>
 #include <stdlib.h>

@@ -13,6 +13,7 @@
 #include "engine/planning/page.h"
 #include "engine/runtime/measure.h"
 #include "memory/atomic_file.h"
+#include "memory/folder.h"
 #include "strata/json.h"
 #include "tools/strata/commands.h"
 
@@ -75,8 +76,7 @@ struct Folder {
     if (problem) throw Error(path + ": cannot make the folder: " + problem.message() + ".");
   }
   ~Folder() {
-    std::error_code problem;
-    if (made) std::filesystem::remove_all(path, problem);
+    if (made) remove_folder(path.c_str());
   }
   std::string path;
   bool made = false;

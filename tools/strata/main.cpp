@@ -1,5 +1,6 @@
 // The `strata` command: what it takes, in words a person can learn from. The work is done by the functions called here.
 #include <CLI/CLI.hpp>
+#include <execinfo.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -382,21 +383,7 @@ int run(const Action& action) {
   }
 }
 
-// Runs before the libraries' initializers, and so before those of sanitizers: system calls only, not instrumented.
-__attribute__((no_sanitize("address", "thread", "undefined"))) void block_first(int, char**, char**) {
-  const uint64_t signals = 1u << (SIGINT - 1) | 1u << (SIGQUIT - 1) | 1u << (SIGTERM - 1) | 1u << (SIGHUP - 1) |
-                           1u << (SIGUSR1 - 1) | 1u << (SIGUSR2 - 1) | 1u << (SIGXCPU - 1);
-  syscall(SYS_rt_sigprocmask, SIG_BLOCK, &signals, nullptr, sizeof signals);
-}
-__attribute__((section(".preinit_array"), used)) void (*const block_before_libraries)(int, char**,
-                                                                                      char**) = block_first;
-
-}  // namespace
-
-int main(int argc, char** argv) {
-  // A script's shell has what it starts in the background ignore interrupts; whoever sends one to a run means it.
-  for (int signal : {SIGINT, SIGTERM}) std::signal(signal, SIG_DFL);
-  block_stop_signals();
+int command_line(int argc, char** argv) {
   CLI::App app{
       "Strata trains large neural networks on limited memory.\nA TOML file names the model, the data and the "
       "strategies; "
@@ -413,5 +400,27 @@ int main(int argc, char** argv) {
     return app.exit(error) == 0 ? int(ExitCode::done) : int(ExitCode::usage);
   }
   if (!app.got_subcommand("train")) unblock_stop_signals();  // the others have nothing to finish
-  return run(action);
+  return action();
+}
+
+// Runs before the libraries' initializers, and so before those of sanitizers: system calls only, not instrumented.
+__attribute__((no_sanitize("address", "thread", "undefined"))) void block_first(int, char**, char**) {
+  const uint64_t signals = 1u << (SIGINT - 1) | 1u << (SIGQUIT - 1) | 1u << (SIGTERM - 1) | 1u << (SIGHUP - 1) |
+                           1u << (SIGUSR1 - 1) | 1u << (SIGUSR2 - 1) | 1u << (SIGXCPU - 1);
+  syscall(SYS_rt_sigprocmask, SIG_BLOCK, &signals, nullptr, sizeof signals);
+}
+__attribute__((section(".preinit_array"), used)) void (*const block_before_libraries)(int, char**,
+                                                                                      char**) = block_first;
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  // What is thrown through the C library's frames (std::call_once in oneDNN) needs its unwinder, which it loads when it
+  // is wanted first: too late, and the end of the process, when memory has run out.
+  void* frame = nullptr;
+  backtrace(&frame, 1);
+  // A script's shell has what it starts in the background ignore interrupts; whoever sends one to a run means it.
+  for (int signal : {SIGINT, SIGTERM}) std::signal(signal, SIG_DFL);
+  block_stop_signals();
+  return run([&] { return command_line(argc, argv); });
 }

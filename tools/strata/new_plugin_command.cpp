@@ -23,7 +23,9 @@ find_package(Strata REQUIRED)
 strata_add_plugin(@NAME@ @NAME@.cpp)
 
 enable_testing()
-add_test(NAME @NAME@ COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/test.sh $<TARGET_FILE:Strata::strata_command> $<TARGET_FILE_DIR:plugin_@NAME@>)
+add_test(NAME @NAME@
+  COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/test.sh $<TARGET_FILE:Strata::strata_command>
+    $<TARGET_FILE_DIR:plugin_@NAME@>)
 )";
 
 constexpr const char* kSource =

@@ -150,7 +150,7 @@ std::string stage_name(size_t stage, size_t of) {
 }
 
 // The steps of one stage on the page.
-void add_to_page(std::vector<PageRun>& runs, const RunPlans& plans, const std::string& stage) {
+void add_to_page(std::vector<PageRun>& runs, const Session& session, const RunPlans& plans, const std::string& stage) {
   for (size_t p = 0; p < plans.phases.programs(); ++p) {
     const PlannedProgram& one = plans.programs[p];
     std::string name = plans.phases.programs() == 1 ? "The step as planned" : "A step of " + one.title();
@@ -161,7 +161,8 @@ void add_to_page(std::vector<PageRun>& runs, const RunPlans& plans, const std::s
                     .spans = one.prediction->spans,
                     .stalls = one.prediction->stalls,
                     .seconds = one.prediction->seconds,
-                    .clock = stage.empty() ? -1 : int(p)});
+                    .clock = stage.empty() ? -1 : int(p),
+                    .budgets = {session.device.memory.count, session.host.memory.count, 0}});
   }
 }
 
@@ -194,7 +195,7 @@ int plan_command_main(const PlanArguments& arguments) {
   if (!arguments.trace.empty()) write_atomically(arguments.trace, trace_of(stages));
   if (!arguments.html.empty()) {
     std::vector<PageRun> runs;
-    for (size_t s = 0; s < stages.size(); ++s) add_to_page(runs, stages[s], stage_name(s, stages.size()));
+    for (size_t s = 0; s < stages.size(); ++s) add_to_page(runs, session, stages[s], stage_name(s, stages.size()));
     write_atomically(
         arguments.html,
         memory_page(

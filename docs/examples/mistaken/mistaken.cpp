@@ -1,5 +1,5 @@
-// A plugin with a deliberate mistake, for how `strata verify` tells of one: it says that it changes no bit, and from the
-// second step on makes the gradient of one matrix a thousandth smaller.
+// A plugin with a deliberate mistake, for how `strata verify` tells of one: it says that it changes no bit, and from
+// the second step on makes the gradient of one matrix a thousandth smaller.
 #include <strata/pattern.h>
 #include <strata/plugin.h>
 
