@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Plans of a model far beyond a device under a row of budgets: a larger one is never refused nor slower, the smallest that
-# a refusal names is true, little is lost between tensors, and the budget that a note names keeps its promise.
+# a refusal names is true, little is lost between tensors, and the budget that a note names keeps its promise. States that
+# may rest elsewhere stay on a device that has room for them.
 # budgets.sh BUILD_FOLDER
 set -euo pipefail
 set -- "$(realpath "$1")"
@@ -92,6 +93,34 @@ for _ in range(10):
 else:
     print("skipped: the machine is too busy for a row of plans with the same rates")
     sys.exit(77)
+PYTHON
+
+# One rank, on a machine that is not here: its rates are the same however busy this one is.
+sed -e '/^\[mesh\]/,/^data/d' -e '/^\[plugins.zero\]/,/^stage/d' -e 's/^layers.*/layers = 6/' -e 's/^hidden.*/hidden = 1536/' \
+  -e 's/^heads.*/heads = 12/' -e 's/^global_batch.*/global_batch = 4/' -e 's/^backend.*/&\nmemory = "64GiB"/' \
+  -e 's/^vocabulary.*/vocabulary = 8192/' large.toml >small.toml
+sed '/^\[plugins.offload\]/,$d' small.toml >resident.toml
+python3 - "$strata" "$(dirname "$(realpath "$0")")/../configs/machines/h100-80gb.toml" <<'PYTHON' || fail "states on a device with room"
+import json, subprocess, sys
+
+def plan(config, *sets):
+    run = subprocess.run([sys.argv[1], "plan", config, "--machine", sys.argv[2], "--json", *sets], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    result = json.loads(run.stdout)
+    return result["predicted"]["seconds"], result["tiers"]["device"]["arena_bytes"]
+
+resident, bytes_of_all = plan("resident.toml")
+all_fits, used = plan("small.toml", "--set", f"device.memory={round(1.05 * bytes_of_all)}")
+assert all_fits <= 1.01 * resident, f"with room for everything {all_fits} s, without offload {resident} s"
+before = float("inf")
+for share in (0.3, 0.5, 0.7, 0.9):
+    budget = round(share * bytes_of_all)
+    seconds, used = plan("small.toml", "--set", f"device.memory={budget}")
+    print(f"{share} of {bytes_of_all >> 20} MiB: {seconds:.4f} s, {used / budget:.0%} used; with everything {resident:.4f} s")
+    assert used <= budget and seconds < before, f"{seconds} s, with less memory {before} s"
+    before = seconds
+# Half of what may be is kept at 0.9: half of the way to what everything takes, at least.
+assert before - resident < 0.6 * (plan("small.toml", "--set", f"device.memory={round(0.3 * bytes_of_all)}")[0] - resident)
 PYTHON
 
 finish budgets
