@@ -1,0 +1,38 @@
+// What exchanges take in the steps of a run: the fastest of those that are alike what the wire takes, and all of them on
+// the average how long ranks wait for others that come late. That differs from step to step, so the middle one counts.
+#pragma once
+#include <string>
+#include <vector>
+
+#include "engine/planning/rates.h"
+#include "engine/planning/stalls.h"
+
+namespace strata {
+
+class ExchangeTimes {
+ public:
+  // Of the steps of a program. `rates`: whose links say how many ranks take part.
+  ExchangeTimes(const Program& program, const Rates& rates);
+
+  // A step that is over; no spans: nobody looked.
+  void add(const std::vector<Span>& spans);
+
+  // Exchanges of one kind over one axis with as many bytes: the medians of the steps, in seconds.
+  struct Times {
+    std::string axis, kind;
+    double bytes = 0;             // that a rank hands to others
+    double fewest = 0, mean = 0;  // seconds, of the fastest and of all
+    bool collective = true;       // all ranks of the axis meet: none is sent something and awaited for it by one other
+  };
+  std::vector<Times> times() const;
+
+ private:
+  struct Group {
+    Times what;
+    std::vector<size_t> ops;
+    std::vector<double> fewest, means;  // by step, of the last ones
+  };
+  std::vector<Group> groups_;
+};
+
+}  // namespace strata
