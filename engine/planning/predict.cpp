@@ -107,7 +107,7 @@ class RankStreams {
     for (Lane* one : used_) {
       Lane& lane = *one;
       if (!lane.running) continue;
-      const bool over = now_ + lane.left / lane.speed <= now;
+      const bool over = lane.speed > 0 && now_ + lane.left / lane.speed <= now;
       lane.left -= (now - now_) * lane.speed;
       if (!over) continue;
       if (std::exchange(lane.waits, false)) {
@@ -141,7 +141,8 @@ class RankStreams {
     std::vector<int32_t> ops;
     size_t done = 0;          // of all steps
     size_t step = 0, at = 0;  // the step of the next one, and which of that it is
-    bool running = false, waits = false;         // for ranks that come late
+    bool running = false;
+    bool waits = false, goes_first = false;      // for ranks that come late; of an exchange between such, at processors
     double left = 0, processors = 0, speed = 1;  // of the op that runs: seconds alone, what it takes, its share
     size_t op() const { return size_t(ops[at]); }
     void end() {
@@ -169,7 +170,7 @@ class RankStreams {
     lane.running = true;
     lane.waits = !late_.empty() && late_[op] > 0;
     if (lane.waits)
-      lane.left = late_[op], lane.processors = 0;
+      lane.left = late_[op], lane.processors = 0, lane.goes_first = false;
     else
       run(lane);
     spans_[lane.step][op].start = now_;
@@ -177,7 +178,7 @@ class RankStreams {
   // All ranks that take part are there.
   void run(Lane& lane) {
     const TimedProgram::Op& op = program_[lane.op()];
-    lane.left = op.seconds, lane.processors = op.processors;
+    lane.left = op.seconds, lane.processors = op.processors, lane.goes_first = op.late > 0;
   }
 
   // To a time before the next end of an op.
@@ -187,16 +188,19 @@ class RankStreams {
     now_ = now;
   }
 
-  // Processors among the ops that run.
+  // Processors among the ops that run. An exchange between ranks that come late has them first: its thread slept until
+  // they came, and who slept goes before who computes; what it took in runs was beside compute, too.
   void share() {
-    double wanted = 0;
+    double first = 0, wanted = 0;
     for (const Lane* lane : used_)
-      if (lane->running) wanted += lane->processors;
+      if (lane->running) (lane->goes_first ? first : wanted) += lane->processors;
+    const double all = program_.processors, left = std::max(0.0, all - first);
     next_ = kNever;
     for (Lane* lane : used_) {
       if (!lane->running) continue;
-      lane->speed = lane->processors > 0 && program_.processors > 0 ? std::min(1.0, program_.processors / wanted) : 1;
-      next_ = std::min(next_, now_ + lane->left / lane->speed);
+      const double share = lane->goes_first ? all / first : left / wanted;
+      lane->speed = lane->processors > 0 && all > 0 ? std::min(1.0, share) : 1;
+      if (lane->speed > 0) next_ = std::min(next_, now_ + lane->left / lane->speed);
     }
   }
 
