@@ -137,12 +137,13 @@ class RankStreams {
 
  private:
   static constexpr double kNever = std::numeric_limits<double>::infinity();
+  static constexpr double kTimeSlice = 5e-3;  // seconds: about what a thread has a processor for before another gets it
   struct Lane {
     std::vector<int32_t> ops;
     size_t done = 0;          // of all steps
     size_t step = 0, at = 0;  // the step of the next one, and which of that it is
     bool running = false;
-    bool waits = false, goes_first = false;      // for ranks that come late; of an exchange between such, at processors
+    bool waits = false, goes_first = false;      // for ranks that come late; of a short exchange between such
     double left = 0, processors = 0, speed = 1;  // of the op that runs: seconds alone, what it takes, its share
     size_t op() const { return size_t(ops[at]); }
     void end() {
@@ -178,7 +179,8 @@ class RankStreams {
   // All ranks that take part are there.
   void run(Lane& lane) {
     const TimedProgram::Op& op = program_[lane.op()];
-    lane.left = op.seconds, lane.processors = op.processors, lane.goes_first = op.late > 0;
+    lane.left = op.seconds, lane.processors = op.processors;
+    lane.goes_first = op.late > 0 && op.seconds < kTimeSlice;
   }
 
   // To a time before the next end of an op.
@@ -188,8 +190,8 @@ class RankStreams {
     now_ = now;
   }
 
-  // Processors among the ops that run. An exchange between ranks that come late has them first: its thread slept until
-  // they came, and who slept goes before who computes; what it took in runs was beside compute, too.
+  // Processors among the ops that run. A short exchange between ranks that come late has them first: its thread slept
+  // until they came, and who slept goes before who computes; what it took in runs was beside compute, too.
   void share() {
     double first = 0, wanted = 0;
     for (const Lane* lane : used_)

@@ -272,10 +272,12 @@ TEST(Predict, ExchangesWaitForRanksThatComeLate) {
       EXPECT_NEAR(prediction.stalls.ranks(), waiting, 1e-9);
     }
   };
-  expect(0, 16e-3, 8e-3, 0);           // both want the processor
+  expect(0, 16e-3, 8e-3, 0);            // both want the processor
   expect(5e-3, 16e-3, 5e-3 + 4e-3, 0);  // compute has it for itself until the other rank comes, and then again
   expect(10e-3, 16e-3, 10e-3 + 4e-3, 0);
   expect(20e-3, 24e-3, 24e-3, 12e-3);  // compute is over
+  rates.links["tensor"].bandwidth = 2e8;
+  expect(6e-3, 32e-3, 6e-3 + 26e-3, 14e-3);  // both want the processor again: 20 ms are more than a time slice
 }
 
 // Of exchanges that are alike one in five waits, for as long as all do together.
@@ -291,7 +293,12 @@ TEST(Predict, RanksAreSeldomLateAndThenByMuch) {
   EXPECT_NEAR(prediction.seconds, 7 * 5e-3, 1e-9);
   EXPECT_NEAR(prediction.late, 7e-3, 1e-9);
   for (size_t i = 0; i < 7; ++i)
-    EXPECT_NEAR(prediction.spans[i].finish - prediction.spans[i].start, i == 4 ? 9e-3 : i == 6 ? 6e-3 : 4e-3, 1e-9) << i;
+    EXPECT_NEAR(prediction.spans[i].finish - prediction.spans[i].start,
+                i == 4   ? 9e-3
+                : i == 6 ? 6e-3
+                         : 4e-3,
+                1e-9)
+        << i;
 }
 
 TEST(Predict, TheTypeThatComputesIsWhereMostFlopsAre) {

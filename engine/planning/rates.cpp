@@ -193,9 +193,9 @@ double late_seconds(const OpView& view, const Rates& rates) {
   if (!found) return mean_seconds(link.late);
   const double bytes = bytes_of_exchange(view, rates);
   const auto distance = [&](const Sample& sample) { return std::abs(std::log((sample.bytes + 1) / (bytes + 1))); };
-  return std::min_element(found->begin(), found->end(), [&](const Sample& a, const Sample& b) {
-           return distance(a) < distance(b);
-         })->seconds;
+  return std::min_element(found->begin(), found->end(),
+                          [&](const Sample& a, const Sample& b) { return distance(a) < distance(b); })
+      ->seconds;
 }
 
 Json to_json(const Rates& rates) {

@@ -89,8 +89,9 @@ double wire_bytes(const OpView& view, const Rates& rates);
 // Predicted seconds of one op on its stream, alone on the machine: a move by its tiers, an exchange by the link of its
 // axis, any other by samples of its kernel at the nearest cost, and where there are none by its cost alone.
 double seconds_of(const OpView& view, const Rates& rates);
-// Seconds that an exchange waits beforehand for ranks that come late (stragglers): as in runs those of its kind over its
-// axis, of the nearest size; those of all kinds where there were none of its own; 0 where nothing ran, and for other ops.
+// Seconds that an exchange waits beforehand for ranks that come late (stragglers): as in runs those of its kind over
+// its axis, of the nearest size; where there were none of its kind, the average of all; 0 where nothing ran, and for
+// other ops.
 double late_seconds(const OpView& view, const Rates& rates);
 
 // All of it as text and back: between ranks. parse throws Error.

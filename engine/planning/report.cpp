@@ -154,12 +154,12 @@ std::string wire_text(const PlannedProgram& planned) {
 
 std::string exchanges_text(const Prediction& predicted) {
   const double all = predicted.stalls.exchanging, waiting = predicted.stalls.ranks();
-  if (!(all > 0)) return "";
-  std::string text =
-      fmt::format("exchanges: {:.3f} s, {:.3f} s of compute wait for them: {:.0f}% hidden\n", all, waiting,
-                  hidden_percent(all, waiting));
+  if (!(all > 0) || waiting > all) return "";  // as where stages of a pipeline wait for each other
+  std::string text = fmt::format("exchanges: {:.3f} s, {:.3f} s of compute wait for them: {:.0f}% hidden\n", all,
+                                 waiting, hidden_percent(all, waiting));
   if (predicted.late > 0)
-    text += fmt::format("  {:.3f} s of them until ranks that arrive late are there, as in runs before\n", predicted.late);
+    text +=
+        fmt::format("  {:.3f} s of them until ranks that arrive late are there, as in runs before\n", predicted.late);
   return text;
 }
 

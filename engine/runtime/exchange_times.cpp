@@ -2,7 +2,9 @@
 #include "engine/runtime/exchange_times.h"
 
 #include <algorithm>
+#include <cmath>
 #include <map>
+#include <span>
 #include <tuple>
 
 namespace strata {
@@ -10,17 +12,6 @@ namespace {
 
 constexpr double kShort = 20e-6;     // seconds that clocks and wake-ups blur
 constexpr size_t kMostSteps = 1000;  // that are remembered
-
-double median_of(std::vector<double> values) {
-  const auto middle = values.begin() + int64_t(values.size() / 2);
-  std::nth_element(values.begin(), middle, values.end());
-  return *middle;
-}
-
-void remember(std::vector<double>& list, double value) {
-  if (list.size() == kMostSteps) list.erase(list.begin());
-  list.push_back(value);
-}
 
 }  // namespace
 
@@ -38,34 +29,46 @@ ExchangeTimes::ExchangeTimes(const Program& program, const Rates& rates) {
                                   .kind = op.kind->name,
                                   .bytes = bytes,
                                   .collective = op.stream != Stream::send && op.stream != Stream::receive},
-                         .ops = {},
-                         .fewest = {},
-                         .means = {}});
+                         .ops = {}});
     groups_[found->second].ops.push_back(i);
   }
 }
 
 void ExchangeTimes::add(const std::vector<Span>& spans) {
-  for (Group& group : groups_) {
-    double fewest = 0, sum = 0;
-    if (group.ops.back() >= spans.size()) continue;
+  if (spans.empty()) return;
+  Step step;
+  for (const Group& group : groups_) {
+    double fewest = HUGE_VAL, sum = 0;
     for (const size_t op : group.ops) {
-      const double took = std::max(0.0, spans[op].finish - spans[op].start);
+      const double took = std::max(0.0, spans.at(op).finish - spans.at(op).start);
       sum += took;
-      if (took >= kShort) fewest = fewest > 0 ? std::min(fewest, took) : took;
+      if (took >= kShort) fewest = std::min(fewest, took);
     }
-    if (fewest == 0) continue;
-    remember(group.fewest, fewest);
-    remember(group.means, sum / double(group.ops.size()));
+    step.seconds += sum;
+    step.fewest.push_back(fewest);
+    step.means.push_back(sum / double(group.ops.size()));
   }
+  if (steps_.size() == kMostSteps) steps_.erase(steps_.begin());
+  steps_.push_back(std::move(step));
 }
 
 std::vector<ExchangeTimes::Times> ExchangeTimes::times() const {
+  std::vector<const Step*> steps;
+  for (const Step& step : steps_) steps.push_back(&step);
+  std::sort(steps.begin(), steps.end(), [](const Step* a, const Step* b) { return a->seconds < b->seconds; });
+  const size_t quarter = steps.size() / 4;
+  const std::span<const Step* const> middle(steps.data() + quarter, steps.size() - 2 * quarter);
   std::vector<Times> all;
-  for (const Group& group : groups_) {
-    if (group.means.empty()) continue;
-    Times& times = all.emplace_back(group.what);
-    times.fewest = median_of(group.fewest), times.mean = median_of(group.means);
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    Times times = groups_[g].what;
+    double count = 0;
+    for (const Step* step : middle) {
+      if (step->fewest[g] == HUGE_VAL) continue;
+      times.fewest += step->fewest[g], times.mean += step->means[g], ++count;
+    }
+    if (count == 0) continue;
+    times.fewest /= count, times.mean /= count;
+    all.push_back(std::move(times));
   }
   return all;
 }

@@ -1,5 +1,6 @@
-// What exchanges take in the steps of a run: the fastest of those that are alike what the wire takes, and all of them on
-// the average how long ranks wait for others that come late. That differs from step to step, so the middle one counts.
+// What exchanges take in the steps of a run: the fastest of those that are alike shows what the wire takes, and all of
+// them on the average how long ranks wait for others that come late. That differs from step to step: the half of the
+// steps counts that are neither short nor long.
 #pragma once
 #include <string>
 #include <vector>
@@ -17,7 +18,7 @@ class ExchangeTimes {
   // A step that is over; no spans: nobody looked.
   void add(const std::vector<Span>& spans);
 
-  // Exchanges of one kind over one axis with as many bytes: the medians of the steps, in seconds.
+  // Exchanges of one kind over one axis with as many bytes, on the average of those steps.
   struct Times {
     std::string axis, kind;
     double bytes = 0;             // that a rank hands to others
@@ -30,9 +31,13 @@ class ExchangeTimes {
   struct Group {
     Times what;
     std::vector<size_t> ops;
-    std::vector<double> fewest, means;  // by step, of the last ones
+  };
+  struct Step {
+    double seconds = 0;                 // of all exchanges
+    std::vector<double> fewest, means;  // by group
   };
   std::vector<Group> groups_;
+  std::vector<Step> steps_;  // the last ones
 };
 
 }  // namespace strata

@@ -43,8 +43,8 @@ constexpr bool kThreadsForbidFork = true;  // it ends a process that was forked 
 #else
 constexpr bool kThreadsForbidFork = false;
 #endif
-constexpr double kBudget = 2.7;        // seconds for everything that is measured at once
-constexpr int kMostRanksMeasured = 8;  // of a link, where ranks are started for it
+constexpr double kBudget = 2.7;              // seconds for everything that is measured at once
+constexpr int kMostRanksMeasured = 8;        // of a link, where ranks are started for it
 constexpr std::string_view kLate = "late ";  // before a kind's name: what its exchanges wait for ranks that come late
 
 double seconds_of(const auto& work) {
