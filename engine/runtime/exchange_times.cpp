@@ -11,6 +11,7 @@ namespace strata {
 namespace {
 
 constexpr double kShort = 20e-6;     // seconds that clocks and wake-ups blur
+constexpr size_t kTelling = 4;       // calls: the fastest of fewer may have waited, too
 constexpr size_t kMostSteps = 1000;  // that are remembered
 
 }  // namespace
@@ -28,10 +29,11 @@ ExchangeTimes::ExchangeTimes(const Program& program, const Rates& rates) {
       groups_.push_back({.what = {.axis = axis,
                                   .kind = op.kind->name,
                                   .bytes = bytes,
-                                  .collective = op.stream != Stream::send && op.stream != Stream::receive},
+                                  .tells_late = op.stream != Stream::send && op.stream != Stream::receive},
                          .ops = {}});
     groups_[found->second].ops.push_back(i);
   }
+  for (Group& group : groups_) group.what.tells_late &= group.ops.size() >= kTelling;
 }
 
 void ExchangeTimes::add(const std::vector<Span>& spans) {

@@ -23,7 +23,7 @@ class ExchangeTimes {
     std::string axis, kind;
     double bytes = 0;             // that a rank hands to others
     double fewest = 0, mean = 0;  // seconds, of the fastest and of all
-    bool collective = true;       // all ranks of the axis meet: none is sent something and awaited for it by one other
+    bool tells_late = true;  // enough calls, of all ranks of the axis, to tell who was late from what the wire takes
   };
   std::vector<Times> times() const;
 

@@ -540,12 +540,12 @@ void learn_rates(const RatesWanted& wanted, RatesCache& cache, const Program& pr
     cache.add(keys[d], disk);
   }
   std::map<std::string, std::vector<Tried>> links;
-  for (const auto& [axis, kind, handed_on, fewest, mean, collective] : exchanges.times()) {
+  for (const auto& [axis, kind, handed_on, fewest, mean, tells_late] : exchanges.times()) {
     if (!rates.links.contains(axis)) continue;
     std::vector<Tried>& list = links[link_key(wanted, rates.links.at(axis).ranks)];
     list.push_back({kind, 0, handed_on, fewest});
     constexpr double kLeast = 1e-9;  // seconds: what is kept is more than none
-    if (collective && !wanted.mesh[axis].own_programs)
+    if (tells_late && !wanted.mesh[axis].own_programs)
       list.push_back({std::string(kLate) + kind, 0, handed_on, std::max(kLeast, mean - fewest)});
   }
   for (const auto& [key, tries] : links) cache.add(key, tries);

@@ -241,6 +241,15 @@ TEST_F(LateRanks, AreNoneWhereNothingRan) {
   EXPECT_EQ(late_seconds(exchange(), known()), 0);
 }
 
+// The fastest of three may have waited as long as the others: another run with few exchanges says nothing.
+TEST_F(LateRanks, AreNotKnownFromAFewExchanges) {
+  program_.ops.pop_back();
+  RatesCache cache = rates_cache();
+  learn_rates(wanted(), cache, program_, {{0, 1e-3}, {1, 1.003}, {2, 2.003}}, planned_with_);
+  EXPECT_NEAR(seconds_of(exchange(), known()), 1e-3, 1e-9);
+  EXPECT_EQ(late_seconds(exchange(), known()), 0);
+}
+
 TEST_F(LateRanks, MayAllBeInTime) {
   RatesCache cache = rates_cache();
   learn_rates(wanted(), cache, program_, std::vector<Span>(4, {0, 1e-3}), planned_with_);
