@@ -37,12 +37,32 @@ double processors_of(const Op& op, const Rates& rates) {
   }
 }
 
+// By op, what it waits for ranks that come late; empty: none does. Ranks are seldom late, and then by much: in runs a
+// quarter of the exchanges waits for more than four fifths of it all. So the average of several that are alike is one's
+// wait, which less compute hides than hides a little of each.
+std::vector<double> late_by_op(const TimedProgram& program) {
+  constexpr int32_t kOneOf = 5;
+  std::vector<double> late;
+  if (std::none_of(program.alike.begin(), program.alike.end(), [](const auto& op) { return op.late > 0; })) return late;
+  std::vector<int32_t> left(program.alike.size(), 0), owed(program.alike.size(), 0);
+  for (const int32_t op : program.ops) ++left[size_t(op)];
+  for (const int32_t op : program.ops) {
+    int32_t& owing = owed[size_t(op)];
+    const bool waits = ++owing == kOneOf || left[size_t(op)] == 1;
+    late.push_back(waits ? owing * program.alike[size_t(op)].late : 0);
+    if (waits) owing = 0;
+    --left[size_t(op)];
+  }
+  return late;
+}
+
 // The streams of one rank side by side, over some steps. Each works on one op at a time, which begins when what it
 // waits for is done; ops that together ask for more processors than there are get their share. Who runs the clock
 // begins what other ranks take part in, and each step.
 class RankStreams {
  public:
-  RankStreams(const TimedProgram& program, const Mesh& mesh, int steps) : program_(program), spans_(size_t(steps)) {
+  RankStreams(const TimedProgram& program, const Mesh& mesh, int steps)
+      : program_(program), late_(late_by_op(program)), spans_(size_t(steps)) {
     for (std::vector<Span>& spans : spans_) spans.resize(program.ops.size());
     for (size_t i = 0; i < program.ops.size(); ++i) streams_[int(program[i].stream)].ops.push_back(int32_t(i));
     for (Lane& lane : streams_)
@@ -87,9 +107,13 @@ class RankStreams {
     for (Lane* one : used_) {
       Lane& lane = *one;
       if (!lane.running) continue;
-      const bool over = now_ + lane.left / lane.speed <= now;
+      const bool over = lane.speed > 0 && now_ + lane.left / lane.speed <= now;
       lane.left -= (now - now_) * lane.speed;
       if (!over) continue;
+      if (std::exchange(lane.waits, false)) {
+        run(lane);
+        continue;
+      }
       spans_[lane.step][lane.op()].finish = now;
       lane.end();
     }
@@ -113,11 +137,13 @@ class RankStreams {
 
  private:
   static constexpr double kNever = std::numeric_limits<double>::infinity();
+  static constexpr double kTimeSlice = 5e-3;  // seconds: about what a thread has a processor for before another gets it
   struct Lane {
     std::vector<int32_t> ops;
     size_t done = 0;          // of all steps
     size_t step = 0, at = 0;  // the step of the next one, and which of that it is
     bool running = false;
+    bool waits = false, goes_first = false;      // for ranks that come late; of a short exchange between such
     double left = 0, processors = 0, speed = 1;  // of the op that runs: seconds alone, what it takes, its share
     size_t op() const { return size_t(ops[at]); }
     void end() {
@@ -143,9 +169,18 @@ class RankStreams {
   void start(Lane& lane) {
     const size_t op = lane.op();
     lane.running = true;
-    lane.left = program_[op].seconds;
-    lane.processors = program_[op].processors;
+    lane.waits = !late_.empty() && late_[op] > 0;
+    if (lane.waits)
+      lane.left = late_[op], lane.processors = 0, lane.goes_first = false;
+    else
+      run(lane);
     spans_[lane.step][op].start = now_;
+  }
+  // All ranks that take part are there.
+  void run(Lane& lane) {
+    const TimedProgram::Op& op = program_[lane.op()];
+    lane.left = op.seconds, lane.processors = op.processors;
+    lane.goes_first = op.late > 0 && op.seconds < kTimeSlice;
   }
 
   // To a time before the next end of an op.
@@ -155,20 +190,24 @@ class RankStreams {
     now_ = now;
   }
 
-  // Processors among the ops that run.
+  // Processors among the ops that run. A short exchange between ranks that come late has them first: its thread slept
+  // until they came, and who slept goes before who computes; what it took in runs was beside compute, too.
   void share() {
-    double wanted = 0;
+    double first = 0, wanted = 0;
     for (const Lane* lane : used_)
-      if (lane->running) wanted += lane->processors;
+      if (lane->running) (lane->goes_first ? first : wanted) += lane->processors;
+    const double all = program_.processors, left = std::max(0.0, all - first);
     next_ = kNever;
     for (Lane* lane : used_) {
       if (!lane->running) continue;
-      lane->speed = lane->processors > 0 && program_.processors > 0 ? std::min(1.0, program_.processors / wanted) : 1;
-      next_ = std::min(next_, now_ + lane->left / lane->speed);
+      const double share = lane->goes_first ? all / first : left / wanted;
+      lane->speed = lane->processors > 0 && all > 0 ? std::min(1.0, share) : 1;
+      if (lane->speed > 0) next_ = std::min(next_, now_ + lane->left / lane->speed);
     }
   }
 
   const TimedProgram& program_;
+  const std::vector<double> late_;
   std::vector<Axis> axes_;
   std::vector<std::vector<Span>> spans_;  // by step
   std::array<Lane, kStreams> streams_;
@@ -341,6 +380,7 @@ TimedProgram timed(const Program& program, const MemoryPlan& plan, const Rates& 
     if (!is_new) continue;
     TimedProgram::Op& made = result.alike.emplace_back(TimedProgram::Op{
         .stream = op.stream, .seconds = seconds_of(view, rates), .processors = processors_of(op, rates)});
+    made.late = late_seconds(view, rates);
     if (!is_exchange(op.stream) || !op.attributes.has("axis")) continue;
     const std::string axis = op.attributes.string("axis");
     const auto found = std::find(result.axes.begin(), result.axes.end(), axis);
@@ -422,6 +462,7 @@ Prediction prediction_of(const Program& program, const TimedProgram& timed, cons
   if (busiest != result.busy.begin())
     result.stalls.waited[size_t(busiest - result.busy.begin())] += timeline.seconds - timeline.end;
   for (const Op& op : program.ops) result.wire_bytes += wire_bytes(OpView(program, op), rates);
+  for (size_t i = 0; i < timed.ops.size(); ++i) result.late += timed[i].late;
   return result;
 }
 
@@ -434,7 +475,8 @@ Prediction predict(const Program& program, const MemoryPlan& plan, const Rates& 
 std::string text_of(const TimedProgram& program) {
   Json::Array alike, ops, axes;
   for (const TimedProgram::Op& op : program.alike)
-    alike.push_back(Json::Array{int64_t(op.stream), int64_t{op.axis}, int64_t{op.offset}, op.seconds, op.processors});
+    alike.push_back(
+        Json::Array{int64_t(op.stream), int64_t{op.axis}, int64_t{op.offset}, op.seconds, op.processors, op.late});
   for (size_t i = 0; i < program.ops.size(); ++i) {
     Json::Array one{int64_t{program.ops[i]}};
     for (const Wait& wait : program.waits[i]) {
@@ -470,14 +512,15 @@ TimedProgram timed_from(const std::string& text) {
   program.processors = parts[3].number("processors");
   for (const Json& one : parts[0].array("alike")) {
     const Json::Array& fields = one.array("op");
-    require(fields.size() == 5, "not an op");
+    require(fields.size() == 6, "not an op");
     const int64_t axis = fields[1].integer("axis");
     require(axis >= -1 && axis < int64_t(program.axes.size()), "no such axis");
     program.alike.push_back({.stream = stream(fields[0]),
                              .axis = int8_t(axis),
                              .offset = int32_t(fields[2].integer("offset")),
                              .seconds = fields[3].number("seconds"),
-                             .processors = fields[4].number("processors")});
+                             .processors = fields[4].number("processors"),
+                             .late = fields[5].number("late")});
   }
   for (const Json& one : parts[1].array("ops")) {
     const Json::Array& fields = one.array("op");

@@ -32,6 +32,7 @@ struct Prediction {
   double seconds = 0;                   // of the step of all programs, until the next begins
   std::array<double, kStreams> busy{};  // seconds that each stream runs ops
   double wire_bytes = 0;                // that this rank hands to others
+  double late = 0;                      // seconds of its exchanges that go by until the last rank has come
   DType dtype = DType::f32;             // in which most FLOPs are computed
 };
 
@@ -44,6 +45,7 @@ struct TimedProgram {
     int8_t axis = -1;                    // of an exchange: in `axes`
     int32_t offset = 0;                  // of a send or receive: how many coordinates on the other one is
     double seconds = 0, processors = 0;  // by itself, and what it takes of the machine meanwhile
+    double late = 0;                     // of an exchange: before that, for ranks that come late, on no processor
   };
   const Op& operator[](size_t i) const { return alike[size_t(ops[i])]; }
   std::vector<int32_t> ops;  // each an index in `alike`: of other microbatches and blocks they take as long

@@ -102,16 +102,39 @@ TEST(Price, OfExchangesFollowsTheLink) {
   EXPECT_EQ(wire_bytes(OneOp("add", {{4}, {4}}).view(), rates), 0);
 }
 
+TEST(Price, RanksThatComeLateAreThoseOfRuns) {
+  Rates rates = round_rates();
+  rates.links["tensor"] = {.ranks = 2, .bandwidth = 1e9, .latency = 0};
+  const auto exchange = [](const std::string& kind, int64_t rows) {
+    return OneOp(kind, {{rows, 1000}}, DType::f32, {{"axis", "tensor"}, {"size", int64_t{2}}, {"reduction", "sum"}},
+                 Stream::model_exchange);
+  };
+  const OneOp scatter = exchange("reduce_scatter", 1000), sum = exchange("all_reduce", 1000);
+  EXPECT_EQ(late_seconds(scatter.view(), rates), 0);  // never ran
+  rates.links["tensor"].late = {{"reduce_scatter", {{0, 1e3, 1e-3}, {0, 2e6, 5e-3}}}, {"all_gather", {{0, 2e6, 3e-3}}}};
+  EXPECT_EQ(late_seconds(scatter.view(), rates), 5e-3);
+  EXPECT_EQ(late_seconds(exchange("reduce_scatter", 500).view(), rates), 5e-3);  // of the nearest size
+  EXPECT_EQ(late_seconds(exchange("reduce_scatter", 2).view(), rates), 1e-3);
+  EXPECT_DOUBLE_EQ(late_seconds(sum.view(), rates), 3e-3);    // of all kinds
+  EXPECT_DOUBLE_EQ(seconds_of(scatter.view(), rates), 2e-3);  // the wire's alone
+  EXPECT_EQ(late_seconds(OneOp("add", {{4}, {4}}).view(), rates), 0);
+  rates.links["data"] = std::move(rates.links["tensor"]);
+  rates.links.erase("tensor");
+  EXPECT_EQ(late_seconds(scatter.view(), rates), 0);  // another axis
+}
+
 TEST(Price, SurvivesTheWayToOtherRanks) {
   Rates rates = round_rates();
   rates.kernels["add f32"] = {{1, 2, 3.5}, {4, 5, 6}};
   rates.links["data"] = {.ranks = 3, .bandwidth = 7, .latency = 8, .samples = {{"all_reduce", {{0, 1, 2}}}}};
+  rates.links["data"].late["all_reduce"] = {{0, 1, 0.5}};
   rates.assumed = {"flops", "link data"};
   rates.processors = 2;
   const Rates copy = rates_from(Json::parse(to_json(rates).dump(), "rates"));
   EXPECT_EQ(to_json(copy).dump(), to_json(rates).dump());
   EXPECT_EQ(copy.assumed, rates.assumed);
   EXPECT_EQ(copy.links.at("data").ranks, 3);
+  EXPECT_EQ(copy.links.at("data").late.at("all_reduce")[0].seconds, 0.5);
   EXPECT_EQ(copy.kernels.at("add f32")[0].seconds, 3.5);
   EXPECT_THROW(rates_from(Json::parse("{}", "rates")), Error);
 }
@@ -219,6 +242,63 @@ TEST(Predict, CountsTheEndOfTheStepAndTheWire) {
   ASSERT_EQ(kinds.size(), 2u);
   EXPECT_EQ(kinds[0].name, "add f32");
   EXPECT_EQ(kinds[1].stream, Stream::exchange);
+}
+
+// 12 ms of compute, and beside it an exchange of 4 that waits for another rank beforehand: that takes no processor, and
+// hides behind compute like the rest.
+TEST(Predict, ExchangesWaitForRanksThatComeLate) {
+  Program program;
+  Builder build(program);
+  const TensorId a = build.data("a", {1000, 1000}, DType::f32), b = build.data("b", {1000, 1000}, DType::f32);
+  build.stream = Stream::model_exchange;
+  const TensorId reduced = build.emit("all_reduce", {b}, {{"axis", "tensor"}, {"reduction", "sum"}});
+  build.stream = Stream::compute;
+  const TensorId sum = build.emit("add", {a, a});
+  program[reduced].step_output = program[sum].step_output = true;  // each has memory of its own
+  const MemoryPlan plan = plan_memory(program, "cpu", 1);
+  Rates rates = round_rates();
+  rates.processors = rates.compute_threads = 1;
+  rates.links["tensor"] = {.ranks = 2, .bandwidth = 1e9, .latency = 0};
+  const auto expect = [&](double late, double seconds, double exchanging, double waiting) {
+    SCOPED_TRACE(late);
+    rates.links["tensor"].late["all_reduce"] = {{0, 4e6, late}};
+    const TimedProgram alone = timed(program, plan, rates), sent = timed_from(text_of(alone));
+    for (const TimedProgram& one : {alone, sent}) {
+      Timeline timeline = run_together({&one, 1}, {});
+      const Prediction prediction = prediction_of(program, one, rates, timeline, 0);
+      EXPECT_NEAR(prediction.seconds, seconds, 1e-9);
+      EXPECT_NEAR(prediction.late, late, 1e-9);
+      EXPECT_NEAR(prediction.stalls.exchanging, exchanging, 1e-9);
+      EXPECT_NEAR(prediction.stalls.ranks(), waiting, 1e-9);
+    }
+  };
+  expect(0, 16e-3, 8e-3, 0);            // both want the processor
+  expect(5e-3, 16e-3, 5e-3 + 4e-3, 0);  // compute has it for itself until the other rank comes, and then again
+  expect(10e-3, 16e-3, 10e-3 + 4e-3, 0);
+  expect(20e-3, 24e-3, 24e-3, 12e-3);  // compute is over
+  rates.links["tensor"].bandwidth = 2e8;
+  expect(6e-3, 32e-3, 6e-3 + 26e-3, 14e-3);  // both want the processor again: 20 ms are more than a time slice
+}
+
+// Of exchanges that are alike one in five waits, for as long as all do together.
+TEST(Predict, RanksAreSeldomLateAndThenByMuch) {
+  Program program;
+  Builder build(program);
+  build.stream = Stream::model_exchange;
+  for (int i = 0; i < 7; ++i)
+    build.emit("all_reduce", {build.data("x", {1000, 1000}, DType::f32)}, {{"axis", "tensor"}, {"reduction", "sum"}});
+  Rates rates = round_rates();
+  rates.links["tensor"] = {.ranks = 2, .bandwidth = 1e9, .latency = 0, .late = {{"all_reduce", {{0, 4e6, 1e-3}}}}};
+  const Prediction prediction = predict(program, plan_memory(program, "cpu", 1), rates);
+  EXPECT_NEAR(prediction.seconds, 7 * 5e-3, 1e-9);
+  EXPECT_NEAR(prediction.late, 7e-3, 1e-9);
+  for (size_t i = 0; i < 7; ++i)
+    EXPECT_NEAR(prediction.spans[i].finish - prediction.spans[i].start,
+                i == 4   ? 9e-3
+                : i == 6 ? 6e-3
+                         : 4e-3,
+                1e-9)
+        << i;
 }
 
 TEST(Predict, TheTypeThatComputesIsWhereMostFlopsAre) {

@@ -22,11 +22,15 @@ const Link& link_of(const OpView& view, const Rates& rates) {
   return found == rates.links.end() ? kUnknown : found->second;
 }
 
+double bytes_of_exchange(const OpView& view, const Rates& rates) {
+  return view.op().stream == Stream::receive ? cost_of(view).wire : wire_bytes(view, rates);
+}
+
 // A straight line between samples, through the last two beyond them; less than the smallest takes as long as that, and
 // more than the largest no less than that, however busy the machine was when it was measured.
 double exchange_seconds(const OpView& view, const Rates& rates) {
   const Link& link = link_of(view, rates);
-  const double bytes = view.op().stream == Stream::receive ? cost_of(view).wire : wire_bytes(view, rates);
+  const double bytes = bytes_of_exchange(view, rates);
   const std::vector<Sample>* found = find(link.samples, view.op().kind->name);
   if (!found) found = find(link.samples, "all_reduce");
   if (!found) return link.latency + bytes / link.bandwidth;
@@ -39,6 +43,13 @@ double exchange_seconds(const OpView& view, const Rates& rates) {
   const Sample &a = line[i - 1], &b = line[i];
   const double seconds = a.seconds + (b.seconds - a.seconds) * (bytes - a.bytes) / std::max(b.bytes - a.bytes, 1.0);
   return bytes > b.bytes ? std::max(seconds, b.seconds) : seconds;
+}
+
+double mean_seconds(const Samples& samples) {
+  double sum = 0, count = 0;
+  for (const auto& [name, list] : samples)
+    for (const Sample& sample : list) sum += sample.seconds, ++count;
+  return count > 0 ? sum / count : 0;
 }
 
 Json to_json(const Samples& samples) {
@@ -175,6 +186,18 @@ double seconds_of(const OpView& view, const Rates& rates) {
   }
 }
 
+double late_seconds(const OpView& view, const Rates& rates) {
+  if (!is_exchange(view.op().stream)) return 0;
+  const Link& link = link_of(view, rates);
+  const std::vector<Sample>* found = find(link.late, view.op().kind->name);
+  if (!found) return mean_seconds(link.late);
+  const double bytes = bytes_of_exchange(view, rates);
+  const auto distance = [&](const Sample& sample) { return std::abs(std::log((sample.bytes + 1) / (bytes + 1))); };
+  return std::min_element(found->begin(), found->end(),
+                          [&](const Sample& a, const Sample& b) { return distance(a) < distance(b); })
+      ->seconds;
+}
+
 Json to_json(const Rates& rates) {
   Json::Object all, links;
   for (const auto& [name, figure] : kFigures) all.emplace_back(std::string(name), rates.*figure);
@@ -183,7 +206,8 @@ Json to_json(const Rates& rates) {
     links.emplace_back(axis, Json::Object{{"ranks", int64_t(link.ranks)},
                                           {"bandwidth", link.bandwidth},
                                           {"latency", link.latency},
-                                          {"samples", to_json(link.samples)}});
+                                          {"samples", to_json(link.samples)},
+                                          {"late", to_json(link.late)}});
   Json::Array assumed, disks;
   for (const DiskRates& disk : rates.disks) disks.push_back(Json::Array{disk.read, disk.write, disk.shared});
   all.emplace_back("disks", std::move(disks));
@@ -209,7 +233,8 @@ Rates rates_from(const Json& json) {
     rates.links[axis] = {.ranks = int(member(link, "ranks").integer("ranks")),
                          .bandwidth = member(link, "bandwidth").number("bandwidth"),
                          .latency = member(link, "latency").number("latency"),
-                         .samples = samples_from(member(link, "samples"))};
+                         .samples = samples_from(member(link, "samples")),
+                         .late = samples_from(member(link, "late"))};
   for (const Json& name : member(json, "assumed").array("assumed")) rates.assumed.insert(name.string("assumed"));
   rates.disturbed = member(json, "disturbed").boolean("disturbed");
   return rates;

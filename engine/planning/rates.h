@@ -32,6 +32,7 @@ struct Link {
   double bandwidth = 10e9;  // where there are no samples: bytes a second that a rank hands to others
   double latency = 30e-6;   // and seconds of an exchange of nothing
   Samples samples{};        // by kind of exchange; `bytes` are those that a rank hands to others
+  Samples late{};           // the same: how long it waited for ranks that came late, on the average; none: never ran
 };
 
 struct Rates {
@@ -88,6 +89,10 @@ double wire_bytes(const OpView& view, const Rates& rates);
 // Predicted seconds of one op on its stream, alone on the machine: a move by its tiers, an exchange by the link of its
 // axis, any other by samples of its kernel at the nearest cost, and where there are none by its cost alone.
 double seconds_of(const OpView& view, const Rates& rates);
+// Seconds that an exchange waits beforehand for ranks that come late (stragglers): as in runs those of its kind over
+// its axis, of the nearest size; where there were none of its kind, the average of all; 0 where nothing ran, and for
+// other ops.
+double late_seconds(const OpView& view, const Rates& rates);
 
 // All of it as text and back: between ranks. parse throws Error.
 Json to_json(const Rates& rates);

@@ -152,6 +152,17 @@ std::string wire_text(const PlannedProgram& planned) {
   return text;
 }
 
+std::string exchanges_text(const Prediction& predicted) {
+  const double all = predicted.stalls.exchanging, waiting = predicted.stalls.ranks();
+  if (!(all > 0) || waiting > all) return "";  // as where stages of a pipeline wait for each other
+  std::string text = fmt::format("exchanges: {:.3f} s, {:.3f} s of compute wait for them: {:.0f}% hidden\n", all,
+                                 waiting, hidden_percent(all, waiting));
+  if (predicted.late > 0)
+    text +=
+        fmt::format("  {:.3f} s of them until ranks that arrive late are there, as in runs before\n", predicted.late);
+  return text;
+}
+
 std::string prediction_text(const PlannedProgram& planned) {
   const Program& program = planned.program();
   const Prediction& predicted = *planned.prediction;
@@ -180,7 +191,7 @@ std::string prediction_text(const PlannedProgram& planned) {
   text += roofline_text(roofline(program, predicted));
   if (!planned.memory.notice.empty()) text += "note: " + planned.memory.notice + "\n";
   for (const std::string& note : planned.built.notes) text += "note: " + note + "\n";
-  if (exchanges(program)) text += wire_text(planned);
+  if (exchanges(program)) text += wire_text(planned) + exchanges_text(predicted);
   if (const std::string pieces = pieces_text(program); !pieces.empty())
     text += fmt::format("exchanges that products may hide: {}\n", pieces);
   text += fmt::format("\n{:<40}{:>8}{:>10}{:>8}\n", "predicted by kind", "calls", "ms", "share");
@@ -233,6 +244,7 @@ Json::Object prediction_json(const PlannedProgram& planned) {
       {"waiting_for_host", stalls.host()},
       {"waiting_for_ranks", stalls.ranks()},
       {"exchanging", stalls.exchanging},
+      {"late_ranks", predicted.late},
       {"restoring", stalls.restoring},
       {"wire_bytes", predicted.wire_bytes},
       {"wire", std::move(wire)},
@@ -302,6 +314,10 @@ Json::Object process_json(const ProcessMemory& process) {
 }
 
 }  // namespace
+
+double hidden_percent(double exchanging, double waiting) {
+  return exchanging > 0 ? 100 * std::max(0.0, 1 - waiting / exchanging) : 0;
+}
 
 bool may_stall(const Program& program) {
   return std::any_of(program.ops.begin(), program.ops.end(),

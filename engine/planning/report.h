@@ -55,6 +55,8 @@ std::string plan_json(const RunPlans& plans);
 // The programs as text, what ranks compare: one as print(program) shows it, of several each under its title.
 std::string print(const RunPlans& plans);
 
+// How much of its exchanges' seconds a step hides behind compute, of which so many wait for them.
+double hidden_percent(double exchanging, double waiting);
 // Whether compute may have to wait or to run something again.
 bool may_stall(const Program& program);
 // The share that model FLOPs have of what the machine could do in the time, in the type that the program computes in;

@@ -43,8 +43,9 @@ constexpr bool kThreadsForbidFork = true;  // it ends a process that was forked 
 #else
 constexpr bool kThreadsForbidFork = false;
 #endif
-constexpr double kBudget = 2.7;        // seconds for everything that is measured at once
-constexpr int kMostRanksMeasured = 8;  // of a link, where ranks are started for it
+constexpr double kBudget = 2.7;              // seconds for everything that is measured at once
+constexpr int kMostRanksMeasured = 8;        // of a link, where ranks are started for it
+constexpr std::string_view kLate = "late ";  // before a kind's name: what its exchanges wait for ranks that come late
 
 double seconds_of(const auto& work) {
   const double began = seconds_now();
@@ -401,8 +402,13 @@ class Inquiry {
       Link& link = rates.links[axis.name];
       link.ranks = axis.size;
       if (asynchronous_) link.bandwidth = 200e9;  // NVLink, with what exchanges usually reach of it
-      for (const Kept& kept : cache_.of(link_key(wanted_, axis.size)))
-        link.samples[kept.name].push_back({0, kept.bytes, kept.value});
+      for (const Kept& kept : cache_.of(link_key(wanted_, axis.size))) {
+        const bool is_late = kept.name.starts_with(kLate);
+        // Where programs differ, when each comes to an exchange is predicted.
+        if (is_late && axis.own_programs) continue;
+        (is_late ? link.late[kept.name.substr(kLate.size())] : link.samples[kept.name])
+            .push_back({0, kept.bytes, kept.value});
+      }
       if (link.samples.empty()) rates.assumed.insert("link " + axis.name);
     }
     rates.disturbed = disturbed(rates);
@@ -482,10 +488,16 @@ void keep_link(const RatesWanted& wanted, RatesCache& cache, int ranks, const Sa
 
 void learn_rates(const RatesWanted& wanted, RatesCache& cache, const Program& program, const std::vector<Span>& spans,
                  const Rates& rates) {
+  ExchangeTimes exchanges(program, rates);
+  exchanges.add(spans);
+  learn_rates(wanted, cache, program, spans, rates, exchanges);
+}
+
+void learn_rates(const RatesWanted& wanted, RatesCache& cache, const Program& program, const std::vector<Span>& spans,
+                 const Rates& rates, const ExchangeTimes& exchanges) {
   constexpr double kShort = 20e-6;  // seconds that clocks and wake-ups blur
   constexpr int64_t kLarge = 1 << 20;
   std::map<std::tuple<std::string, double, double>, Group> kernels;
-  std::map<std::tuple<std::string, std::string, double>, double> exchanges;
   std::array<double, kStreams> bytes{}, seconds{};
   std::array<double, 2> fastest{};  // FLOP/s, of f32 and 16 bits
   for (size_t i = 0; i < program.ops.size() && i < spans.size(); ++i) {
@@ -499,12 +511,7 @@ void learn_rates(const RatesWanted& wanted, RatesCache& cache, const Program& pr
       group.cost = cost, group.seconds += took, ++group.calls;
       double& best = fastest[size_of(dtype_of(view)) == 2];
       if (took > 1e-3) best = std::max(best, cost.flops / took);
-    } else if (is_exchange(stream)) {
-      const double handed_on = wire_bytes(view, rates);
-      double& fewest = exchanges[{view.attributes().has("axis") ? view.attributes().string("axis") : "",
-                                  view.op().kind->name, handed_on}];
-      fewest = fewest > 0 ? std::min(fewest, took) : took;  // the others waited for ranks that came later
-    } else if (view.input(0).bytes() >= kLarge) {
+    } else if (!is_exchange(stream) && view.input(0).bytes() >= kLarge) {
       bytes[int(stream)] += double(view.input(0).bytes()), seconds[int(stream)] += took;
     }
   }
@@ -533,9 +540,14 @@ void learn_rates(const RatesWanted& wanted, RatesCache& cache, const Program& pr
     cache.add(keys[d], disk);
   }
   std::map<std::string, std::vector<Tried>> links;
-  for (const auto& [key, fewest] : exchanges)
-    if (const auto& [axis, kind, handed_on] = key; rates.links.contains(axis) && handed_on > 0)
-      links[link_key(wanted, rates.links.at(axis).ranks)].push_back({kind, 0, handed_on, fewest});
+  for (const auto& [axis, kind, handed_on, fewest, mean, tells_late] : exchanges.times()) {
+    if (!rates.links.contains(axis)) continue;
+    std::vector<Tried>& list = links[link_key(wanted, rates.links.at(axis).ranks)];
+    list.push_back({kind, 0, handed_on, fewest});
+    constexpr double kLeast = 1e-9;  // seconds: what is kept is more than none
+    if (tells_late && !wanted.mesh[axis].own_programs)
+      list.push_back({std::string(kLate) + kind, 0, handed_on, std::max(kLeast, mean - fewest)});
+  }
   for (const auto& [key, tries] : links) cache.add(key, tries);
 }
 

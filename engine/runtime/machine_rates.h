@@ -7,6 +7,7 @@
 
 #include "engine/planning/rates.h"
 #include "engine/planning/stalls.h"
+#include "engine/runtime/exchange_times.h"
 #include "engine/runtime/rates_cache.h"
 #include "strata/mesh.h"
 
@@ -39,8 +40,11 @@ Rates machine_rates(const RatesWanted& wanted, RatesCache& cache);
 void keep_link(const RatesWanted& wanted, RatesCache& cache, int ranks, const Samples& samples);
 
 // Corrects what is kept by a step that ran: what its ops took is one more try of each, which counts for what could not
-// be measured before (a device's kernels), too; of figures what was faster than `rates`, which it was planned with.
+// be measured before (a device's kernels), too; of figures what was faster than `rates`, which it was planned with. Of
+// exchanges also how long they waited for ranks that came late, in that step or in those of the run.
 void learn_rates(const RatesWanted& wanted, RatesCache& cache, const Program& program, const std::vector<Span>& spans,
                  const Rates& rates);
+void learn_rates(const RatesWanted& wanted, RatesCache& cache, const Program& program, const std::vector<Span>& spans,
+                 const Rates& rates, const ExchangeTimes& exchanges);
 
 }  // namespace strata

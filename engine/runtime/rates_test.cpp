@@ -189,6 +189,84 @@ TEST_F(MachineRates, AreCorrectedByStepsThatAreSlower) {
   EXPECT_EQ(corrected.peak, first.peak);
 }
 
+// Four sums over an axis of two ranks, of which other ranks come late to all but the first.
+class LateRanks : public MachineRates {
+ protected:
+  LateRanks() {
+    Builder build(program_);
+    build.stream = Stream::model_exchange;
+    for (int i = 0; i < 4; ++i)
+      build.emit("all_reduce", {build.data("x", {100, 100}, DType::f32)}, {{"axis", "tensor"}, {"reduction", "sum"}});
+    planned_with_.links["tensor"] = {.ranks = 2};
+  }
+  // Nothing is measured: kernels are slow on purpose there, and the ranks would measure their links.
+  RatesWanted wanted(const Mesh& mesh = Mesh(0, {{"tensor", 2}})) const {
+    return {.backend = "reference", .program = &program_, .mesh = mesh, .ranks_here = 2, .has_ranks = true};
+  }
+  OpView exchange() const { return OpView(program_, program_.ops[0]); }
+  std::vector<Span> spans(double last) const { return {{0, 1e-3}, {1, 1.003}, {2, 2.003}, {3, 3 + last}}; }
+  void learn(double last, const Mesh& mesh = Mesh(0, {{"tensor", 2}})) {
+    RatesCache cache = rates_cache();
+    learn_rates(wanted(mesh), cache, program_, spans(last), planned_with_);
+  }
+  Rates known(const Mesh& mesh = Mesh(0, {{"tensor", 2}})) const {
+    RatesCache cache = rates_cache();
+    return machine_rates(wanted(mesh), cache);
+  }
+  Program program_;
+  Rates planned_with_;
+};
+
+TEST_F(LateRanks, AreLearntFromRuns) {
+  learn(5e-3);
+  EXPECT_NEAR(seconds_of(exchange(), known()), 1e-3, 1e-9);    // the wire
+  EXPECT_NEAR(late_seconds(exchange(), known()), 2e-3, 1e-9);  // 3 ms on the average
+  learn(9e-3), learn(9e-3), learn(1.0);
+  EXPECT_NEAR(late_seconds(exchange(), known()), 3e-3, 1e-9);  // of runs the middle one, of two the lower
+  EXPECT_FALSE(known().assumed.contains("link tensor"));
+}
+
+TEST_F(LateRanks, AreOfTheMiddleStepsOfARun) {
+  ExchangeTimes times(program_, planned_with_);
+  for (const double last : {1.0, 1e-3, 8e-3, 9e-3, 10e-3}) times.add(spans(last));
+  times.add({});  // nobody looked
+  RatesCache cache = rates_cache();
+  learn_rates(wanted(), cache, program_, spans(5e-3), planned_with_, times);
+  EXPECT_NEAR(late_seconds(exchange(), known()), 3e-3, 1e-9);
+}
+
+TEST_F(LateRanks, AreNoneWhereNothingRan) {
+  RatesCache cache = rates_cache();
+  keep_link(wanted(), cache, 2, {{"all_reduce", {{0, 4e4, 1e-3}}}});  // what files hold that know of none
+  EXPECT_NEAR(seconds_of(exchange(), known()), 1e-3, 1e-9);
+  EXPECT_EQ(late_seconds(exchange(), known()), 0);
+}
+
+// The fastest of three may have waited as long as the others: another run with few exchanges says nothing.
+TEST_F(LateRanks, AreNotKnownFromAFewExchanges) {
+  program_.ops.pop_back();
+  RatesCache cache = rates_cache();
+  learn_rates(wanted(), cache, program_, {{0, 1e-3}, {1, 1.003}, {2, 2.003}}, planned_with_);
+  EXPECT_NEAR(seconds_of(exchange(), known()), 1e-3, 1e-9);
+  EXPECT_EQ(late_seconds(exchange(), known()), 0);
+}
+
+TEST_F(LateRanks, MayAllBeInTime) {
+  RatesCache cache = rates_cache();
+  learn_rates(wanted(), cache, program_, std::vector<Span>(4, {0, 1e-3}), planned_with_);
+  EXPECT_NEAR(seconds_of(exchange(), known()), 1e-3, 1e-9);  // the file is not taken for damaged
+  EXPECT_NEAR(late_seconds(exchange(), known()), 0, 1e-8);
+}
+
+// When stages come to what they exchange is predicted: they wait for each other by design.
+TEST_F(LateRanks, AreNotThoseOfOtherPrograms) {
+  const Mesh stages(0, {{"tensor", 2, true}});
+  learn(5e-3);
+  EXPECT_EQ(late_seconds(exchange(), known(stages)), 0);
+  learn(50, stages), learn(50, stages), learn(50, stages);
+  EXPECT_NEAR(late_seconds(exchange(), known()), 2e-3, 1e-9);
+}
+
 // Phases and stages of a pipeline are planned one after the other.
 TEST_F(MachineRates, AreMeasuredOnceAProcessWhereNoFileKeepsThem) {
   const char* home = getenv("HOME");

@@ -217,6 +217,7 @@ class Loop {
     const double seconds = seconds_now() - step_began;
     tell_step();  // the one before, whose loss has come
     if (session_.mesh.programs().size > 1) report_->add_busy(steps_->executor());
+    note_exchanges();
     untold_ = Told{step_, seconds, steps_->program(), report_->add_step(steps_->program(), seconds, last_step())};
     untold_->fields.insert(untold_->fields.end(), steps_->logged().begin(), steps_->logged().end());
     const bool validates = validation_ && (last_step() || due(session_.run.validate_every));
@@ -228,6 +229,16 @@ class Loop {
       share_stop();
     }
     tell_step();
+  }
+
+  // What exchanges took in the steps of the program that runs now.
+  void note_exchanges() {
+    if (!first_rank()) return;
+    const Executor& executor = steps_->executor();
+    const PlannedProgram& planned = assembly_->plans.programs[steps_->program()];
+    if (!exchanges_ || exchanges_of_ != steps_->program())
+      exchanges_.emplace(planned.program(), planned.rates), exchanges_of_ = steps_->program();
+    exchanges_->add(executor.spans());
   }
 
   // A step's line in the log and for whoever watches, when its loss is known.
@@ -307,7 +318,7 @@ class Loop {
     const std::vector<Span>& spans = steps_->executor().spans();
     if (!spans.empty() && step_ > first_)
       learn_rates(session_.rates_wanted(planned.program()), session_.known_rates(), planned.program(), spans,
-                  planned.rates);
+                  planned.rates, *exchanges_);
     try {
       report_->print(validation_loss_);
     } catch (const std::system_error&) {  // whoever was to read it is gone; what counts is saved
@@ -397,6 +408,8 @@ class Loop {
   std::optional<StepLog> log_;
   std::optional<EventFile> events_;
   Progress progress_;
+  std::optional<ExchangeTimes> exchanges_;   // of rank 0, in the steps of one program
+  size_t exchanges_of_ = 0;                  // which
   std::optional<double> busiest_predicted_;  // seconds that a stage of a pipeline computes in a step; of rank 0
   int64_t step_ = 0, samples_ = 0;
   int64_t first_ = 0;  // the step that this call began after

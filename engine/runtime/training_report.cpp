@@ -96,8 +96,13 @@ void TrainingReport::print_speed() const {
 void TrainingReport::print_exchanges() const {
   const double exchanging = median_of(exchanges_), waiting = median_of(waits_);
   if (!(exchanging > 0)) return;
-  fmt::print("exchanges of rank 0: {:.3f} s a step, {:.3f} s of compute waited for them: {:.0f}% hidden\n", exchanging,
-             waiting, 100 * std::max(0.0, 1 - waiting / exchanging));
+  fmt::print("exchanges of rank 0: {:.3f} s a step, {:.3f} s of compute waited for them: {:.0f}% hidden", exchanging,
+             waiting, hidden_percent(exchanging, waiting));
+  const Stalls& predicted = assembly_.plans.programs[assembly_.plans.usual()].prediction->stalls;
+  if (!busiest_)  // stages of a pipeline are in exchanges while they wait for each other
+    fmt::print(" (predicted: {:.3f}, {:.3f}, {:.0f}%)", predicted.exchanging, predicted.ranks(),
+               hidden_percent(predicted.exchanging, predicted.ranks()));
+  fmt::print("\n");
 }
 
 void TrainingReport::print_predictions() const {
