@@ -8,7 +8,8 @@ set -- "$(realpath "$1")"
 strata=$1/bin/strata
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-. "$(dirname "$(realpath "$0")")/common.sh"
+here=$(dirname "$(realpath "$0")")
+. "$here/common.sh"
 cd "$work"
 mkdir disk
 cat >large.toml <<TOML
@@ -100,7 +101,7 @@ sed -e '/^\[mesh\]/,/^data/d' -e '/^\[plugins.zero\]/,/^stage/d' -e 's/^layers.*
   -e 's/^heads.*/heads = 12/' -e 's/^global_batch.*/global_batch = 4/' -e 's/^backend.*/&\nmemory = "64GiB"/' \
   -e 's/^vocabulary.*/vocabulary = 8192/' large.toml >small.toml
 sed '/^\[plugins.offload\]/,$d' small.toml >resident.toml
-python3 - "$strata" "$(dirname "$(realpath "$0")")/../configs/machines/h100-80gb.toml" <<'PYTHON' || fail "states on a device with room"
+python3 - "$strata" "$here/../configs/machines/h100-80gb.toml" <<'PYTHON' || fail "states on a device with room"
 import json, subprocess, sys
 
 def plan(config, *sets):

@@ -24,7 +24,8 @@ namespace strata {
 namespace {
 
 // How many plans are made: as many as 500,000 ops allow (planning takes 2 to 3 us an op and plan), within limits.
-size_t most_attempts(size_t ops) { return std::clamp<size_t>(500'000 / std::max<size_t>(1, ops), 4, 32); }
+constexpr size_t kMostAttempts = 32;
+size_t most_attempts(size_t ops) { return std::clamp<size_t>(500'000 / std::max<size_t>(1, ops), 4, kMostAttempts); }
 
 class Planner {
  public:
@@ -383,7 +384,8 @@ class Planner {
     // answer for one budget does not hang on the other's series.
     const auto take = [&](int64_t host_target, size_t most) {
       std::vector<Aim> aims = series(least, host_target);
-      if (best && budget(Tier::device) > 0) {  // what is relieved to more than the budget does not fit
+      // What is relieved to more than the budget does not fit.
+      if (best && budget(Tier::device) > 0 && !settings_.same_series) {
         const std::vector<Aim> first = nearest(least, host_target);
         const auto too_much = std::stable_partition(aims.begin(), aims.end(), [&](const Aim& aim) {
           return aim.targets[int(Tier::device)] <= budget(Tier::device);
@@ -560,16 +562,28 @@ MemoryPlan plan_plainly(const Program& program, const ResidencySettings& setting
   return plan;
 }
 
-// Where a device has room for states that rest elsewhere, they need not move: `room` or half of it is given to them,
-// and what is faster than `plan` of `program` takes its place. `given` is the program as it was before any plan.
+// Where a device has room for states that rest elsewhere, they need not move: some are kept on it, and what is faster
+// than `plan` of `program` takes its place. `given` is the program as it was before any plan. So that more memory never
+// gives a slower plan, shares of all states are tried that do not depend on the budget; in large programs, of which few
+// plans are made, as many as there is room for, and half of that.
 void keep_states(const Program& given, const ResidencySettings& settings, int64_t room, Program& program,
                  MemoryPlan& plan) {
   constexpr size_t kPlans = 8;  // of each
   ResidencySettings few = settings;
   few.plans = int(std::min(most_attempts(given.ops.size()), kPlans));
+  few.same_series = most_attempts(given.ops.size()) == kMostAttempts;
+  std::vector<int64_t> amounts{room, room / 2};
+  if (few.same_series) {
+    Program all = given;
+    const int64_t bytes = keep_on_device(all, INT64_MAX);
+    amounts.clear();
+    for (int sixteenths : {16, 12, 8, 6, 4, 2, 1})
+      if (const int64_t amount = sixteenths == 16 ? bytes : bytes / 16 * sixteenths;
+          amount <= room) amounts.push_back(amount);
+  }
   double seconds = predict(program, plan, settings.rates).seconds;
   int64_t before = 0;
-  for (int64_t most : {room, room / 2}) {
+  for (int64_t most : amounts) {
     Program kept = given;
     const int64_t bytes = keep_on_device(kept, most);
     if (bytes == 0 || bytes == before) continue;
