@@ -1,6 +1,8 @@
 // The one file that knows Boost.DLL; see loader.h.
 #include "engine/plugin/loader.h"
 
+#include <dlfcn.h>
+
 #include <boost/dll/runtime_symbol_info.hpp>
 #include <boost/dll/shared_library.hpp>
 
@@ -70,10 +72,14 @@ const PluginEntry& open_library(const std::string& path) {
       *new std::map<std::string, boost::dll::shared_library>;  // never destroyed, so never unloaded
   boost::dll::shared_library& library = libraries[path];
   try {
+    // What a static initializer throws passes through glibc's dlopen, which is declared to throw nothing: calls of it by
+    // that name, as Boost makes, may end in std::terminate. This is not one.
+    void* (*const volatile open)(const char*, int) = dlopen;
+    if (!library.is_loaded()) open(path.c_str(), RTLD_NOW | RTLD_LOCAL);
     if (!library.is_loaded()) library.load(path, boost::dll::load_mode::rtld_now | boost::dll::load_mode::rtld_local);
   } catch (const boost::system::system_error& error) {
     throw Error(path + ": the system's loader refuses it: " + error.what() + ". Was it built against this Strata?");
-  } catch (const std::exception& error) {  // glibc lets what a static initializer throws pass through dlopen
+  } catch (const std::exception& error) {
     throw Error(path + ": threw while it was loaded: " + error.what());
   } catch (...) {
     throw Error(path + ": threw while it was loaded.");
