@@ -72,8 +72,8 @@ const PluginEntry& open_library(const std::string& path) {
       *new std::map<std::string, boost::dll::shared_library>;  // never destroyed, so never unloaded
   boost::dll::shared_library& library = libraries[path];
   try {
-    // What a static initializer throws passes through glibc's dlopen, which is declared to throw nothing: a call by that
-    // name, as Boost makes, may end in std::terminate. This is none.
+    // What a static initializer throws passes through glibc's dlopen, which is declared to throw nothing. A call by
+    // that name, as Boost makes, may end in std::terminate; this is none.
     void* (*const volatile open)(const char*, int) = dlopen;
     if (!library.is_loaded()) open(path.c_str(), RTLD_NOW | RTLD_LOCAL);
     if (!library.is_loaded()) library.load(path, boost::dll::load_mode::rtld_now | boost::dll::load_mode::rtld_local);
