@@ -355,7 +355,7 @@ class Planner {
       // What was relieved enough by what is alive may lie a little apart: relieved by so much more, it fits. Not so on
       // the device while nothing fits: the smallest budget that does is not to depend on the one that is asked about.
       Aim tighter = aim;
-      for (int again = 0; again < 2; ++again) {
+      for (int again = settings_.same_series ? 2 : 0; again < 2; ++again) {
         const auto beyond_by = [&](Tier tier) {
           const int64_t bytes =
               plan.memory.buffer_of.empty() ? plan.least[size_t(tier)] : plan.memory[tier].total_bytes();
@@ -394,7 +394,8 @@ class Planner {
         aims.erase(too_much, aims.end());
         aims.insert(aims.begin(), first.begin(), first.end());
       }
-      for (size_t a = 0, made = 0; a < aims.size() && made < most; ++a) made += consider_aim(aims[a]);
+      for (size_t a = 0, made = 0; a < aims.size() && made < most; ++a)
+        made += consider_aim(aims[a]) || settings_.same_series;
     };
     take(host, host ? left / 2 : left);
     if (budget(Tier::device) > 0)
@@ -579,7 +580,7 @@ void keep_states(const Program& given, const ResidencySettings& settings, int64_
     amounts.clear();
     for (int sixteenths : {16, 12, 8, 6, 4, 2, 1})
       if (const int64_t amount = sixteenths == 16 ? bytes : bytes / 16 * sixteenths;
-          amount <= room) amounts.push_back(amount);
+          amount <= settings.device_budget) amounts.push_back(amount);
   }
   double seconds = predict(program, plan, settings.rates).seconds;
   int64_t before = 0;
