@@ -25,7 +25,6 @@ namespace {
 constexpr double kLastWords = 5;    // seconds for ranks to hear why the job ends
 constexpr size_t kStrangers = 256;  // connections at a time, beside those of the job's ranks
 
-
 int listen_at(const RendezvousOptions& o) {
   addrinfo hints{}, *found = nullptr;
   hints.ai_family = AF_UNSPEC;

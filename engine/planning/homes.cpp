@@ -28,6 +28,30 @@ bool movable(const Tensor& tensor) { return tensor.home != Tier::device || tenso
 
 bool moves_any(const Program& program) { return std::any_of(program.tensors.begin(), program.tensors.end(), movable); }
 
+int64_t keep_on_device(Program& program, int64_t most) {
+  int64_t kept = 0;
+  for (const Op& op : program.ops) {
+    if (op.step_part != StepPart::update || op.kind->exchange) continue;
+    std::vector<TensorId> away;
+    int64_t bytes = 0;
+    for (const TensorIds* ids : {&op.inputs, &op.outputs})
+      for (TensorId id : *ids) {
+        if (!id || !program[id].persistent) continue;
+        const TensorId whole = program.whole(id);
+        if (!movable(program[whole]) || std::find(away.begin(), away.end(), whole) != away.end()) continue;
+        away.push_back(whole);
+        bytes += program[whole].bytes();
+      }
+    if (kept + bytes > most) continue;
+    for (TensorId id : away) program[id].home = program[id].nearest = program[id].farthest = Tier::device;
+    kept += bytes;
+  }
+  for (Tensor& part : program.tensors)  // as the whole
+    if (part.part_of && part.persistent && !movable(program[part.part_of]))
+      part.home = part.nearest = part.farthest = Tier::device;
+  return kept;
+}
+
 Homes::Homes(Program& program, const ResidencySettings& settings)
     : settings_(settings), one_memory_(settings.one_memory()), budgets_(budgets_of(settings)) {
   budgets_[size_t(Tier::nvme)] = program.storage_limit;

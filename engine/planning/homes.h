@@ -20,6 +20,9 @@ std::string option_of(Tier tier, const ResidencySettings& settings);
 bool movable(const Tensor& tensor);
 bool moves_any(const Program& program);
 
+// Lets what updates use stay on the device, tensors of one update together, as far as `most` bytes go. How many do.
+int64_t keep_on_device(Program& program, int64_t most);
+
 class Homes {
  public:
   // Where device and host are one memory, tensors that may go to the host are let rest on the device.

@@ -29,52 +29,6 @@ size_t most_attempts(size_t ops) { return std::clamp<size_t>(500'000 / std::max<
 
 class Planner {
  public:
-  Planner(Program& program, const ResidencySettings& settings)
-      : program_(program), settings_(settings), homes_(program, settings), uses_(program) {}
-
-  // Without budgets one plan, or of those that bring things back earlier or later the smallest that costs little. With
-  // budgets the fastest of a series of plans that fits. The series does not depend on the budgets, so a larger one
-  // never gives a slower plan, and what a refusal says is enough is enough.
-  // Nothing where the budgets cannot be met and need not be.
-  std::optional<MemoryPlan> run(bool must) {
-    const int64_t alignment = program_.storage_directories.empty() ? kAlignment : kStorageAlignment;
-    without_.memory = plan_memory(program_, settings_.backend, settings_.threads, alignment);
-    place_closely(program_, without_.memory);
-    bytes_without_ = without_.memory.device().total_bytes();
-    // Of small tensors the blocks of a disk take more than they hold: nobody who goes without the disk has those.
-    plain_bytes_ = alignment == kAlignment
-                       ? bytes_without_
-                       : plan_memory(program_, settings_.backend, settings_.threads, kAlignment).device().total_bytes();
-    moves_ = moves_any(program_);
-    if (!moves_) without_.program = program_;
-    const bool budgets = budget(Tier::device) > 0 || budget(Tier::host) > 0;
-    if (budgets) seconds_without_ = predict(program_, without_.memory, settings_.rates).seconds;
-    homes_.choose_homes(program_);
-    homes_.choose_update_tiers(program_);
-    Choice start{.decisions = decisions_at_start(program_, uses_, homes_, budget(Tier::device) <= 0)};
-    for (const Tensor& tensor : program_.tensors) start.homes.push_back(tensor.home);
-    const auto may_go = [](const Tensor& t) { return t.persistent && !t.part_of && t.home != t.farthest; };
-    homes_may_go_ = homes_.one_memory() && std::any_of(program_.tensors.begin(), program_.tensors.end(), may_go);
-    starts_.push_back(std::move(start));
-    Planned chosen = budgets ? within_budgets() : without_budgets();
-    // What is to be elsewhere goes there all the same.
-    if (!budgets && chosen.memory.device().total_bytes() > bytes_without_)
-      if (Planned moved = without_restoring();
-          moved.memory.device().total_bytes() < chosen.memory.device().total_bytes() && !over(moved.memory))
-        chosen = std::move(moved);
-    if (const auto beyond = over(chosen.memory)) {
-      if (!must) return {};
-      refuse(chosen, *beyond);
-    }
-    if (budgets) chosen.memory.notice = notice(chosen);
-    verify(chosen.program, "residency");
-    program_ = std::move(chosen.program);
-    return std::move(chosen.memory);
-  }
-  // Of a budget of the device: bytes beyond the least that any plan took.
-  int64_t room() const { return std::max<int64_t>(0, budget(Tier::device) - least_); }
-
- private:
   struct Planned {
     Program program{};
     MemoryPlan memory{};
@@ -86,6 +40,74 @@ class Planner {
     bool limited = false;                 // something would have come back earlier, had there been room
   };
 
+  // `to_beat`: seconds; only a faster plan is wanted, if any.
+  Planner(Program& program, const ResidencySettings& settings, double to_beat = HUGE_VAL)
+      : program_(program), settings_(settings), to_beat_(to_beat), homes_(program, settings), uses_(program) {}
+
+  // Without budgets one plan, or of those that bring things back earlier or later the smallest that costs little. With
+  // budgets the fastest of a series of plans that fits. The series does not depend on the budgets, so a larger one
+  // never gives a slower plan, and what a refusal says is enough is enough.
+  std::optional<Planned> run() {
+    const int64_t alignment = program_.storage_directories.empty() ? kAlignment : kStorageAlignment;
+    without_.memory = plan_memory(program_, settings_.backend, settings_.threads, alignment);
+    place_closely(program_, without_.memory);
+    bytes_without_ = without_.memory.device().total_bytes();
+    // Of small tensors the blocks of a disk take more than they hold: nobody who goes without the disk has those.
+    plain_bytes_ = alignment == kAlignment
+                       ? bytes_without_
+                       : plan_memory(program_, settings_.backend, settings_.threads, kAlignment).device().total_bytes();
+    moves_ = moves_any(program_);
+    if (!moves_) without_.program = program_;
+    const bool budgets = has_budgets();
+    if (budgets) seconds_without_ = predict(program_, without_.memory, settings_.rates).seconds;
+    homes_.choose_homes(program_);
+    homes_.choose_update_tiers(program_);
+    Choice start{.decisions = decisions_at_start(program_, uses_, homes_, budget(Tier::device) <= 0)};
+    for (const Tensor& tensor : program_.tensors) start.homes.push_back(tensor.home);
+    const auto may_go = [](const Tensor& t) { return t.persistent && !t.part_of && t.home != t.farthest; };
+    homes_may_go_ = homes_.one_memory() && std::any_of(program_.tensors.begin(), program_.tensors.end(), may_go);
+    starts_.push_back(std::move(start));
+    std::optional<Planned> found = budgets ? within_budgets() : without_budgets();
+    if (!found) return {};
+    Planned& chosen = *found;
+    // What is to be elsewhere goes there all the same.
+    if (!budgets && chosen.memory.device().total_bytes() > bytes_without_)
+      if (Planned moved = without_restoring();
+          moved.memory.device().total_bytes() < chosen.memory.device().total_bytes() && !over(moved.memory))
+        chosen = std::move(moved);
+    if (const auto beyond = over(chosen.memory)) refuse(chosen, *beyond);
+    verify(chosen.program, "residency");
+    return found;
+  }
+  // What someone should know whose budget costs more than it saves, of a plan that takes so long.
+  std::string notice(double seconds) {
+    constexpr double kMuch = 3;
+    if (!has_budgets() || seconds <= kMuch * seconds_without_) return "";
+    char times[32];
+    std::snprintf(times, sizeof times, "%.1f", seconds / seconds_without_);
+    std::string text = "a step takes " + std::string(times) + " times as long as with memory for everything";
+    std::stable_sort(beyond_.begin(), beyond_.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+    const Bounds wanted{seconds / 2, {0, budget(Tier::host), budget(Tier::nvme)}};
+    std::optional<int64_t> enough;  // of those tried, the smallest
+    int64_t before = -1;
+    for (const auto& [bytes, aim] : beyond_) {
+      if (enough || bytes == before) continue;
+      before = bytes;
+      Planned plan = attempt(aim, wanted);
+      if (plan.memory.buffer_of.empty() || beyond(plan.memory, wanted.bytes)) continue;
+      predict_time(plan);
+      if (plan.seconds <= wanted.seconds) enough = plan.memory.device().total_bytes();
+    }
+    if (enough)
+      text += "; with " + option_of(Tier::device, settings_) + " = " + std::to_string(*enough) + " (" +
+              bytes_text(*enough) + ") it would take less than half of that";
+    return text + ".";
+  }
+
+  // Of a budget of the device: bytes beyond the least that any plan took.
+  int64_t room() const { return std::max<int64_t>(0, budget(Tier::device) - least_); }
+
+ private:
   // What one attempt aims at.
   struct Aim {
     std::array<int64_t, kTiers> targets{};  // bytes that each tier is relieved down to; 0: as it is
@@ -317,7 +339,7 @@ class Planner {
     return rank(b) < rank(a);
   }
 
-  Planned within_budgets() {
+  std::optional<Planned> within_budgets() {
     const bool host = budget(Tier::host) > 0;
     size_t left = settings_.plans > 0 ? size_t(settings_.plans) : most_attempts(program_.ops.size());
     add_starts(left / 2);
@@ -349,6 +371,8 @@ class Planner {
       std::optional<Bounds> wanted;
       if (settled)
         wanted = {best->seconds, homes_.budgets()};
+      else if (to_beat_ < HUGE_VAL)
+        wanted = {to_beat_, homes_.budgets()};
       else if (refused && !best)  // what does not fit either is of use where it takes less
         wanted = {HUGE_VAL, what_would_not_help(*refused)};
       Planned plan = attempt(aim, wanted);
@@ -401,7 +425,8 @@ class Planner {
     if (budget(Tier::device) > 0)
       if (auto found = search_around(least)) consider(attempt(*found, {.room = found->room}, {}));
     Planned last = without_restoring();
-    if (!best && over(last.memory)) {
+    const bool must = to_beat_ == HUGE_VAL;
+    if (!best && over(last.memory) && must) {
       consider(std::move(last));
       return std::move(best ? *best : *refused);
     }
@@ -410,12 +435,13 @@ class Planner {
     // plans were looked into under this budget.
     const int64_t bytes = last.memory.device().total_bytes();
     predict_time(last);
-    if (!over(last.memory) && (!best || last.seconds < best->seconds))
+    if (!over(last.memory) && last.seconds < (best ? best->seconds : to_beat_))
       for (const auto& [at_least, aim] : skipped)
         if (least_asked >= bytes && at_least < bytes) count_asked(attempt(aim).memory);
     last.last_resort = bytes > least_asked;
     consider(std::move(last));
-    return std::move(*best);
+    if (!must && best && (best->last_resort || best->seconds >= to_beat_)) best.reset();
+    return best;
   }
 
   // Of small programs: what a local search finds that fits, the fastest; where nothing does, the smallest.
@@ -453,31 +479,6 @@ class Planner {
     return best->choice;
   }
 
-  // What someone should know whose budget costs more than it saves.
-  std::string notice(const Planned& chosen) {
-    constexpr double kMuch = 3;
-    if (chosen.seconds <= kMuch * seconds_without_) return "";
-    char times[32];
-    std::snprintf(times, sizeof times, "%.1f", chosen.seconds / seconds_without_);
-    std::string text = "a step takes " + std::string(times) + " times as long as with memory for everything";
-    std::stable_sort(beyond_.begin(), beyond_.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
-    const Bounds wanted{chosen.seconds / 2, {0, budget(Tier::host), budget(Tier::nvme)}};
-    std::optional<int64_t> enough;  // of those tried, the smallest
-    int64_t before = -1;
-    for (const auto& [bytes, aim] : beyond_) {
-      if (enough || bytes == before) continue;
-      before = bytes;
-      Planned plan = attempt(aim, wanted);
-      if (plan.memory.buffer_of.empty() || beyond(plan.memory, wanted.bytes)) continue;
-      predict_time(plan);
-      if (plan.seconds <= wanted.seconds) enough = plan.memory.device().total_bytes();
-    }
-    if (enough)
-      text += "; with " + option_of(Tier::device, settings_) + " = " + std::to_string(*enough) + " (" +
-              bytes_text(*enough) + ") it would take less than half of that";
-    return text + ".";
-  }
-
   // How far a plan is from fitting: beyond how many budgets, which one first, and what it takes there.
   std::tuple<int, int, int64_t> excess(const MemoryPlan& plan) const {
     int beyond = 0;
@@ -489,6 +490,7 @@ class Planner {
   }
 
   int64_t budget(Tier tier) const { return homes_.budget(tier); }
+  bool has_budgets() const { return budget(Tier::device) > 0 || budget(Tier::host) > 0; }
   // The first tier whose arena is beyond its budget.
   std::optional<Tier> over(const MemoryPlan& plan) const { return beyond(plan, homes_.budgets()); }
   static std::optional<Tier> beyond(const MemoryPlan& plan, const std::array<int64_t, kTiers>& limits) {
@@ -509,6 +511,7 @@ class Planner {
 
   Program& program_;
   const ResidencySettings& settings_;
+  const double to_beat_;
   const Homes homes_;
   const Uses uses_;
   std::vector<Choice> starts_;  // what plugins demand; from 1 on simpler settings added to it
@@ -526,31 +529,6 @@ class Planner {
   int64_t plain_bytes_ = 0;                       // the same without a disk, whose blocks tensors fill
 };
 
-// Lets what updates use stay on the device, tensors of one update together, as far as `most` bytes go. How many do.
-int64_t keep_on_device(Program& program, int64_t most) {
-  int64_t kept = 0;
-  for (const Op& op : program.ops) {
-    if (op.step_part != StepPart::update || op.kind->exchange) continue;
-    std::vector<TensorId> away;
-    int64_t bytes = 0;
-    for (const TensorIds* ids : {&op.inputs, &op.outputs})
-      for (TensorId id : *ids) {
-        if (!id || !program[id].persistent) continue;
-        const TensorId whole = program.whole(id);
-        if (!movable(program[whole]) || std::find(away.begin(), away.end(), whole) != away.end()) continue;
-        away.push_back(whole);
-        bytes += program[whole].bytes();
-      }
-    if (kept + bytes > most) continue;
-    for (TensorId id : away) program[id].home = program[id].nearest = program[id].farthest = Tier::device;
-    kept += bytes;
-  }
-  for (Tensor& part : program.tensors)  // as the whole
-    if (part.part_of && part.persistent && !movable(program[part.part_of]))
-      part.home = part.nearest = part.farthest = Tier::device;
-  return kept;
-}
-
 // The plan of a program of which nothing rests anywhere.
 MemoryPlan plan_plainly(const Program& program, const ResidencySettings& settings) {
   MemoryPlan plan = plan_memory(program, settings.backend, settings.threads);
@@ -564,37 +542,33 @@ MemoryPlan plan_plainly(const Program& program, const ResidencySettings& setting
 }
 
 // Where a device has room for states that rest elsewhere, they need not move: some are kept on it, and what is faster
-// than `plan` of `program` takes its place. `given` is the program as it was before any plan. So that more memory never
-// gives a slower plan, shares of all states are tried that do not depend on the budget; in large programs, of which few
-// plans are made, as many as there is room for, three quarters and half of that, until something is faster.
-void keep_states(const Program& given, const ResidencySettings& settings, int64_t room, Program& program,
-                 MemoryPlan& plan) {
+// takes the place of `chosen`. `given` is the program as it was before any plan. So that more memory never gives a
+// slower plan, shares of all states are tried that do not depend on the budget; in large programs, of which few plans
+// are made, as many as there is room for, three quarters and half of that, until something is faster.
+void keep_states(const Program& given, const ResidencySettings& settings, int64_t room, Planner::Planned& chosen) {
   constexpr size_t kPlans = 8;  // of each
+  const size_t most = most_attempts(given.ops.size());
   ResidencySettings few = settings;
-  few.plans = int(std::min(most_attempts(given.ops.size()), kPlans));
-  few.same_series = most_attempts(given.ops.size()) == kMostAttempts;
+  few.plans = int(std::min(most, kPlans));
+  few.same_series = most == kMostAttempts;
   std::vector<int64_t> amounts{room, room / 4 * 3, room / 2};
   if (few.same_series) {
     Program all = given;
     const int64_t bytes = keep_on_device(all, INT64_MAX);
-    amounts.clear();
-    for (int sixteenths : {16, 12, 8, 6, 4, 2, 1})
-      if (const int64_t amount = sixteenths == 16 ? bytes : bytes / 16 * sixteenths;
-          amount <= settings.device_budget) amounts.push_back(amount);
+    amounts = {bytes};
+    for (int sixteenths : {12, 8, 6, 4, 2, 1}) amounts.push_back(bytes / 16 * sixteenths);
   }
-  double seconds = predict(program, plan, settings.rates).seconds;
   int64_t before = 0;
-  for (int64_t most : amounts) {
+  for (int64_t amount : amounts) {
+    if (amount > settings.device_budget) continue;
     Program kept = given;
-    const int64_t bytes = keep_on_device(kept, most);
+    const int64_t bytes = keep_on_device(kept, amount);
     if (bytes == 0 || bytes == before) continue;
     before = bytes;
-    std::optional<MemoryPlan> memory = Planner(kept, few).run(false);
-    if (!memory) continue;
-    const double took = predict(kept, *memory, settings.rates).seconds;
-    if (took >= seconds) continue;
-    seconds = took, program = std::move(kept), plan = std::move(*memory);
-    if (!few.same_series) break;
+    if (auto faster = Planner(kept, few, chosen.seconds).run()) {
+      chosen = std::move(*faster);
+      if (!few.same_series) return;
+    }
   }
 }
 
@@ -615,9 +589,11 @@ MemoryPlan plan_residency(Program& program, const ResidencySettings& settings) {
   const bool may_keep = !settings.one_memory() && settings.device_budget > 0 && !settings.homes;
   const Program given = may_keep ? program : Program();
   Planner planner(program, settings);
-  MemoryPlan plan = *planner.run(true);
-  if (may_keep) keep_states(given, settings, planner.room(), program, plan);
-  return plan;
+  Planner::Planned chosen = *planner.run();
+  if (may_keep) keep_states(given, settings, planner.room(), chosen);
+  chosen.memory.notice = planner.notice(chosen.seconds);
+  program = std::move(chosen.program);
+  return std::move(chosen.memory);
 }
 
 std::map<std::string, Tier> homes_of(const Program& program) {
