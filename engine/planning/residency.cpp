@@ -1,5 +1,5 @@
-// Which of a series of plans is taken; see residency.h. Homes and tiers are homes.h's, what rests without a budget
-// decisions_at_start.h's, what has to under one relief.h's; local_search.h looks around what these find.
+// Which of a series of plans is taken; see residency.h. Single plans are attempts.h's: homes and tiers homes.h's, what
+// rests without a budget decisions_at_start.h's, what has to under one relief.h's. local_search.h looks around them.
 #include "engine/planning/residency.h"
 
 #include <algorithm>
@@ -8,20 +8,17 @@
 #include <map>
 #include <optional>
 #include <tuple>
-#include <unordered_map>
+#include <utility>
 
+#include "engine/planning/attempts.h"
 #include "engine/planning/decisions_at_start.h"
-#include "engine/planning/homes.h"
-#include "engine/planning/local_search.h"
 #include "engine/planning/predict.h"
-#include "engine/planning/relief.h"
-#include "engine/planning/slice_updates.h"
-#include "engine/planning/spread_moves.h"
-#include "engine/program/signature.h"
 #include "strata/device.h"
 
 namespace strata {
 namespace {
+
+constexpr size_t kFewOps = 3000;  // less is not worth threads
 
 // How many plans are made: as many as 500,000 ops allow (planning takes 2 to 3 us an op and plan), within limits.
 constexpr size_t kMostAttempts = 32;
@@ -29,17 +26,6 @@ size_t most_attempts(size_t ops) { return std::clamp<size_t>(500'000 / std::max<
 
 class Planner {
  public:
-  struct Planned {
-    Program program{};
-    MemoryPlan memory{};
-    double seconds = 0, waits = 0;        // predicted, once it is compared with others
-    bool last_resort = false;             // not what the plugins ask for, but it fits
-    std::array<int64_t, kTiers> least{};  // bytes of each tier that it cannot be placed in less than
-    int64_t same_from = INT64_MAX;        // every aim that leaves the device so many bytes gives the same
-    Choice choice{};                      // what was decided
-    bool limited = false;                 // something would have come back earlier, had there been room
-  };
-
   // `to_beat`: seconds; only a faster plan is wanted, if any.
   Planner(Program& program, const ResidencySettings& settings, double to_beat = HUGE_VAL)
       : program_(program), settings_(settings), to_beat_(to_beat), homes_(program, settings), uses_(program) {}
@@ -67,6 +53,12 @@ class Planner {
     const auto may_go = [](const Tensor& t) { return t.persistent && !t.part_of && t.home != t.farthest; };
     homes_may_go_ = homes_.one_memory() && std::any_of(program_.tensors.begin(), program_.tensors.end(), may_go);
     starts_.push_back(std::move(start));
+    const auto new_attempts = [&] {
+      return std::make_unique<Attempts>(program_, settings_, homes_, uses_, bytes_without_);
+    };
+    attempts_ = new_attempts();
+    const int at_once = program_.ops.size() < kFewOps ? 1 : settings_.plans_at_once;
+    for (int i = 0; i < at_once && at_once > 1; ++i) makers_.push_back(new_attempts());
     std::optional<Planned> found = budgets ? within_budgets() : without_budgets();
     if (!found) return {};
     Planned& chosen = *found;
@@ -90,12 +82,14 @@ class Planner {
     const Bounds wanted{seconds / 2, {0, budget(Tier::host), budget(Tier::nvme)}};
     std::optional<int64_t> enough;  // of those tried, the smallest
     int64_t before = -1;
-    for (const auto& [bytes, aim] : beyond_) {
-      if (enough || bytes == before) continue;
-      before = bytes;
-      Planned plan = attempt(aim, wanted);
-      if (plan.memory.buffer_of.empty() || beyond(plan.memory, wanted.bytes)) continue;
-      predict_time(plan);
+    std::vector<Aim> aims;
+    for (const auto& [bytes, aim] : beyond_)
+      if (bytes != std::exchange(before, bytes)) aims.push_back(aim);
+    AttemptsAhead ahead = attempts_ahead(std::move(aims));
+    for (size_t i = 0; i < ahead.size() && !enough; ++i) {
+      Planned plan = ahead.take(i, wanted);
+      if (!plan.is_made() || beyond(plan.memory, wanted.bytes)) continue;
+      predict_time(plan, settings_.rates);
       if (plan.seconds <= wanted.seconds) enough = plan.memory.device().total_bytes();
     }
     if (enough)
@@ -108,78 +102,12 @@ class Planner {
   int64_t room() const { return std::max<int64_t>(0, budget(Tier::device) - least_); }
 
  private:
-  // What one attempt aims at.
-  struct Aim {
-    std::array<int64_t, kTiers> targets{};  // bytes that each tier is relieved down to; 0: as it is
-    int64_t room = 0;                       // bytes of the device for bringing back early; 0: the target
-    bool homes_first = true;                // what has its home in memory goes before what waits there
-    bool forms = true;
-    size_t start = 0;        // the decisions that relief begins with
-    bool by_budget = false;  // the target is the budget's, and not one of a series that is the same for all
-  };
-
-  // Beyond these nobody wants a plan.
-  struct Bounds {
-    double seconds;
-    std::array<int64_t, kTiers> bytes;  // 0: any number
-  };
-
-  // Decides, writes the decisions into the program, and plans its memory; moves are spread where that fits. Where
-  // things lie follows from the aim alone: they are moved closer together whether a budget asks for it or not, since
-  // what shares memory waits, and a plan may not be faster for being denser than another budget made it. Of a plan
-  // beyond `wanted` nothing is planned but what it takes at least.
-  Planned attempt(const Aim& aim, std::optional<Bounds> wanted = {}) {
-    return attempt(starts_[aim.start], aim, std::move(wanted));
+  Planned attempt(const Aim& aim, const std::optional<Bounds>& wanted = {}) {
+    return attempts_->make(starts_[aim.start], aim, wanted);
   }
-  Planned attempt(const Choice& start, const Aim& aim, std::optional<Bounds> wanted) {
-    for (size_t t = 0; t < start.homes.size(); ++t) program_.tensors[t].home = start.homes[t];
-    Decisions decisions = start.decisions;
-    if (!aim.forms) std::erase_if(decisions, [](const auto& decision) { return decision.second.form >= 0; });
-    Relief relief(program_, std::move(decisions), uses_, homes_, settings_, aim.homes_first);
-    auto [program, before, at_once] = relief.fit(aim.targets);
-    Planned plan{std::move(program)};
-    plan.choice = {.decisions = std::move(relief).decisions(), .room = aim.room};
-    for (const Tensor& tensor : program_.tensors) plan.choice.homes.push_back(tensor.home);
-    for (int t = 0; t < kTiers; ++t) plan.least[size_t(t)] = before.tiers[t].total_bytes();
-    if (wanted && (exceeds(plan.least, wanted->bytes) || compute_seconds(plan.program) > wanted->seconds)) return plan;
-    std::vector<Op> in_place = plan.program.ops;
-    const auto limits = limits_of_spreading(before, aim);
-    const bool limited = spread_moves(plan.program, before, settings_.rates, limits);
-    plan.limited = limited;
-    plan.memory = plan_memory(plan.program, settings_.backend, settings_.threads);
-    if (beyond(plan.memory, {limits[int(Tier::device)], aim.targets[int(Tier::host)], 0})) {
-      plan.program.ops = std::move(in_place);
-      plan.limited = moves_;
-      plan.memory = plan_memory(plan.program, settings_.backend, settings_.threads);
-    } else if (at_once && !limited) {
-      plan.same_from = plan.memory.device().total_bytes();
-    }
-    if (slice_updates(plan.program, settings_.slice) > 0)
-      plan.memory = plan_memory(plan.program, settings_.backend, settings_.threads);
-    // What shares more memory waits more often; rarely less, and never much less.
-    constexpr double kMuch = 1.05;
-    if (wanted && std::isfinite(wanted->seconds)) {
-      predict_time(plan);
-      if (plan.seconds > kMuch * wanted->seconds) {
-        plan.memory = {};
-        return plan;
-      }
-    }
-    place_closely(plan.program, plan.memory);
-    return plan;
-  }
-
-  // What a step cannot take less than.
-  double compute_seconds(const Program& program) {
-    double sum = 0;
-    Signatures signatures(program);
-    for (const Op& op : program.ops) {
-      if (op.stream != Stream::compute) continue;
-      const auto [known, is_new] = seconds_.try_emplace(signatures.of(op), 0);
-      if (is_new) known->second = seconds_of(OpView(program, op), settings_.rates);
-      sum += known->second;
-    }
-    return sum;
+  // One after the other, while others of them are made ahead.
+  AttemptsAhead attempts_ahead(std::vector<Aim> aims) const {
+    return {makers_.empty() ? std::span(&attempts_, 1) : makers_, starts_, std::move(aims)};
   }
 
   // Where a plan is beyond one budget alone: no other that is as far beyond that is nearer to fitting.
@@ -189,32 +117,6 @@ class Planner {
     if (count == 1) limits[size_t(tier)] = bytes;
     return limits;
   }
-  static bool exceeds(const std::array<int64_t, kTiers>& bytes, const std::array<int64_t, kTiers>& limits) {
-    for (size_t t = 0; t < size_t(kTiers); ++t)
-      if (limits[t] > 0 && bytes[t] > limits[t]) return true;
-    return false;
-  }
-
-  void predict_time(Planned& plan) const {
-    const Prediction prediction = predict(plan.program, plan.memory, settings_.rates);
-    plan.seconds = prediction.seconds;
-    plan.waits = prediction.stalls.total();
-  }
-
-  // Where no budget says how far apart moves may be, the device stays within what it takes without any, and what is
-  // staged on the host within half of what it would hold were it the farthest tier.
-  std::array<int64_t, kTiers> limits_of_spreading(const MemoryPlan& before, const Aim& aim) const {
-    std::array<int64_t, kTiers> limits = aim.targets;
-    const TierPlan& host = before[Tier::host];
-    int64_t &of_device = limits[int(Tier::device)], &of_host = limits[int(Tier::host)];
-    if (of_device <= 0) of_device = bytes_without_;
-    if (aim.room > 0) of_device = aim.room;
-    if (of_host <= 0)
-      of_host = std::max<int64_t>(
-          1, host.persistent_bytes + std::max(host.live_peak_bytes, before[Tier::nvme].total_bytes() / 2));
-    return limits;
-  }
-
   // Where restoring takes more memory than it saves: the plain program, or the one that moves what it must.
   Planned without_restoring() {
     Planned plan;
@@ -241,11 +143,11 @@ class Planner {
     constexpr double kLittle = 1.05;
     const int64_t least = tight.memory.device().total_bytes(), most = std::max(least, plain_bytes_ / 2);
     std::vector<Planned> plans;
-    predict_time(plans.emplace_back(std::move(tight)));
+    predict_time(plans.emplace_back(std::move(tight)), settings_.rates);
     for (int step = 1; step <= kSteps && most > least && plans.back().waits > 0; ++step)
       if (Planned plan = attempt({.room = least + (most - least) * step / kSteps});
           plan.memory.device().total_bytes() <= most)
-        predict_time(plans.emplace_back(std::move(plan)));
+        predict_time(plans.emplace_back(std::move(plan)), settings_.rates);
     double fastest = plans.front().seconds;
     for (const Planned& plan : plans) fastest = std::min(fastest, plan.seconds);
     return std::move(*std::find_if(plans.begin(), plans.end(),
@@ -353,16 +255,18 @@ class Planner {
     };
     const auto consider = [&](Planned plan, bool by_budget = false) {
       least = std::min(least, plan.least[int(Tier::device)]);
-      if (plan.memory.buffer_of.empty()) return;  // not planned: it would not be taken
+      if (!plan.is_made()) return;  // it would not be taken
       if (!plan.last_resort && !by_budget) count_asked(plan.memory);
       if (!over(plan.memory)) {
-        predict_time(plan);
+        predict_time(plan, settings_.rates);
         if (!best || better(plan, *best)) best = std::move(plan);
       } else if (!refused || excess(plan.memory) < excess(refused->memory)) {
         refused = std::move(plan);
       }
     };
-    const auto consider_aim = [&](const Aim& aim) {
+    // Whether the i-th was considered: not what would give a plan again.
+    const auto consider_aim = [&](AttemptsAhead& ahead, size_t i) {
+      const Aim& aim = ahead[i];
       const auto [same_from, is_new] =
           same_from_.try_emplace({aim.start, aim.homes_first, aim.targets[int(Tier::host)]}, INT64_MAX);
       const int64_t target = aim.targets[int(Tier::device)];
@@ -375,14 +279,13 @@ class Planner {
         wanted = {to_beat_, homes_.budgets()};
       else if (refused && !best)  // what does not fit either is of use where it takes less
         wanted = {HUGE_VAL, what_would_not_help(*refused)};
-      Planned plan = attempt(aim, wanted);
+      Planned plan = ahead.take(i, wanted);
       // What was relieved enough by what is alive may lie a little apart: relieved by so much more, it fits. Not so on
       // the device while nothing fits: the smallest budget that does is not to depend on the one that is asked about.
       Aim tighter = aim;
       for (int again = settings_.same_series ? 2 : 0; again < 2; ++again) {
         const auto beyond_by = [&](Tier tier) {
-          const int64_t bytes =
-              plan.memory.buffer_of.empty() ? plan.least[size_t(tier)] : plan.memory[tier].total_bytes();
+          const int64_t bytes = plan.is_made() ? plan.memory[tier].total_bytes() : plan.least[size_t(tier)];
           return aim.targets[size_t(tier)] > 1 && bytes > budget(tier) ? bytes - aim.targets[size_t(tier)] : 0;
         };
         const int64_t of_device = best ? beyond_by(Tier::device) : 0, of_host = beyond_by(Tier::host);
@@ -393,17 +296,20 @@ class Planner {
         plan = attempt(tighter, wanted);
       }
       same_from->second = std::min(same_from->second, plan.same_from);
-      const bool planned = !plan.memory.buffer_of.empty();
-      const int64_t bytes = planned ? plan.memory.device().total_bytes() : plan.least[int(Tier::device)];
+      const bool is_made = plan.is_made();
+      const int64_t bytes = is_made ? plan.memory.device().total_bytes() : plan.least[int(Tier::device)];
       if (budget(Tier::device) > 0 && target != 1 && bytes > budget(Tier::device)) beyond_.push_back({bytes, aim});
-      if (!planned && !aim.by_budget) skipped.push_back({plan.least[int(Tier::device)], aim});
+      if (!is_made && !aim.by_budget) skipped.push_back({plan.least[int(Tier::device)], aim});
       consider(std::move(plan), aim.by_budget);
       return true;
     };
     // The least of all: from what is demanded, from everything away, from recomputation in two levels.
+    std::vector<Aim> smallest;
     for (size_t start : {size_t{0}, size_t{1}, away_ + 2})
       if (start == 0 || (start < starts_.size() && (start != 1 || away_ > 1)))
-        consider_aim({.targets = {1, host, 0}, .start = start});
+        smallest.push_back({.targets = {1, host, 0}, .start = start});
+    AttemptsAhead of_smallest = attempts_ahead(std::move(smallest));
+    for (size_t i = 0; i < of_smallest.size(); ++i) consider_aim(of_smallest, i);
     // Whether the budgets can be met at all is a question to plans that give up on the host what they can; so the
     // answer for one budget does not hang on the other's series.
     const auto take = [&](int64_t host_target, size_t most) {
@@ -418,12 +324,13 @@ class Planner {
         aims.erase(too_much, aims.end());
         aims.insert(aims.begin(), first.begin(), first.end());
       }
-      for (size_t a = 0, made = 0; a < aims.size() && made < most; ++a)
-        made += consider_aim(aims[a]) || settings_.same_series;
+      AttemptsAhead ahead = attempts_ahead(std::move(aims));
+      for (size_t i = 0, made = 0; i < ahead.size() && made < most; ++i)
+        made += consider_aim(ahead, i) || settings_.same_series;
     };
     take(host, host ? left / 2 : left);
     if (budget(Tier::device) > 0)
-      if (auto found = search_around(least)) consider(attempt(*found, {.room = found->room}, {}));
+      if (auto found = search_around(least)) consider(attempts_->make(*found, {.room = found->room}, {}));
     Planned last = without_restoring();
     const bool must = to_beat_ == HUGE_VAL;
     if (!best && over(last.memory) && must) {
@@ -434,7 +341,7 @@ class Planner {
     // Restoring needs memory too: what is asked for and saves none need not be. Whether it does is not to hang on which
     // plans were looked into under this budget.
     const int64_t bytes = last.memory.device().total_bytes();
-    predict_time(last);
+    predict_time(last, settings_.rates);
     if (!over(last.memory) && last.seconds < (best ? best->seconds : to_beat_))
       for (const auto& [at_least, aim] : skipped)
         if (least_asked >= bytes && at_least < bytes) count_asked(attempt(aim).memory);
@@ -458,9 +365,9 @@ class Planner {
         }
     LocalSearch search(program_, uses_, homes_, starts_[0].decisions, bytes_without_);
     search.run(begin, most, [&](const Choice& choice) -> std::optional<LocalSearch::Reached> {
-      Planned plan = attempt(choice, {.room = choice.room}, {});
+      Planned plan = attempts_->make(choice, {.room = choice.room}, {});
       if (plan.memory.device().total_bytes() > bytes_without_) return {};
-      predict_time(plan);
+      predict_time(plan, settings_.rates);
       LocalSearch::Reached reached{.seconds = plan.seconds, .limited = plan.limited};
       for (int t = 0; t < kTiers; ++t) reached.bytes[size_t(t)] = plan.memory.tiers[t].total_bytes();
       return reached;
@@ -493,11 +400,6 @@ class Planner {
   bool has_budgets() const { return budget(Tier::device) > 0 || budget(Tier::host) > 0; }
   // The first tier whose arena is beyond its budget.
   std::optional<Tier> over(const MemoryPlan& plan) const { return beyond(plan, homes_.budgets()); }
-  static std::optional<Tier> beyond(const MemoryPlan& plan, const std::array<int64_t, kTiers>& limits) {
-    for (int t = 0; t < kTiers; ++t)
-      if (limits[size_t(t)] > 0 && plan.tiers[t].total_bytes() > limits[size_t(t)]) return Tier(t);
-    return {};
-  }
 
   [[noreturn]] void refuse(const Planned& plan, Tier tier) {
     std::string advice = settings_.advice ? settings_.advice(plan.memory) : "";
@@ -514,6 +416,8 @@ class Planner {
   const double to_beat_;
   const Homes homes_;
   const Uses uses_;
+  std::unique_ptr<Attempts> attempts_;
+  std::vector<std::unique_ptr<Attempts>> makers_;  // of those that are made ahead; none: attempts_
   std::vector<Choice> starts_;  // what plugins demand; from 1 on simpler settings added to it
   size_t away_ = 1;             // of them, the first that leaves things where they are
   bool moves_ = false;          // tensors may be elsewhere
@@ -522,7 +426,6 @@ class Planner {
   std::vector<std::pair<int64_t, Aim>> beyond_;  // tried, and beyond the budget of the device: bytes, or at least
   // By start, order of homes and target of the host: Planned::same_from of what was tried.
   std::map<std::tuple<size_t, bool, int64_t>, int64_t> same_from_;
-  std::unordered_map<uint64_t, double> seconds_;  // of an op, by signature
   double seconds_without_ = 0;                    // of a step, were nothing to rest
   int64_t least_ = INT64_MAX;                     // bytes of the device, of all plans under a budget
   int64_t bytes_without_ = 0;                     // of the device, were nothing to rest
@@ -545,7 +448,7 @@ MemoryPlan plan_plainly(const Program& program, const ResidencySettings& setting
 // takes the place of `chosen`. `given` is the program as it was before any plan. So that more memory never gives a
 // slower plan, shares of all states are tried that do not depend on the budget; in large programs, of which few plans
 // are made, as many as there is room for, three quarters and half of that, until something is faster.
-void keep_states(const Program& given, const ResidencySettings& settings, int64_t room, Planner::Planned& chosen) {
+void keep_states(const Program& given, const ResidencySettings& settings, int64_t room, Planned& chosen) {
   constexpr size_t kPlans = 8;  // of each
   const size_t most = most_attempts(given.ops.size());
   ResidencySettings few = settings;
@@ -589,7 +492,7 @@ MemoryPlan plan_residency(Program& program, const ResidencySettings& settings) {
   const bool may_keep = !settings.one_memory() && settings.device_budget > 0 && !settings.homes;
   const Program given = may_keep ? program : Program();
   Planner planner(program, settings);
-  Planner::Planned chosen = *planner.run();
+  Planned chosen = *planner.run();
   if (may_keep) keep_states(given, settings, planner.room(), chosen);
   chosen.memory.notice = planner.notice(chosen.seconds);
   program = std::move(chosen.program);

@@ -19,6 +19,7 @@ struct ResidencySettings {
   int64_t device_budget = 0, host_budget = 0;  // bytes; 0: none
   int64_t beside = 0;                          // bytes of the host's memory that something else takes of its budget
   int plans = 0;                               // so many are compared, as in a large program; 0: as its ops allow
+  int plans_at_once = 1;                       // by threads of their own; which plan is taken does not depend on it
   bool same_series = false;                    // which ones does not depend on the budget of the device, however few
   int64_t slice = int64_t{16} << 20;           // bytes of a slice of an update on NVMe: what a disk has under way
   Rates rates{};

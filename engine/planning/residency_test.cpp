@@ -432,6 +432,27 @@ TEST(Residency, RecomputationOfRecomputationIsBounded) {
   }
 }
 
+// Which plan is taken, which budget is refused and with what words: whether plans are made one by one or by threads.
+TEST(Residency, PlansMadeAtOnceAreThoseMadeInTurn) {
+  Chain chain(56, 9);  // enough ops for threads
+  chain.let_rest(RestingForm::When::asked, [](const Op&) { return true; });
+  const auto text = [&](int64_t budget, int plans_at_once) {
+    Program program = chain.program;
+    try {
+      const MemoryPlan plan = plan_residency(
+          program, {.threads = 2, .device_budget = budget, .plans = 12, .plans_at_once = plans_at_once});
+      return print(program) + std::to_string(plan.device().total_bytes()) + plan.notice;
+    } catch (const Error& error) {
+      return std::string(error.what());
+    }
+  };
+  const int64_t smallest = test::smallest_in(text(1, 1));
+  for (int64_t budget : {int64_t{1}, smallest, smallest + (256 << 10), 2 * smallest}) {
+    const std::string in_turn = text(budget, 1);
+    EXPECT_EQ(text(budget, 3), in_turn) << budget;
+  }
+}
+
 #if defined(STRATA_EMULATED_CUDA)
 // Blocks in turn for all microbatches, forward and backward: what is alive between the two is of all microbatches.
 Program blocks_in_turn(int blocks, int microbatches) {

@@ -352,6 +352,7 @@ void Session::plan_memory_of(PlannedProgram& planned, const PlannedProgram* lead
                                .device_budget = device.memory.count,
                                .host_budget = host.memory.count,
                                .beside = host_bytes_beside,
+                               .plans_at_once = std::min(threads(), int(std::thread::hardware_concurrency())),
                                .rates = planned.rates,
                                .homes = lead ? &homes : nullptr,
                                .advice = [this](const MemoryPlan& plan) { return advice(plan); }});

@@ -1,0 +1,178 @@
+// Attempts, one and several at once; see attempts.h.
+#include "engine/planning/attempts.h"
+
+#include <algorithm>
+#include <cmath>
+#include <system_error>
+
+#include "engine/planning/predict.h"
+#include "engine/planning/relief.h"
+#include "engine/planning/slice_updates.h"
+#include "engine/planning/spread_moves.h"
+#include "engine/program/signature.h"
+
+namespace strata {
+
+bool exceeds(const std::array<int64_t, kTiers>& bytes, const std::array<int64_t, kTiers>& limits) {
+  for (size_t t = 0; t < size_t(kTiers); ++t)
+    if (limits[t] > 0 && bytes[t] > limits[t]) return true;
+  return false;
+}
+
+std::optional<Tier> beyond(const MemoryPlan& plan, const std::array<int64_t, kTiers>& limits) {
+  for (int t = 0; t < kTiers; ++t)
+    if (limits[size_t(t)] > 0 && plan.tiers[t].total_bytes() > limits[size_t(t)]) return Tier(t);
+  return {};
+}
+
+void predict_time(Planned& plan, const Rates& rates) {
+  const Prediction prediction = predict(plan.program, plan.memory, rates);
+  plan.seconds = prediction.seconds;
+  plan.waits = prediction.stalls.total();
+}
+
+Planned Attempts::make(const Choice& start, const Aim& aim, const std::optional<Bounds>& wanted) {
+  return *finish(begin(start, aim, wanted, wanted && std::isfinite(wanted->seconds)), wanted);
+}
+
+namespace {
+
+bool is_beyond(const Planned& plan, double compute, const std::optional<Bounds>& wanted) {
+  return wanted && (exceeds(plan.least, wanted->bytes) || compute > wanted->seconds);
+}
+
+// What shares more memory waits more often; rarely less, and never much less.
+bool is_slow(double seconds, const std::optional<Bounds>& wanted) {
+  constexpr double kMuch = 1.05;
+  return wanted && std::isfinite(wanted->seconds) && seconds > kMuch * wanted->seconds;
+}
+
+}  // namespace
+
+Attempts::Partial Attempts::begin(const Choice& start, const Aim& aim, const std::optional<Bounds>& wanted,
+                                  bool predicts) {
+  for (size_t t = 0; t < start.homes.size(); ++t) program_.tensors[t].home = start.homes[t];
+  Decisions decisions = start.decisions;
+  if (!aim.forms) std::erase_if(decisions, [](const auto& decision) { return decision.second.form >= 0; });
+  Relief relief(program_, std::move(decisions), uses_, homes_, settings_, aim.homes_first);
+  auto [program, before, at_once] = relief.fit(aim.targets);
+  Partial partial{.plan = {std::move(program)}};
+  Planned& plan = partial.plan;
+  plan.choice = {.decisions = std::move(relief).decisions(), .room = aim.room};
+  for (const Tensor& tensor : program_.tensors) plan.choice.homes.push_back(tensor.home);
+  for (int t = 0; t < kTiers; ++t) plan.least[size_t(t)] = before.tiers[t].total_bytes();
+  if (wanted || predicts) partial.compute = compute_seconds(plan.program);
+  if (is_beyond(plan, partial.compute, wanted)) return partial;
+  std::vector<Op> in_place = plan.program.ops;
+  const auto limits = limits_of_spreading(before, aim);
+  const bool limited = spread_moves(plan.program, before, settings_.rates, limits);
+  plan.limited = limited;
+  plan.memory = plan_memory(plan.program, settings_.backend, settings_.threads);
+  if (beyond(plan.memory, {limits[int(Tier::device)], aim.targets[int(Tier::host)], 0})) {
+    plan.program.ops = std::move(in_place);
+    plan.limited = moves_any(program_);
+    plan.memory = plan_memory(plan.program, settings_.backend, settings_.threads);
+  } else if (at_once && !limited) {
+    plan.same_from = plan.memory.device().total_bytes();
+  }
+  if (slice_updates(plan.program, settings_.slice) > 0)
+    plan.memory = plan_memory(plan.program, settings_.backend, settings_.threads);
+  if (predicts) {
+    predict_time(plan, settings_.rates);
+    partial.seconds = plan.seconds;
+    if (is_slow(partial.seconds, wanted)) return partial;
+  }
+  place_closely(plan.program, plan.memory);
+  partial.is_made = true;
+  return partial;
+}
+
+std::optional<Planned> Attempts::finish(Partial partial, const std::optional<Bounds>& wanted) {
+  Planned plan = std::move(partial.plan);
+  if (is_beyond(plan, partial.compute, wanted)) {
+    plan.memory = {};
+    plan.same_from = INT64_MAX;
+  } else if (is_slow(partial.seconds, wanted)) {
+    plan.memory = {};
+  } else if (!partial.is_made) {
+    return {};
+  }
+  return plan;
+}
+
+// What a step cannot take less than.
+double Attempts::compute_seconds(const Program& program) {
+  double sum = 0;
+  Signatures signatures(program);
+  for (const Op& op : program.ops) {
+    if (op.stream != Stream::compute) continue;
+    const auto [known, is_new] = seconds_.try_emplace(signatures.of(op), 0);
+    if (is_new) known->second = seconds_of(OpView(program, op), settings_.rates);
+    sum += known->second;
+  }
+  return sum;
+}
+
+// Where no budget says how far apart moves may be, the device stays within what it takes without any, and what is
+// staged on the host within half of what it would hold were it the farthest tier.
+std::array<int64_t, kTiers> Attempts::limits_of_spreading(const MemoryPlan& before, const Aim& aim) const {
+  std::array<int64_t, kTiers> limits = aim.targets;
+  const TierPlan& host = before[Tier::host];
+  int64_t &of_device = limits[int(Tier::device)], &of_host = limits[int(Tier::host)];
+  if (of_device <= 0) of_device = bytes_without_;
+  if (aim.room > 0) of_device = aim.room;
+  if (of_host <= 0)
+    of_host = std::max<int64_t>(
+        1, host.persistent_bytes + std::max(host.live_peak_bytes, before[Tier::nvme].total_bytes() / 2));
+  return limits;
+}
+
+AttemptsAhead::AttemptsAhead(std::span<const std::unique_ptr<Attempts>> makers, const std::vector<Choice>& starts,
+                             std::vector<Aim> aims)
+    : starts_(starts), aims_(std::move(aims)), many_(makers.size() > 1) {
+  for (const auto& maker : makers) free_.push_back(maker.get());
+}
+
+AttemptsAhead::~AttemptsAhead() {
+  for (Begun& begun : begun_)
+    if (many_) begun.partial.wait();
+}
+
+// Bounds become narrower while plans are found, so what is begun with those of now is rarely cut short by them alone.
+void AttemptsAhead::begin_next(const std::optional<Bounds>& wanted) {
+  for (; !free_.empty() && next_ < aims_.size(); ++next_) {
+    Attempts* maker = free_.back();
+    const Aim& aim = aims_[next_];
+    const auto work = [this, maker, &aim, wanted] { return maker->begin(starts_[aim.start], aim, wanted, true); };
+    std::future<Attempts::Partial> partial;
+    if (many_) try {
+        partial = std::async(std::launch::async, work);
+      } catch (const std::system_error&) {  // there are no more threads
+      }
+    if (!partial.valid()) partial = std::async(std::launch::deferred, work);  // when it is taken
+    free_.pop_back();
+    begun_.push_back({next_, maker, std::move(partial)});
+  }
+}
+
+Attempts::Partial AttemptsAhead::end(Begun begun) {
+  begun.partial.wait();
+  free_.push_back(begun.maker);
+  return begun.partial.get();
+}
+
+Planned AttemptsAhead::take(size_t i, const std::optional<Bounds>& wanted) {
+  for (; !begun_.empty() && begun_.front().index < i; begun_.pop_front()) {
+    begun_.front().partial.wait();
+    free_.push_back(begun_.front().maker);
+  }
+  next_ = std::max(next_, i);
+  begin_next(wanted);
+  Begun begun = std::move(begun_.front());
+  begun_.pop_front();
+  Attempts& maker = *begun.maker;
+  if (auto plan = Attempts::finish(end(std::move(begun)), wanted)) return std::move(*plan);
+  return maker.make(starts_[aims_[i].start], aims_[i], wanted);
+}
+
+}  // namespace strata

@@ -1,0 +1,118 @@
+// Single plans of the residency planner (residency.h): what is decided for one aim, written into the program, with its
+// memory planned; and a list of them made several at once, with the results of one after the other.
+#pragma once
+#include <array>
+#include <deque>
+#include <future>
+#include <memory>
+#include <optional>
+#include <span>
+#include <unordered_map>
+#include <vector>
+
+#include "engine/planning/homes.h"
+#include "engine/planning/local_search.h"
+#include "engine/planning/materialize.h"
+
+namespace strata {
+
+struct Planned {
+  Program program{};
+  MemoryPlan memory{};                  // without buffers: the plan is beyond its bounds, and not made to its end
+  double seconds = 0, waits = 0;        // predicted, once it is compared with others
+  bool last_resort = false;             // not what the plugins ask for, but it fits
+  std::array<int64_t, kTiers> least{};  // bytes of each tier that it cannot be placed in less than
+  int64_t same_from = INT64_MAX;        // every aim that leaves the device so many bytes gives the same
+  Choice choice{};                      // what was decided
+  bool limited = false;                 // something would have come back earlier, had there been room
+  bool is_made() const { return !memory.buffer_of.empty(); }
+};
+
+// What one attempt aims at.
+struct Aim {
+  std::array<int64_t, kTiers> targets{};  // bytes that each tier is relieved down to; 0: as it is
+  int64_t room = 0;                       // bytes of the device for bringing back early; 0: the target
+  bool homes_first = true;                // what has its home in memory goes before what waits there
+  bool forms = true;
+  size_t start = 0;        // the decisions that relief begins with
+  bool by_budget = false;  // the target is the budget's, and not one of a series that is the same for all
+};
+
+// Beyond these nobody wants a plan.
+struct Bounds {
+  double seconds;
+  std::array<int64_t, kTiers> bytes;  // 0: any number
+};
+
+bool exceeds(const std::array<int64_t, kTiers>& bytes, const std::array<int64_t, kTiers>& limits);
+// The first tier whose arena is beyond its limit; 0: none.
+std::optional<Tier> beyond(const MemoryPlan& plan, const std::array<int64_t, kTiers>& limits);
+void predict_time(Planned& plan, const Rates& rates);
+
+// Makes plans of a program. One at a time: it has a copy of the program of its own, whose homes it changes.
+class Attempts {
+ public:
+  Attempts(const Program& program, const ResidencySettings& settings, const Homes& homes, const Uses& uses,
+           int64_t bytes_without)
+      : program_(program), settings_(settings), homes_(homes), uses_(uses), bytes_without_(bytes_without) {}
+
+  // Decides, writes the decisions into the program, and plans its memory; moves are spread where that fits. Where
+  // things lie follows from the aim alone: they are moved closer together whether a budget asks for it or not, since
+  // what shares memory waits, and a plan may not be faster for being denser than another budget made it. Of a plan
+  // beyond `wanted` nothing is planned but what it takes at least.
+  Planned make(const Choice& start, const Aim& aim, const std::optional<Bounds>& wanted);
+
+ private:
+  friend class AttemptsAhead;
+  // A plan, and what cuts it short.
+  struct Partial {
+    Planned plan;
+    bool is_made = false;  // to its end
+    double compute = 0;    // seconds that a step cannot take less than
+    double seconds = 0;    // predicted before what it lays out is moved closer together; 0: not predicted
+  };
+  Partial begin(const Choice& start, const Aim& aim, const std::optional<Bounds>& wanted, bool predicts);
+  // What make() gives for other bounds than it was begun with; nothing where it was cut short by those alone.
+  static std::optional<Planned> finish(Partial partial, const std::optional<Bounds>& wanted);
+  double compute_seconds(const Program& program);
+  std::array<int64_t, kTiers> limits_of_spreading(const MemoryPlan& before, const Aim& aim) const;
+
+  Program program_;
+  const ResidencySettings& settings_;
+  const Homes& homes_;
+  const Uses& uses_;
+  const int64_t bytes_without_;
+  std::unordered_map<uint64_t, double> seconds_{};  // of an op, by signature
+};
+
+// A list of attempts, the next of which are made by other threads while one is considered. Each gives what
+// Attempts::make would, whatever the number of threads.
+class AttemptsAhead {
+ public:
+  // As many at once as there are `makers`.
+  AttemptsAhead(std::span<const std::unique_ptr<Attempts>> makers, const std::vector<Choice>& starts,
+                std::vector<Aim> aims);
+  ~AttemptsAhead();
+  size_t size() const { return aims_.size(); }
+  const Aim& operator[](size_t i) const { return aims_[i]; }
+  // The i-th, later ones after earlier ones.
+  Planned take(size_t i, const std::optional<Bounds>& wanted);
+
+ private:
+  struct Begun {
+    size_t index;
+    Attempts* maker;
+    std::future<Attempts::Partial> partial;
+  };
+  void begin_next(const std::optional<Bounds>& wanted);
+  Attempts::Partial end(Begun begun);
+
+  const std::vector<Choice>& starts_;
+  const std::vector<Aim> aims_;
+  const bool many_;
+  std::vector<Attempts*> free_;
+  std::deque<Begun> begun_;
+  size_t next_ = 0;  // to be begun
+};
+
+}  // namespace strata
