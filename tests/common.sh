@@ -15,11 +15,11 @@ prepare_data() {
 losses() { python3 -c 'import json,sys
 for line in open(sys.argv[1]): r = json.loads(line); print(r["step"], r["loss"], r.get("validation_loss"))' "$1"; }
 
-# expect CODE TEXT COMMAND...: exit code, and TEXT (fixed) once in what is printed to stderr
+# expect CODE TEXT COMMAND...: exit code, and TEXT (fixed) once in what is printed to stderr. What takes so long hangs.
 expect() {
   local code=$1 text=$2 status=0
   shift 2
-  timeout 120 "$@" >out 2>error </dev/null || status=$?
+  timeout 500 "$@" >out 2>error </dev/null || status=$?
   [[ $status == "$code" ]] || fail "$*: exit $status, expected $code: $(cat error)"
   [[ -z $text || $(grep -cF -- "$text" error) == 1 ]] || fail "$*: expected \"$text\" once, got: $(cat error)"
 }

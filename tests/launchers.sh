@@ -53,11 +53,11 @@ TOML
 same() {
   local name=$1 status=0
   shift
-  timeout 120 "$@" "$strata" train config.toml --set run.directory="$name" >out 2>&1 </dev/null || status=$?
+  timeout 500 "$@" "$strata" train config.toml --set run.directory="$name" >out 2>&1 </dev/null || status=$?
   [[ $status == 0 ]] || fail "$name: exit $status: $(cat out)"
   losses alone/log.jsonl | cmp - <(losses "$name"/log.jsonl) || fail "$name: other losses"
   status=0
-  timeout 120 "$@" "$strata" train config.toml --set run.directory="$name-wrong" --set mesh.data=4 >out 2>&1 </dev/null || status=$?
+  timeout 500 "$@" "$strata" train config.toml --set run.directory="$name-wrong" --set mesh.data=4 >out 2>&1 </dev/null || status=$?
   [[ $status == 2 ]] || fail "$name, wrong mesh: exit $status: $(cat out)"
   [[ $(grep -c 'started 2 ranks, but \[mesh\] asks for 4' out) == 1 ]] || fail "$name, wrong mesh: $(cat out)"
 }

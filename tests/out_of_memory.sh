@@ -82,7 +82,7 @@ def run(words, **variables):
     for folder in ("run", "prepared", "target"):
         shutil.rmtree(folder, ignore_errors=True)
     return subprocess.run([strata, *words], capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL,
-                          timeout=120, env={**os.environ, "LD_PRELOAD": os.path.abspath("fail.so"), **variables})
+                          timeout=500, env={**os.environ, "LD_PRELOAD": os.path.abspath("fail.so"), **variables})
 
 
 for words in commands:
