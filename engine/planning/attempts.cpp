@@ -37,8 +37,8 @@ Planned Attempts::make(const Choice& start, const Aim& aim, const std::optional<
 
 namespace {
 
-bool is_beyond(const Planned& plan, double compute, const std::optional<Bounds>& wanted) {
-  return wanted && (exceeds(plan.least, wanted->bytes) || compute > wanted->seconds);
+bool is_beyond(const Planned& plan, double busiest, const std::optional<Bounds>& wanted) {
+  return wanted && (exceeds(plan.least, wanted->bytes) || busiest > wanted->seconds);
 }
 
 // What shares more memory waits more often; rarely less, and never much less.
@@ -61,8 +61,8 @@ Attempts::Partial Attempts::begin(const Choice& start, const Aim& aim, const std
   plan.choice = {.decisions = std::move(relief).decisions(), .room = aim.room};
   for (const Tensor& tensor : program_.tensors) plan.choice.homes.push_back(tensor.home);
   for (int t = 0; t < kTiers; ++t) plan.least[size_t(t)] = before.tiers[t].total_bytes();
-  if (wanted || predicts) partial.compute = compute_seconds(plan.program);
-  if (is_beyond(plan, partial.compute, wanted)) return partial;
+  if (wanted || predicts) partial.busiest = busiest_seconds(plan.program);
+  if (is_beyond(plan, partial.busiest, wanted)) return partial;
   std::vector<Op> in_place = plan.program.ops;
   const auto limits = limits_of_spreading(before, aim);
   const bool limited = spread_moves(plan.program, before, settings_.rates, limits);
@@ -89,7 +89,7 @@ Attempts::Partial Attempts::begin(const Choice& start, const Aim& aim, const std
 
 std::optional<Planned> Attempts::finish(Partial partial, const std::optional<Bounds>& wanted) {
   Planned plan = std::move(partial.plan);
-  if (is_beyond(plan, partial.compute, wanted)) {
+  if (is_beyond(plan, partial.busiest, wanted)) {
     plan.memory = {};
     plan.same_from = INT64_MAX;
   } else if (is_slow(partial.seconds, wanted)) {
@@ -100,17 +100,16 @@ std::optional<Planned> Attempts::finish(Partial partial, const std::optional<Bou
   return plan;
 }
 
-// What a step cannot take less than.
-double Attempts::compute_seconds(const Program& program) {
-  double sum = 0;
+// What the busiest stream has to do: a step cannot take less.
+double Attempts::busiest_seconds(const Program& program) {
+  std::array<double, kStreams> sums{};
   Signatures signatures(program);
   for (const Op& op : program.ops) {
-    if (op.stream != Stream::compute) continue;
     const auto [known, is_new] = seconds_.try_emplace(signatures.of(op), 0);
     if (is_new) known->second = seconds_of(OpView(program, op), settings_.rates);
-    sum += known->second;
+    sums[size_t(op.stream)] += known->second;
   }
-  return sum;
+  return *std::max_element(sums.begin(), sums.end());
 }
 
 // Where no budget says how far apart moves may be, the device stays within what it takes without any, and what is

@@ -68,13 +68,13 @@ class Attempts {
   struct Partial {
     Planned plan;
     bool is_made = false;  // to its end
-    double compute = 0;    // seconds that a step cannot take less than
+    double busiest = 0;    // seconds that a step cannot take less than
     double seconds = 0;    // predicted before what it lays out is moved closer together; 0: not predicted
   };
   Partial begin(const Choice& start, const Aim& aim, const std::optional<Bounds>& wanted, bool predicts);
   // What make() gives for other bounds than it was begun with; nothing where it was cut short by those alone.
   static std::optional<Planned> finish(Partial partial, const std::optional<Bounds>& wanted);
-  double compute_seconds(const Program& program);
+  double busiest_seconds(const Program& program);
   std::array<int64_t, kTiers> limits_of_spreading(const MemoryPlan& before, const Aim& aim) const;
 
   Program program_;

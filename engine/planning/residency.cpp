@@ -80,17 +80,15 @@ class Planner {
     std::string text = "a step takes " + std::string(times) + " times as long as with memory for everything";
     std::stable_sort(beyond_.begin(), beyond_.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
     const Bounds wanted{seconds / 2, {0, budget(Tier::host), budget(Tier::nvme)}};
-    std::optional<int64_t> enough;  // of those tried, the smallest
-    int64_t before = -1;
-    std::vector<Aim> aims;
-    for (const auto& [bytes, aim] : beyond_)
-      if (bytes != std::exchange(before, bytes)) aims.push_back(aim);
-    AttemptsAhead ahead = attempts_ahead(std::move(aims));
-    for (size_t i = 0; i < ahead.size() && !enough; ++i) {
-      Planned plan = ahead.take(i, wanted);
-      if (!plan.is_made() || beyond(plan.memory, wanted.bytes)) continue;
-      predict_time(plan, settings_.rates);
-      if (plan.seconds <= wanted.seconds) enough = plan.memory.device().total_bytes();
+    // More memory is hardly ever slower, so of those tried the smallest that will do is looked for by halves.
+    std::optional<int64_t> enough;
+    for (size_t first = 0, last = beyond_.size(), i = last - 1; first < last; i = (first + last) / 2) {
+      Planned plan = attempt(beyond_[i].second, wanted);
+      bool will_do = plan.is_made() && !beyond(plan.memory, wanted.bytes);
+      if (will_do) predict_time(plan, settings_.rates), will_do = plan.seconds <= wanted.seconds;
+      if (!will_do && !enough) break;
+      if (will_do) enough = plan.memory.device().total_bytes();
+      (will_do ? last : first) = will_do ? i : i + 1;
     }
     if (enough)
       text += "; with " + option_of(Tier::device, settings_) + " = " + std::to_string(*enough) + " (" +
