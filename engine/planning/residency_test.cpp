@@ -447,10 +447,9 @@ TEST(Residency, PlansMadeAtOnceAreThoseMadeInTurn) {
     }
   };
   const int64_t smallest = test::smallest_in(text(1, 1));
-  for (int64_t budget : {int64_t{1}, smallest, smallest + (256 << 10), 2 * smallest}) {
-    const std::string in_turn = text(budget, 1);
-    EXPECT_EQ(text(budget, 3), in_turn) << budget;
-  }
+  const std::array budgets{smallest, int64_t{1}, smallest + (256 << 10), 2 * smallest};
+  for (int i = 0; i < test::cases(int(budgets.size())); ++i)
+    EXPECT_EQ(text(budgets[size_t(i)], 3), text(budgets[size_t(i)], 1)) << budgets[size_t(i)];
 }
 
 #if defined(STRATA_EMULATED_CUDA)

@@ -71,7 +71,7 @@ bool spans_hosts(const World* world) { return world && world->local_size() < wor
 ProcessMemory process_memory(const Session& session, const PlannedProgram& planned, size_t ops, int64_t resident) {
   constexpr int64_t kMiB = 1 << 20;
   constexpr int64_t kBinding = 2 << 10;    // of an op: kernel, pointers, waits
-  constexpr int64_t kCode = 6 * kMiB;      // of libraries: touched first when the program runs
+  constexpr int64_t kCode = 12 * kMiB;     // code, and what is allocated, when the program first runs
   constexpr int64_t kPacking = 4 * kMiB;   // of a thread, at most: oneDNN's copies of panels of matrices
   constexpr int64_t kWindows = 4 * kMiB;   // of memory that ranks of a host share
   // A group over libfabric's tcp: buffers for what could be on its way at once, and for each rank.
@@ -428,6 +428,7 @@ void Session::settle_arenas(RunPlans& plans, int64_t host_bytes_beside) const {
                       bytes_text(all), memory_name(plans.main().program(), Tier(t)), bytes_text(budgets[t]), all),
           Tier(t), all);
   }
+  give_back_memory();  // planning took some that training does not
   const int64_t resident = this->resident.value_or(resident_bytes());
   for (PlannedProgram& planned : plans.programs) {
     for (size_t t = 0; t < kTiers; ++t) {

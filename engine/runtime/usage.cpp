@@ -1,6 +1,7 @@
 // Reads /proc and mincore(2); see usage.h.
 #include "engine/runtime/usage.h"
 
+#include <malloc.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -28,6 +29,8 @@ int64_t status_bytes(const char* pattern) {
 int64_t peak_resident_bytes() { return status_bytes("VmHWM: %lld kB"); }
 
 int64_t resident_bytes() { return status_bytes("VmRSS: %lld kB"); }
+
+void give_back_memory() { malloc_trim(0); }
 
 int64_t resident_bytes(const std::byte* begin, int64_t bytes) {
   const int64_t page = sysconf(_SC_PAGESIZE);
