@@ -64,7 +64,9 @@ TEST(Peak, TriadIsNearWhatCopyingMoves) {
   const double triad = measure_triad_bandwidth(1);
   // STREAM's copy and triad lie within tens of per cent of each other on any machine; a factor of 3 either way leaves
   // room for a busy one and still catches a wrong unit, a wrong count of arrays or arrays that stay in a cache.
+#if !defined(__SANITIZE_THREAD__)  // which looks at every access of the triad's, and at memcpy once
   EXPECT_GT(triad, copy / 3);
+#endif
   EXPECT_LT(triad, copy * 3);
 }
 
