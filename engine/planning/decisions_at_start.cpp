@@ -67,29 +67,6 @@ bool reads_matrix(const Program& program, const Op& op) {
   });
 }
 
-// Bytes of the widest tensor through which blocks are connected.
-int64_t width_between_blocks(const Program& program) {
-  std::vector<int> maker(program.tensors.size(), -1);
-  int64_t width = 0;
-  for (const Op& op : program.ops) {
-    if (op.step_part != StepPart::forward) continue;
-    for (TensorId id : op.inputs)
-      if (id && op.block >= 0 && maker[size_t(id.value)] >= 0 && maker[size_t(id.value)] != op.block)
-        width = std::max(width, program[id].bytes());
-    for (TensorId id : op.outputs) maker[size_t(id.value)] = op.block;
-  }
-  return width;
-}
-
-// What an op made is worth keeping: it is narrow, and took more than going over memory.
-bool is_narrow_and_dear(const Program& program, const Op& op, int64_t width) {
-  constexpr double kDear = 8;  // flops a byte
-  for (TensorId id : op.outputs)
-    if (program[id].bytes() > width) return false;
-  const Cost cost = cost_of(OpView(program, op));
-  return reads_matrix(program, op) || cost.flops > kDear * cost.bytes;
-}
-
 }  // namespace
 
 std::vector<Pattern> patterns_of(const Program& program, size_t most) {
@@ -103,8 +80,6 @@ std::vector<Pattern> patterns_of(const Program& program, size_t most) {
   int root = 1;
   while (root * root < blocks) ++root;
   if (blocks > 2) patterns.push_back({Pattern::Kind::nested, root});
-  patterns.push_back({Pattern::Kind::wide});
-  patterns.push_back({Pattern::Kind::wide_again});
   for (int every = 2; every < blocks; ++every) patterns.push_back({Pattern::Kind::groups, every});
   for (int every = 2; every < blocks; every *= 2)
     if (every != root) patterns.push_back({Pattern::Kind::nested, every});
@@ -113,8 +88,6 @@ std::vector<Pattern> patterns_of(const Program& program, size_t most) {
 }
 
 void add_pattern(const Program& program, const Uses& all, const Pattern& pattern, Decisions& decisions) {
-  const bool wide = pattern.kind == Pattern::Kind::wide || pattern.kind == Pattern::Kind::wide_again;
-  const int64_t width = wide ? width_between_blocks(program) : 0;
   for (int32_t t = 0; t < int32_t(program.tensors.size()); ++t) {
     const int form = form_without_bytes(program, t);
     const auto& uses = all.of[size_t(t)];
@@ -131,8 +104,6 @@ void add_pattern(const Program& program, const Uses& all, const Pattern& pattern
     using Again = Decision::Again;
     Again again = Again::never;
     if (other_group || (pattern.kind == Pattern::Kind::selective && reads_matrix(program, maker))) continue;
-    if (wide && is_narrow_and_dear(program, maker, width)) continue;
-    if (pattern.kind == Pattern::Kind::wide_again) again = Again::always;
     if (pattern.kind == Pattern::Kind::nested && !other_block) again = Again::in_other_blocks;
     decisions.try_emplace({t, u + 1 < uses.size() ? uses[u + 1] : kNever}, Decision{form, Tier::device, again});
   }

@@ -21,8 +21,6 @@ struct Pattern {
     groups,     // everything but what other groups of `every` blocks read
     nested,     // the same, and within a group, once it is back, everything but what other blocks read
     selective,  // of that, what is made without a matrix of parameters
-    wide,       // of that, what is wider than a block's input or cheap to make; what is in between stays
-    wide_again, // the same, after every use
   };
   Kind kind = Kind::groups;
   int every = 1;  // blocks
