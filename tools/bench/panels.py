@@ -1,5 +1,5 @@
-"""What tools/bench/curve and tools/bench/checkmate draw: memory against predicted time, one panel a configuration, several
-panels in one SVG. Both axes are logarithmic. A result is a dict, as those programs write it as JSON:
+"""What tools/bench/curve draws: memory against predicted time, a panel for each configuration, in one SVG. Both axes are
+logarithmic. A result is a dict, as that program and tools/bench/checkmate write it as JSON:
 
     name      what the panel is called
     whole     with everything resident: bytes, seconds
@@ -13,12 +13,13 @@ import math
 GIB = 1 << 30
 BLUE, ORANGE, GREEN = "#0072b2", "#d55e00", "#009e73"
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 480, 340, 62, 84, 44, 44
-STYLE = ("<style>text{font:12px system-ui,sans-serif;fill:#1a1a1a}.title{font-weight:600;font-size:13px}.soft{fill:#666}"
-         ".axis{stroke:#ddd}.blue{fill:#0072b2}.green{fill:#00795a}.orange{fill:#b34e00}</style>")
+STYLE = ("<style>text{font:12px system-ui,sans-serif;fill:#1a1a1a;paint-order:stroke;stroke:#fff;stroke-width:2px}"
+         ".title{font-weight:600;font-size:13px}.soft{fill:#666}.axis{stroke:#ddd}"
+         ".blue{fill:#0072b2}.green{fill:#00795a}.orange{fill:#b34e00}</style>")
 
 
 def ticks(low, high, powers):
-    """Round numbers between two, about five: of one step where these are near each other, else powers of 2 or 1, 2, 5."""
+    """Round numbers between two, about five: of one step where the two are near, else powers of 2, or 1, 2, 5."""
     if high / low < 4:
         step = 10 ** math.floor(math.log10((high - low) / 4))
         step = next(step * f for f in (1, 2, 2.5, 4, 5, 8, 10) if (high - low) / (step * f) <= 6)
@@ -29,7 +30,9 @@ def ticks(low, high, powers):
 
 
 def duration(seconds):
-    return f"{seconds:.3g} s" if seconds >= 0.1 else f"{seconds * 1e3:.3g} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.3g} µs"
+    if seconds >= 0.1:
+        return f"{seconds:.3g} s"
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.3g} µs"
 
 
 class Panel:
@@ -82,8 +85,11 @@ class Panel:
         path = f"M{self.x(seen[0]['budget']):.1f} {self.y(seen[0]['seconds']):.1f}"
         if seen[0] is not curve[0]:
             path = f"M{self.x(seen[0]['budget']):.1f} {self.dy + TOP}V{self.y(seen[0]['seconds']):.1f}"
-            self.text(self.x(seen[0]["budget"]) + 8, self.dy + TOP + 10,
-                      f"{duration(curve[0]['seconds'])} in {curve[0]['budget'] / self.unit:.4g} {self.unit_name}", "blue")
+            lower = (plan for plan in seen if self.y(plan["seconds"]) > self.dy + TOP + 24)
+            free = next(lower, seen[-1])  # of the line
+            self.text(self.x(free["budget"]) + 8, self.dy + TOP + 10,
+                      f"{duration(curve[0]['seconds'])} in {curve[0]['budget'] / self.unit:.4g} {self.unit_name}",
+                      "blue")
         best = seen[0]["seconds"]
         for plan in seen[1:]:
             best = min(best, plan["seconds"])
@@ -98,7 +104,11 @@ class Panel:
             title = f'{one["name"]}{away}: {one["bytes"] / self.unit:.2f} {self.unit_name}, {duration(one["seconds"])}'
             self.circle(x, y, ORANGE, one.get("away"), title)
             if one["name"] in ("blocks", "selective"):
-                self.text(x + 7, y + (-6 if one["name"] == "blocks" else 4), one["name"], "orange")
+                if x > self.dx + (LEFT + WIDTH - RIGHT) / 2:
+                    self.text(x - 8, y + (14 if one["name"] == "selective" else -4), one["name"], "orange", "end")
+                else:
+                    right, below = (6, 17) if one.get("away") else (14, 9)
+                    self.text(x + right, y + below, one["name"], "orange")
         for one in self.result.get("optimal", []):
             x, y = self.x(one["budget"]), self.y(one["seconds"])
             proved = "the optimum" if one["proved"] else f'at least {duration(one["bound"])}'
@@ -118,11 +128,11 @@ def picture(results, title):
     out = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
            f'role="img">', STYLE, '<rect width="100%" height="100%" fill="#ffffff"/>',
            f'<text class="title" x="12" y="22">{title}</text>']
-    legend, x = [("Strata's plan under a budget", BLUE, "line"), ("recomputation of blocks, every k-th, selective", ORANGE, "")], 12
+    legend, x = [("Strata, under a budget", BLUE, "line"), ("blocks, every k-th, selective", ORANGE, "")], 12
     if any(one.get("away") for result in results for one in result["simple"]):
-        legend.append(("the same, all elsewhere that may be", ORANGE, "hollow"))
+        legend.append(("the same, elsewhere what may be", ORANGE, "hollow"))
     if any(result.get("optimal") for result in results):
-        legend.append(("Checkmate's optimum", GREEN, ""))
+        legend.append(("Checkmate's optimum; hollow: not proved", GREEN, ""))
     for words, colour, form in legend:
         if form == "line":
             out.append(f'<path d="M{x} 42H{x + 16}" stroke="{colour}" stroke-width="2"/>')
@@ -130,7 +140,7 @@ def picture(results, title):
             fill = f'fill="#ffffff" stroke="{colour}" stroke-width="1.5"' if form else f'fill="{colour}"'
             out.append(f'<circle cx="{x + 8}" cy="42" r="4" {fill}/>')
         out.append(f'<text x="{x + 22}" y="46">{words}</text>')
-        x += 40 + 6.2 * len(words)
+        x += 34 + 6.5 * len(words)
     for i, result in enumerate(results):
         out.append(Panel(result, i % columns * WIDTH, 56 + i // columns * HEIGHT).svg())
     return "\n".join(out) + "\n</svg>\n"
