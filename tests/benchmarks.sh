@@ -36,4 +36,16 @@ PY
 }
 stopped SIGINT '^ *7.5B +1 +2 ' "$bench/zero_table" --check --build "$build"
 stopped SIGTERM '^budget +[0-9.]+ +[0-9.]+ ' "$bench/curve" "$bench/../../configs/quickstart.toml" --build "$build"
+
+# Results that are read back are drawn and not planned again; a plan that loses to a simpler setting is exit code 1.
+result() { echo "[{\"name\": \"$1\", \"whole\": {\"bytes\": 8e9, \"seconds\": 1, \"assumed\": []},
+  \"curve\": [{\"budget\": 2e9, \"bytes\": 2e9, \"seconds\": 2}, {\"budget\": 8e9, \"bytes\": 8e9, \"seconds\": 1}],
+  \"simple\": [{\"name\": \"blocks\", \"bytes\": 4e9, \"seconds\": $2}]}]"; }
+result "A & B" 2.5 >a.json
+result C 1.5 >c.json
+"$bench/curve" a.json --picture a.svg >out 2>error || fail "curve of results: $(cat error)"
+grep -q 'A &amp; B' a.svg && python3 -c 'import xml.dom.minidom as x; x.parse("a.svg")' || fail "curve --picture"
+"$bench/curve" a.json c.json --picture both.svg >out 2>error && fail "curve does not see that blocks are faster"
+grep -q 'slower under a budget than blocks (C' error || fail "curve: $(cat error)"
+[[ $(grep -c '<path' both.svg) == 3 ]] || fail "curve does not draw two panels: $(cat both.svg)"
 finish benchmarks

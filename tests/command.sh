@@ -90,7 +90,7 @@ expect 2 '' "$strata" frobnicate
 mkdir disk
 nvme=(--set 'plugins.offload.directory="disk"' --set plugins.offload.minimum=0 --set plugins.offload.optimizer=nvme
   --set plugins.offload.parameters=nvme --set plugins.recompute.mode=blocks)
-expect 0 '' "$strata" plan config.toml "${nvme[@]}" --trace plan.json --html plan.html
+expect 0 '' "$strata" plan config.toml "${nvme[@]}" --trace plan.json --html plan.html --graph graph.json
 grep -q 'waiting for NVMe' out || fail "plan says nothing of waiting: $(cat out)"
 "$strata" plan config.toml "${nvme[@]}" --json >plan_rates.json 2>error && python3 - <<'PY' || fail "plan --json: $(cat error)"
 import json
@@ -108,6 +108,7 @@ PY
   grep -q 'assumed, not measured: .*link data' plan_ranks && grep -q 'on the wire: ' plan_ranks || fail "ranks: $(cat plan_ranks)"
 grep -q 'optimizer_state' <(sed -n '/^nvme memory/,$p' out) || fail "no states on NVMe: $(cat out)"
 python3 -c 'import json; events = json.load(open("plan.json"))["traceEvents"]; assert any(e["args"].get("purpose") == "restore" for e in events)' || fail "plan --trace"
+python3 -c 'import json; ops = json.load(open("graph.json"))["programs"][0]["ops"]; assert any(o["purpose"] == "restore" and o["seconds"] > 0 for o in ops)' || fail "plan --graph"
 grep -q 'NVMe memory over the step' plan.html || fail "plan --html"
 ! grep -q '<line class="budget"' plan.html || fail "plan --html draws a budget that nobody gave"
 expect 0 '' "$strata" plan config.toml --set device.memory=2MiB --html plan.html

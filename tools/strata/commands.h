@@ -30,7 +30,7 @@ int train_command_main(const TrainArguments& arguments);
 
 struct PlanArguments : ConfigArguments {
   bool program = false, json = false;
-  std::string trace, html, machine;
+  std::string trace, html, graph, machine;
 };
 int plan_command_main(const PlanArguments& arguments);
 

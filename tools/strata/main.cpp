@@ -60,6 +60,9 @@ void add_plan(CLI::App& parent, PlanArguments& arguments, Action& action) {
   command->add_option("--trace", arguments.trace,
                       "write the predicted step as a trace for ui.perfetto.dev or chrome://tracing");
   command->add_option("--html", arguments.html, "write a page with timelines of memory and streams, as planned");
+  command->add_option("--graph", arguments.graph,
+                      "write the planned program as JSON: tensors with their bytes, ops with what they read, write and "
+                      "are predicted to take (engine/planning/graph.h)");
   command->add_option("--machine", arguments.machine,
                       "plan for a machine that is not here: a TOML file with its rates (configs/machines)");
   command->callback([&arguments, &action] { action = [&arguments] { return plan_command_main(arguments); }; });

@@ -10,6 +10,7 @@
 
 #include "comm/rendezvous.h"
 #include "engine/checkpoint/store.h"
+#include "engine/planning/graph.h"
 #include "engine/planning/page.h"
 #include "engine/planning/stages_report.h"
 #include "engine/planning/trace.h"
@@ -177,6 +178,16 @@ std::string trace_of(const std::vector<RunPlans>& stages) {
   return chrome_trace(programs);
 }
 
+std::string graph_of(const std::vector<RunPlans>& stages) {
+  std::vector<NamedPlan> plans;
+  for (size_t s = 0; s < stages.size(); ++s) {
+    const PlannedProgram& planned = stages[s].programs[stages[s].usual()];
+    plans.push_back({stages.size() == 1 ? "step" : stage_name(s, stages.size()), &planned.program(), &planned.memory,
+                     &planned.rates});
+  }
+  return graph_json(plans);
+}
+
 // One object, or of several stages one with a list of theirs and what they are together.
 std::string plans_json(const std::vector<RunPlans>& stages) {
   if (stages.size() == 1) return plan_json(stages[0]);
@@ -193,6 +204,7 @@ int plan_command_main(const PlanArguments& arguments) {
   const std::vector<RunPlans> stages = plan_stages(session);
   const PlannedProgram& planned = stages[0].main();
   if (!arguments.trace.empty()) write_atomically(arguments.trace, trace_of(stages));
+  if (!arguments.graph.empty()) write_atomically(arguments.graph, graph_of(stages));
   if (!arguments.html.empty()) {
     std::vector<PageRun> runs;
     for (size_t s = 0; s < stages.size(); ++s) add_to_page(runs, session, stages[s], stage_name(s, stages.size()));
