@@ -54,7 +54,7 @@ Attempts::Partial Attempts::begin(const Choice& start, const Aim& aim, const std
   for (size_t t = 0; t < start.homes.size(); ++t) program_.tensors[t].home = start.homes[t];
   Decisions decisions = start.decisions;
   if (!aim.forms) std::erase_if(decisions, [](const auto& decision) { return decision.second.form >= 0; });
-  Relief relief(program_, std::move(decisions), uses_, homes_, settings_, aim.homes_first);
+  Relief relief(program_, std::move(decisions), uses_, homes_, settings_, aim.homes_first, aim.again_first);
   auto [program, before, at_once] = relief.fit(aim.targets);
   Partial partial{.plan = {std::move(program)}};
   Planned& plan = partial.plan;

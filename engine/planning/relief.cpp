@@ -123,10 +123,15 @@ std::optional<Relief::Candidate> Relief::best(const Waiting& waiting) const {
         kept_bytes(program_, id.value, taken->form) > 0)
       offer({taken->form, homes_.away_tier(tensor), taken->again}, kept_bytes(program_, id.value, taken->form),
             move_seconds(homes_.away_tier(tensor), kept_bytes(program_, id.value, taken->form)));
-    else if (taken->again == Decision::Again::never)
-      offer({taken->form, taken->tier, Decision::Again::in_other_blocks}, tensor.bytes(), 1);
-    else if (taken->again == Decision::Again::in_other_blocks)
-      offer({taken->form, taken->tier, Decision::Again::always}, tensor.bytes(), 2);
+    else if (taken->again != Decision::Again::always) {
+      const bool once = taken->again == Decision::Again::never;
+      const double last = once ? 1 : 2;  // more than all else
+      offer({taken->form, taken->tier, once ? Decision::Again::in_other_blocks : Decision::Again::always},
+            tensor.bytes(),
+            again_first_
+                ? seconds_of_form(id.value, taken->form, program_.forms.at(id.value)[size_t(taken->form)])
+                : last);
+    }
     return best;
   }
   if (const Tier tier = homes_.away_tier(tensor);

@@ -13,15 +13,17 @@ namespace strata {
 class Relief {
  public:
   // `program`: as it is before decisions are written into it; homes of its tensors may change. `homes_first`: what has
-  // its home in memory goes before what waits there.
+  // its home in memory goes before what waits there. `again_first`: giving up once more what came back has the price of
+  // bringing it back once more; otherwise it is the last thing to be done, after all that is kept has gone.
   Relief(Program& program, Decisions decisions, const Uses& uses, const Homes& homes, const ResidencySettings& settings,
-         bool homes_first)
+         bool homes_first, bool again_first)
       : program_(program),
         decisions_(std::move(decisions)),
         uses_(uses),
         homes_(homes),
         settings_(settings),
-        homes_first_(homes_first) {}
+        homes_first_(homes_first),
+        again_first_(again_first) {}
   struct Result {
     Program program;
     MemoryPlan memory;            // without offsets
@@ -51,7 +53,7 @@ class Relief {
   const Uses& uses_;
   const Homes& homes_;
   const ResidencySettings& settings_;
-  const bool homes_first_;
+  const bool homes_first_, again_first_;
   std::unordered_map<int32_t, int> given_up_;              // by tensor: in which form
   mutable std::unordered_map<int64_t, double> seconds_{};  // by tensor and form, found in this round
 };

@@ -174,13 +174,15 @@ class Planner {
   // where a little memory makes much difference.
   std::vector<Aim> series(int64_t least, int64_t host_target) const {
     std::vector<Aim> aims;
-    const auto add = [&](double share, size_t start) {
+    const auto add = [&](double share, size_t start, bool again_first = false) {
       if (start >= starts_.size()) return;
       const int64_t target = least + int64_t(double(bytes_without_ - least) * share);
       for (bool homes_first : {true, false})
         if (homes_first || (homes_may_go_ && start == 0))
-          aims.push_back(
-              {.targets = {share < 0 ? 0 : target, host_target, 0}, .homes_first = homes_first, .start = start});
+          aims.push_back({.targets = {share < 0 ? 0 : target, host_target, 0},
+                          .homes_first = homes_first,
+                          .again_first = again_first,
+                          .start = start});
     };
     constexpr double kAsItIs = -1;
     if (budget(Tier::device) <= 0) {
@@ -209,6 +211,7 @@ class Planner {
       for (double share : {0.75, 0.125, 0.015}) add(share, 0);
       for (size_t start : {groups, nested, selective}) add(0.25, start);
       for (size_t start : {groups, nested}) add(0.01, start), add(0, start);
+      for (double share : {0.0, 0.01, 0.03, 0.1}) add(share, 0, true);
     }
     for (size_t start = away_ + 3; start < starts; ++start) add(kAsItIs, start);
     if (bytes_without_ > least)
@@ -226,6 +229,8 @@ class Planner {
     Aim aim{.targets = {least + int64_t(all * share), host_target, 0}, .by_budget = true};
     std::vector<Aim> aims{aim};
     if (aim.start = away_; away_ < starts_.size()) aims.push_back(aim);
+    if (most_attempts(program_.ops.size()) == kMostAttempts)
+      for (size_t i = 0, first = aims.size(); i < first; ++i) aims.push_back(aims[i]), aims.back().again_first = true;
     return aims;
   }
 
@@ -306,6 +311,7 @@ class Planner {
     for (size_t start : {size_t{0}, size_t{1}, away_ + 2})
       if (start == 0 || (start < starts_.size() && (start != 1 || away_ > 1)))
         smallest.push_back({.targets = {1, host, 0}, .start = start});
+    smallest.push_back({.targets = {1, host, 0}, .again_first = true});
     AttemptsAhead of_smallest = attempts_ahead(std::move(smallest));
     for (size_t i = 0; i < of_smallest.size(); ++i) consider_aim(of_smallest, i);
     // Whether the budgets can be met at all is a question to plans that give up on the host what they can; so the
@@ -359,7 +365,9 @@ class Planner {
       for (bool homes_first : {true, false})
         if (homes_first || homes_may_go_) {
           const int64_t target = least + int64_t(double(std::max(bytes_without_ - least, int64_t{0})) * share);
-          begin.push_back(attempt({.targets = {target, host, 0}, .homes_first = homes_first}).choice);
+          for (bool again_first : {false, true})
+            begin.push_back(
+                attempt({.targets = {target, host, 0}, .homes_first = homes_first, .again_first = again_first}).choice);
         }
     LocalSearch search(program_, uses_, homes_, starts_[0].decisions, bytes_without_);
     search.run(begin, most, [&](const Choice& choice) -> std::optional<LocalSearch::Reached> {
