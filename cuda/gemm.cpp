@@ -21,7 +21,8 @@
 namespace strata::cuda {
 namespace {
 
-constexpr int64_t kWorkspace = 32 << 20;  // what NVIDIA recommends for Hopper
+constexpr int64_t kWorkspace = 32 << 20;      // what NVIDIA recommends for Hopper
+constexpr uintptr_t kWorkspaceAlignment = 256;  // what cublasLtMatmul asks for; tensors lie closer together
 
 struct CublasLt {
   const Library library{"libcublasLt.so." + std::to_string(CUDART_VERSION / 1000),
@@ -101,14 +102,17 @@ struct Gemm::Plan {
     const float alpha = 1, beta = s.accumulate ? 1 : 0;
     if (s.bias) library().set(what, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &at.bias, sizeof at.bias);
     if (s.gelu_gradient) library().set(what, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &at.x, sizeof at.x);
-    return library().matmul(library().handle, what, &alpha, at.B, b, at.A, a, &beta, at.C, c, at.C, c, &with,
-                            at.workspace, kWorkspace, static_cast<cudaStream_t>(queue));
+    const auto lowest = reinterpret_cast<uintptr_t>(at.workspace);
+    void* workspace =
+        reinterpret_cast<void*>((lowest + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment);
+    return library().matmul(library().handle, what, &alpha, at.B, b, at.A, a, &beta, at.C, c, at.C, c, &with, workspace,
+                            kWorkspace, static_cast<cudaStream_t>(queue));
   }
 
   // Of the candidates the fastest of two runs each after one, on the memory they will run on; nothing lies there yet.
   // As bytes: an algorithm is plain data that the same version of the library takes again. kNone where none runs.
   std::string fastest(const GemmShape& shape, std::span<const cublasLtMatmulHeuristicResult_t> candidates,
-                      const GemmMemory& memory) const {
+                      const GemmMemory& memory, cublasStatus_t& last) const {
     cudaEvent_t start, stop;
     cudaEventCreate(&start);
     cudaEventCreate(&stop);
@@ -117,7 +121,7 @@ struct Gemm::Plan {
     for (const auto& candidate : candidates)
       for (int round = 0; round < 3; ++round) {
         cudaEventRecord(start, nullptr);
-        const cublasStatus_t status = run(shape, candidate.algo, memory, nullptr);
+        const cublasStatus_t status = last = run(shape, candidate.algo, memory, nullptr);
         cudaEventRecord(stop, nullptr);
         cudaEventSynchronize(stop);
         float milliseconds = 0;
@@ -189,9 +193,11 @@ Gemm::Gemm(const GemmShape& shape, const GemmMemory& memory) : shape_(shape) {
                                               kCandidates, candidates, &count);
   if (status != CUBLAS_STATUS_NOT_SUPPORTED) must(status, "cublasLtMatmulAlgoGetHeuristic");
   std::string chosen = kNone;
+  cublasStatus_t last = status;
   if (status == CUBLAS_STATUS_SUCCESS && count > 0)
     chosen = choices.get(
-        key_of(shape, alignment), [&] { return plan->fastest(shape, std::span(candidates, size_t(count)), memory); },
+        key_of(shape, alignment),
+        [&] { return plan->fastest(shape, std::span(candidates, size_t(count)), memory, last); },
         [&] { return bytes_of(candidates[0].algo); });
   if (chosen.size() == sizeof plan->algorithm)
     std::memcpy(&plan->algorithm, chosen.data(), chosen.size());
@@ -200,13 +206,13 @@ Gemm::Gemm(const GemmShape& shape, const GemmMemory& memory) : shape_(shape) {
   else
     throw Error("cuBLASLt has no algorithm that multiplies " + std::to_string(shape.m) + " x " +
                     std::to_string(shape.k) + " by " + std::to_string(shape.k) + " x " + std::to_string(shape.n) +
-                    " here.",
+                    " here (of " + std::to_string(count) + ", the last with status " + std::to_string(int(last)) + ").",
                 ExitCode::failed);
   plan_ = found[{shape, alignment}] = plan;
 }
 
 Gemm::~Gemm() = default;
-int64_t Gemm::workspace() { return kWorkspace; }
+int64_t Gemm::workspace() { return kWorkspace + int64_t(kWorkspaceAlignment); }
 
 void Gemm::run(const GemmMemory& memory, void* queue) const {
   CublasLt::must(plan_->run(shape_, plan_->algorithm, memory, queue), "cublasLtMatmul");
