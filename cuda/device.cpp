@@ -50,7 +50,7 @@ class CudaDevice final : public Device {
   }
   ~CudaDevice() override {
     cudaSetDevice(index_);
-    cudaDeviceSynchronize();
+    for (cudaStream_t stream : streams_) cudaStreamSynchronize(stream);
     for (cudaGraphExec_t graph : graphs_) cudaGraphExecDestroy(graph);
     for (cudaEvent_t event : events_) cudaEventDestroy(event);
     for (cudaStream_t stream : streams_) cudaStreamDestroy(stream);
@@ -146,9 +146,10 @@ class CudaDevice final : public Device {
     must(state, "a kernel failed");
     return true;
   }
+  // Not the whole GPU: another rank of this process may be capturing a graph on it, which that would end.
   void synchronize() override {
     use();
-    must(cudaDeviceSynchronize(), "a kernel failed");
+    for (cudaStream_t stream : streams_) must(cudaStreamSynchronize(stream), "a kernel failed");
   }
   bool idle() override {
     for (cudaStream_t stream : streams_) {

@@ -5,6 +5,7 @@
 #include <functional>
 #include <map>
 #include <random>
+#include <set>
 
 #include "strata/convert.h"
 #include "tests/backends.h"
@@ -171,8 +172,10 @@ std::vector<Bytes> gathered_by(const std::string& backend, const Gathering& g) {
         Threads threads(1);
         const Groups groups =
             make_groups(world, Mesh(world.rank(), {{"shard", kRanks}}), device.get(), {}, g.through_host, {&program});
-        if (device) {
-          EXPECT_EQ(exchanges_in_queue(groups), !g.through_host);
+        if (device) {  // over NCCL where each rank has a GPU of its own
+          const std::vector<std::string> devices = world.gather(device->identity());
+          const bool own = std::set<std::string>(devices.begin(), devices.end()).size() == size_t(kRanks);
+          EXPECT_EQ(exchanges_in_queue(groups), own && !g.through_host);
         }
         Executor executor(program, plan, storage, backend, threads, 1, &groups);
         for (size_t i = 0; i < parameters.size(); ++i)
@@ -301,7 +304,18 @@ TEST(CudaExchange, ListsOfTheLargestAreTheCpus) {
   for (const Selection& s : cases) {
     SCOPED_TRACE(std::to_string(s.k) + " of " + std::to_string(s.count) + " of " + std::string(name_of(s.dtype)) +
                  ", strange " + std::to_string(s.strange));
-    const Bytes cpu = selected_by("cpu", s), cuda = selected_by("cuda", s);
+    const auto selected = [&](const std::string& backend) {
+      Bytes made = selected_by(backend, s);
+      if (std::isnan(s.strange))  // a processor and a GPU make NaNs of other bits
+        for (std::vector<std::byte>& bytes : made)
+          for (size_t i = 0; i + sizeof(float) <= bytes.size(); i += sizeof(float)) {
+            float value;
+            std::memcpy(&value, &bytes[i], sizeof value);
+            if (std::isnan(value)) value = NAN, std::memcpy(&bytes[i], &value, sizeof value);
+          }
+      return made;
+    };
+    const auto cpu = selected("cpu"), cuda = selected("cuda");
     ASSERT_EQ(cuda.size(), s.momentum ? 3u : 2u);
     EXPECT_TRUE(cuda[0] == cpu[0]) << "lists";
     EXPECT_TRUE(cuda[1] == cpu[1]) << "what is accumulated";
