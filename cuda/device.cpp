@@ -4,7 +4,9 @@
 #include <cuda_runtime.h>
 
 #include <array>
+#include <cstdint>
 #include <map>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -85,9 +87,11 @@ class CudaDevice final : public Device {
     void* memory = nullptr;
     if (bytes == 0) return memory;
     use();
-    const cudaError_t error = tier == Tier::device
-                                  ? cudaMalloc(&memory, size_t(bytes))
-                                  : cudaHostAlloc(&memory, size_t(bytes), cudaHostAllocPortable | cudaHostAllocMapped);
+    // What the disk is read into begins at a multiple of kPage; CUDA gives small pieces of one page.
+    const cudaError_t error =
+        tier == Tier::device
+            ? cudaMalloc(&memory, size_t(bytes))
+            : cudaHostAlloc(&memory, size_t(bytes) + kPage, cudaHostAllocPortable | cudaHostAllocMapped);
     if (error == cudaErrorMemoryAllocation) {
       cudaGetLastError();  // it is not to show up again
       throw Error("the plan needs " + bytes_text(bytes) + " of " +
@@ -97,10 +101,23 @@ class CudaDevice final : public Device {
                   "; lower device.memory or host.memory so that less is planned.");
     }
     must(error, "cannot allocate memory");
-    must(tier == Tier::device ? cudaMemset(memory, 0, size_t(bytes)) : cudaSuccess, "cannot clear memory");
-    return memory;
+    if (tier == Tier::device) {
+      must(cudaMemset(memory, 0, size_t(bytes)), "cannot clear memory");
+      return memory;
+    }
+    void* const page = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(memory) + kPage - 1) / kPage * kPage);
+    const std::lock_guard lock(mutex_);
+    pinned_[page] = memory;
+    return page;
   }
-  void release(Tier tier, void* memory) override { tier == Tier::device ? cudaFree(memory) : cudaFreeHost(memory); }
+  void release(Tier tier, void* memory) override {
+    if (tier == Tier::device) {
+      cudaFree(memory);
+      return;
+    }
+    const std::lock_guard lock(mutex_);
+    if (const auto found = pinned_.extract(memory)) cudaFreeHost(found.mapped());
+  }
   void copy(void* to, const void* from, int64_t bytes) override {
     use();
     must(cudaMemcpy(to, from, size_t(bytes), cudaMemcpyDefault), "cannot copy to or from the CUDA device");
@@ -185,11 +202,15 @@ class CudaDevice final : public Device {
   // A thread that has not said so works with device 0, and makes a context there.
   void use() const { must(cudaSetDevice(index_), "cannot use CUDA device " + std::to_string(index_)); }
 
+  static constexpr uintptr_t kPage = 4096;  // bytes
+
   int index_;
   cudaDeviceProp properties_{};
   std::array<cudaStream_t, kStreams> streams_{};
   std::vector<cudaEvent_t> events_;
   std::vector<cudaGraphExec_t> graphs_;
+  std::mutex mutex_;
+  std::map<void*, void*> pinned_;  // host memory, by where its first page begins
 };
 
 }  // namespace

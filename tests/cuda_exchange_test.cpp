@@ -522,7 +522,9 @@ TEST(CudaExchange, WhatIsLateOrApartIsTheCpus) {
     const std::vector<double> actual = outcome(exchange, ranks, "cuda").losses,
                               expected = outcome(exchange, ranks, "cpu").losses;
     ASSERT_EQ(actual.size(), expected.size());
-    for (size_t i = 0; i < actual.size(); ++i) EXPECT_NEAR(actual[i], expected[i], 1e-5 * expected[i]) << "step " << i;
+    // Sums in another order differ by 1e-7; AdamW's first steps divide by gradients' own size, outer steps go on from
+    // there. An H200 was 2.4e-5 off.
+    for (size_t i = 0; i < actual.size(); ++i) EXPECT_NEAR(actual[i], expected[i], 1e-4 * expected[i]) << "step " << i;
   }
 }
 
