@@ -61,14 +61,14 @@ CUfileError_t cuFileBufDeregister(const void* base) {
 ssize_t cuFileRead(CUfileHandle_t handle, void* base, size_t size, off_t file_offset, off_t address_offset) {
   return move(handle, base, size, address_offset, [&](int file, void* pages, void* memory, size_t bytes) -> ssize_t {
     const ssize_t got = pread(file, pages, bytes, file_offset);
-    if (got > 0 && cudaMemcpy(memory, pages, size_t(got), cudaMemcpyDefault) != cudaSuccess) return -kInvalid;
+    if (got > 0 && !strata::cuda::copy_now(memory, pages, size_t(got))) return -kInvalid;
     return got;
   });
 }
 ssize_t cuFileWrite(CUfileHandle_t handle, const void* base, size_t size, off_t file_offset, off_t address_offset) {
   return move(handle, const_cast<void*>(base), size, address_offset,
               [&](int file, void* pages, void* memory, size_t bytes) -> ssize_t {
-                if (cudaMemcpy(pages, memory, bytes, cudaMemcpyDefault) != cudaSuccess) return -kInvalid;
+                if (!strata::cuda::copy_now(pages, memory, bytes)) return -kInvalid;
                 return pwrite(file, pages, bytes, file_offset);
               });
 }

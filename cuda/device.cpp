@@ -47,6 +47,7 @@ class CudaDevice final : public Device {
       throw Error(std::string(properties_.name) + " has compute capability " + std::to_string(properties_.major) + "." +
                   std::to_string(properties_.minor) + ", but this build has code for 8.0 and newer only.");
     use();
+    must(cudaStreamCreateWithFlags(&own_, cudaStreamNonBlocking), "cannot make a CUDA stream");
     for (cudaStream_t& stream : streams_)
       must(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cannot make a CUDA stream");
   }
@@ -56,6 +57,7 @@ class CudaDevice final : public Device {
     for (cudaGraphExec_t graph : graphs_) cudaGraphExecDestroy(graph);
     for (cudaEvent_t event : events_) cudaEventDestroy(event);
     for (cudaStream_t stream : streams_) cudaStreamDestroy(stream);
+    cudaStreamDestroy(own_);
   }
 
   std::string describe() const override {
@@ -102,7 +104,8 @@ class CudaDevice final : public Device {
     }
     must(error, "cannot allocate memory");
     if (tier == Tier::device) {
-      must(cudaMemset(memory, 0, size_t(bytes)), "cannot clear memory");
+      must(cudaMemsetAsync(memory, 0, size_t(bytes), own_), "cannot clear memory");
+      must(cudaStreamSynchronize(own_), "cannot clear memory");
       return memory;
     }
     void* const page = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(memory) + kPage - 1) / kPage * kPage);
@@ -120,13 +123,16 @@ class CudaDevice final : public Device {
   }
   void copy(void* to, const void* from, int64_t bytes) override {
     use();
-    must(cudaMemcpy(to, from, size_t(bytes), cudaMemcpyDefault), "cannot copy to or from the CUDA device");
+    must(cudaMemcpyAsync(to, from, size_t(bytes), cudaMemcpyDefault, own_), "cannot copy to or from the CUDA device");
+    must(cudaStreamSynchronize(own_), "cannot copy to or from the CUDA device");
   }
 
   void copy_rows(void* to, int64_t to_step, const void* from, int64_t from_step, int64_t bytes, int64_t rows) override {
     use();
-    must(cudaMemcpy2D(to, size_t(to_step), from, size_t(from_step), size_t(bytes), size_t(rows), cudaMemcpyDefault),
+    must(cudaMemcpy2DAsync(to, size_t(to_step), from, size_t(from_step), size_t(bytes), size_t(rows),
+                           cudaMemcpyDefault, own_),
          "cannot copy to or from the CUDA device");
+    must(cudaStreamSynchronize(own_), "cannot copy to or from the CUDA device");
   }
   void copy(void* to, const void* from, int64_t bytes, Stream stream) override {
     must(cudaMemcpyAsync(to, from, size_t(bytes), cudaMemcpyDefault, streams_[size_t(stream)]),
@@ -207,6 +213,9 @@ class CudaDevice final : public Device {
   int index_;
   cudaDeviceProp properties_{};
   std::array<cudaStream_t, kStreams> streams_{};
+  // What is over when a call returns: cudaMemcpy returns before what it has staged is on the device, and nothing else
+  // waits for that.
+  cudaStream_t own_ = nullptr;
   std::vector<cudaEvent_t> events_;
   std::vector<cudaGraphExec_t> graphs_;
   std::mutex mutex_;

@@ -25,6 +25,9 @@ int64_t graphs_run();
 // Puts work into a stream as a kernel launch would; null: runs it now. `ready` says whether it may begin (for
 // collectives, which wait for other streams); asked under the runtime's lock.
 void enqueue(void* stream, std::function<void()> work, std::function<bool()> ready = {});
+// For the emulated cuFile: copies and is done when it returns. CUDA's own cudaMemcpy is not: what it has staged may
+// still be on its way, so the device does without it.
+bool copy_now(void* to, const void* from, size_t bytes);
 // Tells the runtime that an answer of `ready` may have changed.
 void look_again();
 

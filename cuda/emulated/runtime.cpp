@@ -61,7 +61,7 @@ struct Runtime {
   std::condition_variable changed;
   std::vector<StrataEmulatedStream*> streams;
   std::map<void*, std::pair<size_t, int>> device_memory;  // bytes, device
-  std::map<void*, size_t> host_memory;
+  std::map<void*, std::pair<void*, size_t>> host_memory;  // its pages
   std::map<int, size_t> used;
   std::mt19937_64 random{1};
   int64_t graphs_run = 0;
@@ -248,16 +248,6 @@ cudaError_t cudaSetDevice(int device) {
   Runtime::current = device;
   return cudaSuccess;
 }
-cudaError_t cudaDeviceSynchronize() {
-  STRATA_LOCKED();
-  if (runtime.capturing()) return runtime.give(cudaErrorStreamCaptureUnsupported);
-  runtime.wait(lock, [&] {
-    return std::all_of(runtime.streams.begin(), runtime.streams.end(),
-                       [](const auto* stream) { return stream->device != Runtime::current || stream->queue.empty(); });
-  });
-  return cudaSuccess;
-}
-
 cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
   STRATA_LOCKED();
   *total = strata::cuda::machine().memory;
@@ -286,34 +276,33 @@ cudaError_t cudaFree(void* memory) {
 }
 cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned) {
   STRATA_LOCKED();
-  *memory = mmap(nullptr, pages(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (*memory == MAP_FAILED) return runtime.give(cudaErrorMemoryAllocation);
-  runtime.host_memory[*memory] = pages(bytes);
+  constexpr size_t kInPage = 512;  // where small pieces begin on a GPU, too
+  void* const base =
+      mmap(nullptr, pages(bytes + kInPage), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (base == MAP_FAILED) return runtime.give(cudaErrorMemoryAllocation);
+  *memory = static_cast<char*>(base) + kInPage;
+  runtime.host_memory[*memory] = {base, pages(bytes + kInPage)};
   return cudaSuccess;
 }
 cudaError_t cudaFreeHost(void* memory) {
   STRATA_LOCKED();
   const auto found = runtime.host_memory.find(memory);
   if (found == runtime.host_memory.end()) return cudaErrorInvalidValue;
-  munmap(memory, found->second);
+  munmap(found->second.first, found->second.second);
   runtime.host_memory.erase(found);
   return cudaSuccess;
 }
-cudaError_t cudaMemset(void* memory, int value, size_t bytes) {
-  STRATA_LOCKED();
-  runtime.touch(true);
-  std::memset(memory, value, bytes);
-  runtime.touch(false);
+cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t stream) {
+  strata::cuda::enqueue(stream, [=] { std::memset(memory, value, bytes); });
   return cudaSuccess;
 }
-// Of pageable memory, so done when it returns; the legacy stream does not wait for non-blocking ones.
-cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
+bool strata::cuda::copy_now(void* to, const void* from, size_t bytes) {
   STRATA_LOCKED();
-  if (runtime.capturing()) return runtime.give(cudaErrorStreamCaptureUnsupported);
+  if (runtime.capturing()) return false;
   runtime.touch(true);
   std::memcpy(to, from, bytes);
   runtime.touch(false);
-  return cudaSuccess;
+  return true;
 }
 namespace {
 void copy_2d(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t height) {
@@ -321,16 +310,6 @@ void copy_2d(void* to, size_t to_pitch, const void* from, size_t from_pitch, siz
     std::memcpy(static_cast<char*>(to) + row * to_pitch, static_cast<const char*>(from) + row * from_pitch, width);
 }
 }  // namespace
-cudaError_t cudaMemcpy2D(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t height,
-                         cudaMemcpyKind) {
-  STRATA_LOCKED();
-  if (width > to_pitch || width > from_pitch) return cudaErrorInvalidValue;
-  if (runtime.capturing()) return runtime.give(cudaErrorStreamCaptureUnsupported);
-  runtime.touch(true);
-  copy_2d(to, to_pitch, from, from_pitch, width, height);
-  runtime.touch(false);
-  return cudaSuccess;
-}
 cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width,
                               size_t height, cudaMemcpyKind, cudaStream_t stream) {
   if (width > to_pitch || width > from_pitch) return cudaErrorInvalidValue;
