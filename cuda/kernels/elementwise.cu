@@ -122,7 +122,8 @@ struct RescaledSum {
   STRATA_DEVICE void operator()(const float (&x)[3], float (&y)[1], int64_t) const { y[0] = x[0] * expf(x[1] - x[2]); }
 };
 
-// As on the CPU: element `index` keeps its value when word index%4 of block index/4 is at least the threshold.
+// As on the CPU: element `index` keeps its value when word index%4 of block index/4 is at least the threshold. The
+// elements of a thread mostly follow each other, so a block's words are made once for four of them.
 struct Dropout {
   const double *seed, *step;
   uint64_t stream;
@@ -130,11 +131,15 @@ struct Dropout {
   float factor;
   int64_t first;       // of this microbatch
   GlobalIndex global;  // of this rank's part in the tensor of one
-  STRATA_DEVICE void operator()(const float (&x)[1], float (&y)[1], int64_t i) const {
+  uint64_t block = ~uint64_t{0};  // of which these are the words
+  Words words{};
+  STRATA_DEVICE void operator()(const float (&x)[1], float (&y)[1], int64_t i) {
     const uint64_t index = uint64_t(first + global(i));
-    const uint64_t of_step = stream ^ (uint64_t(*step) * 0x9E3779B97F4A7C15ull);
-    const uint32_t word = pick(random_words(uint64_t(*seed), of_step, index / 4), uint32_t(index % 4));
-    y[0] = word >= threshold ? x[0] * factor : 0.0f;
+    if (index / 4 != block) {
+      block = index / 4;
+      words = random_words(uint64_t(*seed), stream ^ (uint64_t(*step) * 0x9E3779B97F4A7C15ull), block);
+    }
+    y[0] = pick(words, uint32_t(index % 4)) >= threshold ? x[0] * factor : 0.0f;
   }
 };
 
