@@ -578,6 +578,72 @@ TEST(Ops, KernelsWithoutGradient) {
   }
 }
 
+// Sums of squares of matrices, of rows long and short, aligned and not; and whoever holds which rows, the digits are
+// those of all of them.
+TEST(Ops, SumsOfSquaresAreOfAnyParts) {
+  STRATA_NEEDS_GPU();
+  Threads threads(2);
+  for (const DType type : {DType::f32, DType::bf16})
+    for (const Shape& shape : std::vector<Shape>{{1, 1}, {3, 5}, {37, 768}, {2, 3000}, {5, 1027}, {2500}, {90, 8, 2}}) {
+      std::map<std::string, double> values;
+      for (const std::string& backend : {std::string("cpu"), kBackends.back()}) {
+        Program program;
+        Builder build(program);
+        Shape first = shape, second = shape;
+        first[0] = shape[0] / 3;
+        second[0] -= first[0];
+        std::vector<TensorId> inputs, sums;
+        for (const Shape& part : {shape, first, second}) {
+          inputs.push_back(build.data("x" + std::to_string(inputs.size()), part, type));
+          sums.push_back(build.emit("sum_of_squares", {inputs.back()}));
+        }
+        sums[1] = build.emit("add_sums", {sums[1], sums[2]});
+        program[sums[0]].step_output = program[sums[1]].step_output = true;
+        const MemoryPlan plan = plan_memory(program, backend, 2);
+        Storage storage(program, plan, {}, {}, test::device_of(backend));
+        Executor executor(program, plan, storage, backend, threads);
+        std::mt19937 random(5);
+        std::normal_distribution<float> normal;
+        std::vector<float> x(size_t(elements(shape)));
+        for (float& value : x) value = normal(random) * std::exp(4 * normal(random));
+        int64_t from[] = {0, 0, elements(first)};
+        for (size_t i = 0; i < 3; ++i)
+          from_f32(type, x.data() + from[i], executor.pointer(inputs[i]), elements(program[inputs[i]].shape));
+        executor.run();
+        const auto* all = static_cast<double*>(executor.pointer(sums[0]));
+        const auto* parts = static_cast<double*>(executor.pointer(sums[1]));
+        for (int k = 0; k < kExactSum; ++k)
+          ASSERT_EQ(all[k], parts[k]) << backend << ", " << text(shape) << ", digit " << k;
+        values[backend] = value_of_sum(all);
+      }
+      ASSERT_NEAR(values[kBackends.back()], values["cpu"], 1e-6 * values["cpu"]) << text(shape);
+    }
+}
+
+// What is not finite is noted, wherever it is.
+TEST(Ops, SumsOfSquaresThatAreNotFinite) {
+  STRATA_NEEDS_GPU();
+  Threads threads(1);
+  for (const Shape& shape : std::vector<Shape>{{700}, {20, 100}})
+    for (const float bad : {INFINITY, NAN, 3e38f}) {
+      Program program;
+      Builder build(program);
+      const TensorId x = build.data("x", shape, DType::f32), sum = build.emit("sum_of_squares", {x});
+      program[sum].step_output = true;
+      const MemoryPlan plan = plan_memory(program, kBackends.back(), 1);
+      Storage storage(program, plan, {}, {}, test::device_of(kBackends.back()));
+      Executor executor(program, plan, storage, kBackends.back(), threads);
+      std::fill_n(static_cast<float*>(executor.pointer(x)), elements(shape), 2.0f);
+      static_cast<float*>(executor.pointer(x))[elements(shape) - 3] = bad;
+      executor.run();
+      const double value = value_of_sum(static_cast<double*>(executor.pointer(sum)));
+      if (bad == 3e38f && shape.size() == 1)  // a vector's squares are exact
+        EXPECT_NEAR(value, 9e76, 1e71);
+      else
+        EXPECT_TRUE(std::isnan(value)) << value;
+    }
+}
+
 // The mask must not depend on how the batch is split: element i of microbatch m is global element m·n + i.
 // Rows longer than a block of threads, and more of them than a block takes at once: beside the CPU's kernels.
 TEST(Ops, LargeShapes) {
