@@ -262,6 +262,8 @@ inline void sincosf(float x, float* sine, float* cosine) { *sine = std::sin(x), 
 using std::fabs;
 using std::floor;
 using std::log;
+using std::max;
+using std::min;
 using std::pow;
 using std::sqrt;
 

@@ -129,16 +129,6 @@ STRATA_KERNEL key_gradient(const T* d_out, const T* qkv, const float* lse, const
     }
 }
 
-// Calls body(T{}, std::integral_constant<int, D>) for types and head sizes that tensor cores take; nothing otherwise.
-template <class T, class Body>
-Launch on_tensor_cores(const Sizes& s, Body&& body) {
-  if constexpr (sizeof(T) == 2) {
-    if (s.size == 64) return body(T{}, std::integral_constant<int, 64>{});
-    if (s.size == 128) return body(T{}, std::integral_constant<int, 128>{});
-  }
-  return {};
-}
-
 template <class T>
 Launch bind_forward(const Binding& b) {
   const Sizes s = sizes_with(b, 0, 1);
@@ -148,7 +138,8 @@ Launch bind_forward(const Binding& b) {
     constexpr int D = decltype(size)::value;
     const dim3 grid(blocks(s.time, flash::kRows<D>), heads, batch);
     return [=, qkv = b.in<Half>(0), out = b.out<Half>(0), lse = b.out<float>(1), queue = b.queue()] {
-      launch(flash::forward<Half, D>, grid, flash::kBlock, flash::kForwardShared<D>, queue, qkv, out, lse, s);
+      launch(flash::forward<Half, D, flash::OwnKeys>, grid, flash::kBlock, flash::kForwardShared<D>, queue, qkv, qkv,
+             nullptr, nullptr, out, nullptr, lse, flash::OwnKeys{s});
     };
   });
   if (fast) return fast;
@@ -171,10 +162,10 @@ Launch bind_gradient(const Binding& b) {
     const unsigned tiles = blocks(s.time, flash::kRows<D>);
     return [=, d_out = b.in<Half>(0), qkv = b.in<Half>(1), out = b.in<Half>(2), lse = b.in<float>(3),
             d_qkv = b.out<Half>(0), dots = b.workspace<float>(), queue = b.queue()] {
-      launch(flash::query_gradient<Half, D>, dim3(tiles, heads, batch), flash::kBlock, flash::kQueryShared<D>, queue,
-             d_out, qkv, out, lse, dots, d_qkv, s);
-      launch(flash::key_gradient<Half, D>, dim3(tiles, groups, batch), flash::kBlock, flash::kKeyShared<D>, queue,
-             d_out, qkv, lse, dots, d_qkv, s);
+      launch(flash::query_gradient<Half, D, flash::OwnKeys>, dim3(tiles, heads, batch), flash::kBlock,
+             flash::kQueryShared<D>, queue, d_out, qkv, qkv, out, lse, dots, d_qkv, false, flash::OwnKeys{s});
+      launch(flash::key_gradient<Half, D, flash::OwnKeys>, dim3(tiles, groups, batch), flash::kBlock,
+             flash::kKeyShared<D>, queue, d_out, qkv, qkv, lse, dots, d_qkv, flash::OwnKeys{s});
     };
   });
   if (fast) return fast;

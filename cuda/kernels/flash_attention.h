@@ -1,6 +1,7 @@
-// Causal attention of 16-bit numbers on tensor cores (FlashAttention-2, arXiv 2307.08691), heads of 64 or 128. A warp
-// owns 16 or 32 rows; keys (or queries) pass through shared memory in tiles, two at a time. The backward pass computes
-// scores twice, once by queries and once by keys, so that no sum needs atomics and runs repeat bit for bit.
+// Causal attention of 16-bit numbers on tensor cores (FlashAttention-2, arXiv 2307.08691), heads of 64 or 128, on keys
+// that lie with their queries (OwnKeys) or apart from them, in another order (context_attention.cu). A warp owns 16 or
+// 32 rows; keys (or queries) pass through shared memory in tiles, two at a time. The backward pass computes scores
+// twice, once by queries and once by keys, so that no sum needs atomics and runs repeat bit for bit.
 //
 // What bounds it, of a warp's product of 16 x 8 results over a depth of 16 (an mma, 4 to 6 cycles of a tensor core):
 // - Bytes of shared memory, of which a multiprocessor reads 128 a cycle for its four tensor cores. A fragment of B
@@ -157,10 +158,10 @@ STRATA_DEVICE void each(const Scores<M, N>&, Body body) {
       for (int i = 0; i < 4; ++i) body(m, n, i);
 }
 
-// This lane's part of 16 M rows from `first` on, times `factor` of its rows, into those below `rows`.
+// This lane's part of 16 M rows from `first` on, times `factor` of its rows, into those below `rows`, or added to them.
 template <int D, int M, class T>
 STRATA_DEVICE void write_rows(const Scores<M, D>& from, const float (&factor)[M][2], T* to, int64_t stride, int first,
-                              int rows) {
+                              int rows, bool onto = false) {
   const Lane at;
 #pragma unroll
   for (int m = 0; m < M; ++m)
@@ -170,9 +171,14 @@ STRATA_DEVICE void write_rows(const Scores<M, D>& from, const float (&factor)[M]
       if (row >= rows) continue;
       T* const of_row = to + row * stride + 2 * at.t;
 #pragma unroll
-      for (int n = 0; n < D / 8; ++n)
-        *reinterpret_cast<uint32_t*>(of_row + 8 * n) =
-            pack<T>(from[m][n][2 * half] * factor[m][half], from[m][n][2 * half + 1] * factor[m][half]);
+      for (int n = 0; n < D / 8; ++n) {
+        float low = from[m][n][2 * half] * factor[m][half], high = from[m][n][2 * half + 1] * factor[m][half];
+        if (onto) low += to_float(of_row[8 * n]), high += to_float(of_row[8 * n + 1]);
+        if constexpr (sizeof(T) == 2)
+          *reinterpret_cast<uint32_t*>(of_row + 8 * n) = pack<T>(low, high);
+        else
+          of_row[8 * n] = low, of_row[8 * n + 1] = high;
+      }
     }
 }
 
@@ -207,10 +213,22 @@ struct Seen {
 #pragma unroll
       for (int half = 0; half < 2; ++half) from[m][half] = begin(first + 16 * m + at.g + 8 * half);
   }
-  STRATA_DEVICE bool any(int column, int count) const { return column <= highest && column + count > lowest; }
-  STRATA_DEVICE bool all(int column, int count) const { return column + count - 1 <= first && column >= border; }
+  int column = 0;
+  // The tile that is asked about, of N columns from `from` on.
   template <int N>
-  STRATA_DEVICE void mask(Scores<M, N>& scores, int column) const {
+  STRATA_DEVICE void look(int from, const int*) {
+    column = from;
+  }
+  template <int N>
+  STRATA_DEVICE bool any() const {
+    return column <= highest && column + N > lowest;
+  }
+  template <int N>
+  STRATA_DEVICE bool all() const {
+    return column + N - 1 <= first && column >= border;
+  }
+  template <int N>
+  STRATA_DEVICE void mask(Scores<M, N>& scores) const {
     const Lane at;
 #pragma unroll
     for (int m = 0; m < M; ++m)
@@ -271,79 +289,165 @@ STRATA_DEVICE void drop(Scores<M, N>& p, const uint32_t (&kept)[M], float factor
   each<M, N>(p, [&](int m, int c, int i) { p[m][c][i] = kept[m] >> (4 * c + i) & 1 ? p[m][c][i] * factor : 0.0f; });
 }
 
-// Calls body(k, keys) for each tile of keys from `begin`, of a tile, to `end`, its values behind them, while the next
-// is on its way. What the caller has started to copy before is there when it calls before(), and may be where the
-// second tile comes.
-template <int D, class T, class Before, class Body>
-STRATA_DEVICE void over_keys(SharedAddress tiles, const T* key, const T* value, const Sizes& s, int begin, int end,
+// Keys that lie with their queries, in rows of s.width: row and column are the position. What kernels ask of keys:
+// where they are, which tiles of them a block of queries looks at, and what of a tile its rows see; and the same for a
+// block of keys and tiles of queries.
+struct OwnKeys {
+  static constexpr bool kApart = false;
+  static constexpr int kPlaces = 1;  // ints of shared memory for what is noted of a tile
+  Sizes s;
+  template <int M>
+  using Seen = flash::Seen<M>;
+
+  STRATA_DEVICE int keys() const { return s.time; }
+  STRATA_DEVICE int width() const { return s.width; }
+  STRATA_DEVICE int key(int group) const { return s.key(group); }
+  STRATA_DEVICE int value(int group) const { return s.value(group); }
+  template <int M>
+  STRATA_DEVICE Seen<M> seen(int n, int first) const {
+    return Seen<M>(s, n, first);
+  }
+  // Tiles for queries [first, first + rows): from the first of them to an end, each after the other.
+  STRATA_DEVICE int first_tile(int n, int first, int) const { return s.begin(n, first) / kKeys * kKeys; }
+  STRATA_DEVICE int next_tile(int k, int, int) const { return k + kKeys; }
+  STRATA_DEVICE int end(int first, int rows) const { return first + rows < s.time ? first + rows : s.time; }
+  STRATA_DEVICE void note_keys(int*, int) const {}
+
+  // Queries for keys [first, first + rows).
+  STRATA_DEVICE int first_query(int first, int) const { return first; }
+  STRATA_DEVICE int end_of_queries(int n, int first, int rows) const {
+    return s.end(n, first + rows - 1, first, kQueries);
+  }
+  STRATA_DEVICE void note_queries(int*, int, int) const {}
+  // Of 16 M keys from `first` on, which queries of a tile see them.
+  template <int M>
+  struct SeenBy {
+    const Sizes& s;
+    int n, first, last;
+    int query = 0, behind = 0;  // the tile, and what the last of it sees
+    STRATA_DEVICE SeenBy(const OwnKeys& own, int n, int first)
+        : s(own.s), n(n), first(first), last(first + 16 * M - 1) {}
+    // Queries from `time` on are zeros, as their slopes are: nothing comes of them.
+    STRATA_DEVICE void look(int tile, const int*) {
+      query = tile;
+      behind = s.begin(n, tile + kQueries <= s.time ? tile + kQueries - 1 : s.time - 1);
+    }
+    STRATA_DEVICE bool any() const { return first < s.time && query + kQueries > first && s.begin(n, query) <= last; }
+    STRATA_DEVICE bool all() const { return query >= last && behind <= first; }
+    STRATA_DEVICE void mask(Scores<M, kQueries>& scores) const {
+      const Lane at;
+#pragma unroll
+      for (int c = 0; c < kQueries / 8; ++c)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int column = query + 8 * c + 2 * at.t + e, begin = s.begin(n, column < s.time ? column : s.time - 1);
+#pragma unroll
+          for (int m = 0; m < M; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+              if (uint32_t(first + 16 * m + at.g + 8 * half - begin) > uint32_t(column - begin))
+                scores[m][c][2 * half + e] = -kInfinity;
+        }
+    }
+  };
+};
+
+// Where a block of queries is.
+template <class T, int D, class Keys>
+struct QueryBlock {
+  int head = int(blockIdx.y), n = int(blockIdx.z), first = int(gridDim.x - 1 - blockIdx.x) * kRows<D>;  // longest first
+  const T *query, *key, *value;
+  STRATA_DEVICE QueryBlock(const T* qkv, const T* kv, const Keys& keys) {
+    const Sizes& s = keys.s;
+    query = qkv + int64_t(n) * s.time * s.width + s.query(head);
+    const T* const base = kv + int64_t(n) * keys.keys() * keys.width();
+    key = base + keys.key(head / s.per_group()), value = base + keys.value(head / s.per_group());
+  }
+};
+
+// Calls body(k, keys, places) for each tile of keys that the block's queries look at, its values behind them, while the
+// next is on its way. What the caller has started to copy before is there when it calls before(), and may be where the
+// second tile comes. places: what was noted of the tile, of `noted` for two of them.
+template <int D, class T, class Keys, class Before, class Body>
+STRATA_DEVICE void over_keys(SharedAddress tiles, int* noted, const QueryBlock<T, D, Keys>& block, const Keys& keys,
                              Before before, Body body) {
-  const auto start = [&](int k, SharedAddress to) {
-    start_tile<D, kKeys>(to, key, s.width, k, s.time);
-    start_tile<D, kKeys>(to + uint32_t(kKeyTile<D> / 2), value, s.width, k, s.time);
+  const auto start = [&](int k, int which) {
+    const SharedAddress to = tiles + uint32_t(which * kKeyTile<D>);
+    start_tile<D, kKeys>(to, block.key, keys.width(), k, keys.keys());
+    start_tile<D, kKeys>(to + uint32_t(kKeyTile<D> / 2), block.value, keys.width(), k, keys.keys());
+    keys.note_keys(noted + which * kKeys, k);
     commit_copies();
   };
-  start(begin, tiles);
+  int k = keys.first_tile(block.n, block.first, kRows<D>);
+  start(k, 0);
   wait_copies<0>();
   __syncthreads();
   before();
   __syncthreads();
-  SharedAddress here = tiles, there = tiles + uint32_t(kKeyTile<D>);
-  for (int k = begin; k < end; k += kKeys) {
-    if (k + kKeys < end) start(k + kKeys, there);
-    body(k, here);
+  const int end = keys.end(block.first, kRows<D>);
+  for (int which = 0; k < end; which ^= 1) {
+    const int next = keys.next_tile(k, block.first, kRows<D>);
+    if (next < end) start(next, which ^ 1);
+    body(k, tiles + uint32_t(which * kKeyTile<D>), noted + which * kKeys);
     wait_copies<0>();
     __syncthreads();  // the next is there, and nobody reads this one
-    const SharedAddress next = there;
-    there = here;
-    here = next;
+    k = next;
   }
 }
-
-// Where a block of queries is.
-template <class T, int D>
-struct QueryBlock {
-  int head = int(blockIdx.y), n = int(blockIdx.z), first = int(gridDim.x - 1 - blockIdx.x) * kRows<D>;  // longest first
-  const T *query, *key, *value;
-  int begin, end;
-  STRATA_DEVICE QueryBlock(const T* qkv, const Sizes& s) {
-    const T* const base = qkv + int64_t(n) * s.time * s.width;
-    query = base + s.query(head), key = base + s.key(head / s.per_group()),
-    value = base + s.value(head / s.per_group());
-    begin = s.begin(n, first) / kKeys * kKeys;
-    end = first + kRows<D> < s.time ? first + kRows<D> : s.time;
-  }
-};
 
 template <int D>
 constexpr int kForwardShared = 2 * kKeyTile<D>;
 
-template <class T, int D>
-STRATA_KERNEL __launch_bounds__(kBlock) forward(const T* qkv, T* out, float* lse, Sizes s) {
+// Goes on from the softmax of other keys, which gave `before` and `lse_before`, where there are such.
+// The result is in `wide` instead of `out` where that is not null.
+template <class T, int D, class Keys>
+STRATA_KERNEL __launch_bounds__(kBlock) forward(const T* qkv, const T* kv, const float* before, const float* lse_before,
+                                                T* out, float* wide, float* lse, Keys of) {
   constexpr int M = kTall<D>, N = kKeys;
   static_assert(kRows<D> * kRowBytes<D> <= kKeyTile<D>);
+  __shared__ int noted[2 * Keys::kPlaces];
+  const Sizes& s = of.s;
   const Lane at;
-  const QueryBlock<T, D> block(qkv, s);
+  const QueryBlock<T, D, Keys> block(qkv, kv, of);
   const int head = block.head, n = block.n, first = block.first + at.warp * 16 * M;
   const SharedAddress tiles = shared_address(dynamic_shared<T>()), queries = tiles + uint32_t(kKeyTile<D>);
   start_tile<D, kRows<D>>(queries, block.query, s.width, block.first, s.time);
-  const Seen<M> seen(s, n, first);
+  typename Keys::template Seen<M> seen = of.template seen<M>(n, first);
   const float factor = s.soft_cap > 0 ? kLog2e : s.scale * kLog2e;
+  const int64_t width = int64_t(s.heads) * D, of_rows = int64_t(n) * s.time * width + head * D,
+                of_head = (int64_t(n) * s.heads + head) * s.time;
   uint32_t q[M][D / 16][4];
   float o[M][D / 8][4] = {}, top[M][2], sum[M][2];
 #pragma unroll
   for (int m = 0; m < M; ++m) top[m][0] = top[m][1] = -kInfinity, sum[m][0] = sum[m][1] = 0;
+  if (Keys::kApart && before) {
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = first + 16 * m + at.g + 8 * half;
+        if (row >= s.time) continue;
+        top[m][half] = lse_before[of_head + row] * kLog2e / factor;
+        sum[m][half] = at.t == 0 ? 1.0f : 0.0f;
+#pragma unroll
+        for (int c = 0; c < D / 8; ++c)
+#pragma unroll
+          for (int e = 0; e < 2; ++e) o[m][c][2 * half + e] = before[of_rows + row * width + 8 * c + 2 * at.t + e];
+      }
+  }
   over_keys<D>(
-      tiles, block.key, block.value, s, block.begin, block.end,
+      tiles, noted, block, of,
       [&] { load_fragments<M, D>(q, queries + uint32_t(at.warp * 16 * M * kRowBytes<D>) + place_a<D>(at.lane)); },
-      [&](int k, SharedAddress keys) {
-        if (!seen.any(k, N)) return;
+      [&](int k, SharedAddress keys, const int* places) {
+        seen.template look<N>(k, places);
+        if (!seen.template any<N>()) return;
         float p[M][N / 8][4];
         products<D, M, N, T>(p, keys + place_b<D>(at.lane), held<M, D>(q));
         if (s.soft_cap > 0)
           each<M, N>(p, [&, by = s.scale / s.soft_cap](int m, int c, int i) {
             p[m][c][i] = s.soft_cap * bend(p[m][c][i] * by);
           });
-        if (!seen.all(k, N)) seen.template mask<N>(p, k);
+        if (!seen.template all<N>()) seen.template mask<N>(p);
 #pragma unroll
         for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -366,7 +470,7 @@ STRATA_KERNEL __launch_bounds__(kBlock) forward(const T* qkv, T* out, float* lse
 #pragma unroll
             for (int c = 0; c < D / 8; ++c) o[m][c][2 * half] *= keep, o[m][c][2 * half + 1] *= keep;
           }
-        if (s.dropped.threshold > 0) {
+        if (!Keys::kApart && s.dropped.threshold > 0) {
           uint32_t kept[M];
 #pragma unroll
           for (int m = 0; m < M; ++m) kept[m] = kept_of_queries<N>(s.dropped, n, head, first + 16 * m, k);
@@ -382,11 +486,12 @@ STRATA_KERNEL __launch_bounds__(kBlock) forward(const T* qkv, T* out, float* lse
       const float total = row_sum(sum[m][half]);
       inverse[m][half] = 1 / total;
       const int row = first + 16 * m + at.g + 8 * half;
-      if (at.t == 0 && row < s.time)
-        lse[(int64_t(n) * s.heads + head) * s.time + row] = top[m][half] * factor / kLog2e + logf(total);
+      if (at.t == 0 && row < s.time) lse[of_head + row] = top[m][half] * factor / kLog2e + logf(total);
     }
-  const int64_t width = int64_t(s.heads) * D;
-  write_rows<D, M>(o, inverse, out + int64_t(n) * s.time * width + head * D, width, first, s.time);
+  if (Keys::kApart && wide)
+    write_rows<D, M>(o, inverse, wide + of_rows, width, first, s.time);
+  else
+    write_rows<D, M>(o, inverse, out + of_rows, width, first, s.time);
 }
 
 // What backward kernels make of scores and of what the probabilities' slopes are, less their mean: slopes of scores,
@@ -413,13 +518,15 @@ template <int D>
 constexpr int kQueryShared = kKeyTile<D> + std::max(kKeyTile<D>, 2 * kRows<D> * kRowBytes<D>);
 
 // Makes `dots` too, which key_gradient reads: do · o of each row.
-template <class T, int D>
-STRATA_KERNEL __launch_bounds__(kBlock)
-    query_gradient(const T* d_out, const T* qkv, const T* out, const float* lse, float* dots, T* d_qkv, Sizes s) {
+template <class T, int D, class Keys>
+STRATA_KERNEL __launch_bounds__(kBlock) query_gradient(const T* d_out, const T* qkv, const T* kv, const T* out,
+                                                       const float* lse, float* dots, T* d_qkv, bool onto, Keys of) {
   constexpr int M = kTall<D>, N = kQueryStep<D>;
   __shared__ float means[kRows<D>];
+  __shared__ int noted[2 * Keys::kPlaces];
+  const Sizes& s = of.s;
   const Lane at;
-  const QueryBlock<T, D> block(qkv, s);
+  const QueryBlock<T, D, Keys> block(qkv, kv, of);
   const int head = block.head, n = block.n, first = block.first + at.warp * 16 * M;
   const int64_t width = int64_t(s.heads) * D, of_head = (int64_t(n) * s.heads + head) * s.time;
   const int64_t of_rows = int64_t(n) * s.time * width + head * D;
@@ -428,7 +535,7 @@ STRATA_KERNEL __launch_bounds__(kBlock)
                       gradients = queries + uint32_t(kRows<D> * kRowBytes<D>);
   start_tile<D, kRows<D>>(queries, block.query, s.width, block.first, s.time);
   start_tile<D, kRows<D>>(gradients, d_out + of_rows, width, block.first, s.time);
-  const Seen<M> seen(s, n, first);
+  typename Keys::template Seen<M> seen = of.template seen<M>(n, first);
   uint32_t q[M][D / 16][4], g[M][D / 16][4];
   float dq[M][D / 8][4] = {}, shift[M][2], mean[M][2];
   const auto before = [&] {
@@ -461,14 +568,15 @@ STRATA_KERNEL __launch_bounds__(kBlock)
         mean[m][half] = means[row - block.first];
       }
   };
-  over_keys<D>(tiles, block.key, block.value, s, block.begin, block.end, before, [&](int tile, SharedAddress keys) {
+  over_keys<D>(tiles, noted, block, of, before, [&](int tile, SharedAddress keys, const int* places) {
 #pragma unroll 1
-    for (int k = tile; k < tile + kKeys; k += N, keys += uint32_t(N * kRowBytes<D>)) {
-      if (!seen.any(k, N)) continue;
+    for (int k = tile; k < tile + kKeys; k += N, keys += uint32_t(N * kRowBytes<D>), places += N) {
+      seen.template look<N>(k, places);
+      if (!seen.template any<N>()) continue;
       float p[M][N / 8][4], ds[M][N / 8][4];
       products<D, M, N, T>(p, keys + place_b<D>(at.lane), held<M, D>(q));
       products<D, M, N, T>(ds, keys + uint32_t(kKeyTile<D> / 2) + place_b<D>(at.lane), held<M, D>(g));
-      if (s.dropped.threshold > 0) {
+      if (!Keys::kApart && s.dropped.threshold > 0) {
         uint32_t kept[M];
 #pragma unroll
         for (int m = 0; m < M; ++m) kept[m] = kept_of_queries<N>(s.dropped, n, head, first + 16 * m, k);
@@ -478,7 +586,7 @@ STRATA_KERNEL __launch_bounds__(kBlock)
       slopes<M, N>(
           p, ds, s,
           [&] {
-            if (!seen.all(k, N)) seen.template mask<N>(p, k);
+            if (!seen.template all<N>()) seen.template mask<N>(p);
           },
           [&](int m, int, int i) { return shift[m][i / 2]; });
       add_products<D, M, N, T>(dq, ds, keys + place_a<D>(at.lane));
@@ -487,29 +595,31 @@ STRATA_KERNEL __launch_bounds__(kBlock)
   float scale[M][2];
 #pragma unroll
   for (int m = 0; m < M; ++m) scale[m][0] = scale[m][1] = s.scale;
-  write_rows<D, M>(dq, scale, d_qkv + int64_t(n) * s.time * s.width + s.query(head), s.width, first, s.time);
+  write_rows<D, M>(dq, scale, d_qkv + int64_t(n) * s.time * s.width + s.query(head), s.width, first, s.time,
+                   Keys::kApart && onto);
 }
 
 template <int D>
 constexpr int kKeyShared = 2 * kRows<D>* kRowBytes<D> + 2 * kQueryTile<D>;
 
 // Rows are keys here, and columns queries.
-template <class T, int D>
+template <class T, int D, class Keys>
 STRATA_KERNEL __launch_bounds__(kBlock)
-    key_gradient(const T* d_out, const T* qkv, const float* lse, const float* dots, T* d_qkv, Sizes s) {
+    key_gradient(const T* d_out, const T* qkv, const T* kv, const float* lse, const float* dots, T* d_kv, Keys of) {
   constexpr int M = kTall<D>, N = kQueries;
   __shared__ float statistics[2][2][N];  // of the queries of two tiles: lse, dots
+  __shared__ int noted[2 * Keys::kPlaces];
+  const Sizes& s = of.s;
   const Lane at;
   const int group = int(blockIdx.y), n = int(blockIdx.z), of_block = int(blockIdx.x) * kRows<D>;
-  const int first = of_block + at.warp * 16 * M, last = first + 16 * M - 1;
-  const T* const base = qkv + int64_t(n) * s.time * s.width;
-  const int64_t width = int64_t(s.heads) * D;
+  const int first = of_block + at.warp * 16 * M;
+  const int64_t width = int64_t(s.heads) * D, of_keys = int64_t(n) * of.keys() * of.width();
   const SharedAddress keys = shared_address(dynamic_shared<T>()), values = keys + uint32_t(kRows<D> * kRowBytes<D>),
                       tiles = values + uint32_t(kRows<D> * kRowBytes<D>);
-  const int end = s.end(n, of_block + kRows<D> - 1, of_block, N);
-  const auto start = [&](int head, int query, uint32_t which) {
-    const SharedAddress to = tiles + which * uint32_t(kQueryTile<D>);
-    start_tile<D, N>(to, base + s.query(head), s.width, query, s.time);
+  const int begin = of.first_query(of_block, kRows<D>), end = of.end_of_queries(n, of_block, kRows<D>);
+  const auto start = [&](int head, int query, int which) {
+    const SharedAddress to = tiles + uint32_t(which * kQueryTile<D>);
+    start_tile<D, N>(to, qkv + int64_t(n) * s.time * s.width + s.query(head), s.width, query, s.time);
     start_tile<D, N>(to + uint32_t(kQueryTile<D> / 2), d_out + int64_t(n) * s.time * width + head * D, width, query,
                      s.time);
     const int i = int(threadIdx.x) % N;
@@ -517,30 +627,31 @@ STRATA_KERNEL __launch_bounds__(kBlock)
       copy_async<4>(shared_address(&statistics[which][threadIdx.x / N][i]),
                     (threadIdx.x < N ? lse : dots) + (int64_t(n) * s.heads + head) * s.time + query + i,
                     query + i < s.time);
+    of.note_queries(noted + which * 2 * N, n, query);
     commit_copies();
   };
-  start_tile<D, kRows<D>>(keys, base + s.key(group), s.width, of_block, s.time);
-  start_tile<D, kRows<D>>(values, base + s.value(group), s.width, of_block, s.time);
+  start_tile<D, kRows<D>>(keys, kv + of_keys + of.key(group), of.width(), of_block, of.keys());
+  start_tile<D, kRows<D>>(values, kv + of_keys + of.value(group), of.width(), of_block, of.keys());
   const uint32_t rows = uint32_t(at.warp * 16 * M * kRowBytes<D>) + place_a<D>(at.lane);
+  typename Keys::template SeenBy<M> seen(of, n, first);
   const int heads_end = (group + 1) * s.per_group();
-  int head = group * s.per_group(), query = of_block;
+  int head = group * s.per_group(), query = begin;
   start(head, query, 0);
   wait_copies<0>();
   __syncthreads();
   float dk[M][D / 8][4] = {}, dv[M][D / 8][4] = {};
-  for (uint32_t which = 0; head < heads_end; which ^= 1) {
+  for (int which = 0; head < heads_end; which ^= 1) {
     const bool ends = query + N >= end;
-    const int next_head = ends ? head + 1 : head, next_query = ends ? of_block : query + N;
+    const int next_head = ends ? head + 1 : head, next_query = ends ? begin : query + N;
     if (next_head < heads_end) start(next_head, next_query, which ^ 1);
-    // Queries from `time` on are zeros, as their slopes are: nothing comes of them.
-    const int behind = s.begin(n, query + N <= s.time ? query + N - 1 : s.time - 1);  // what the last of them sees
-    if (first < s.time && query + N > first && s.begin(n, query) <= last) {
-      const SharedAddress tile = tiles + which * uint32_t(kQueryTile<D>);
+    seen.look(query, noted + which * 2 * N);
+    if (seen.any()) {
+      const SharedAddress tile = tiles + uint32_t(which * kQueryTile<D>);
       float p[M][N / 8][4], ds[M][N / 8][4];
       products<D, M, N, T>(p, tile + place_b<D>(at.lane), in_tile<D>(keys + rows));
       products<D, M, N, T>(ds, tile + uint32_t(kQueryTile<D> / 2) + place_b<D>(at.lane), in_tile<D>(values + rows));
       uint32_t kept[M] = {};
-      if (s.dropped.threshold > 0) {
+      if (!Keys::kApart && s.dropped.threshold > 0) {
 #pragma unroll
         for (int m = 0; m < M; ++m) kept[m] = kept_of_keys<N>(s.dropped, n, head, query, first + 16 * m);
         drop<M, N>(ds, kept, s.dropped.factor);
@@ -555,23 +666,13 @@ STRATA_KERNEL __launch_bounds__(kBlock)
 #pragma unroll
           for (int m = 0; m < M; ++m) ds[m][c][e] -= mean, ds[m][c][2 + e] -= mean;
         }
-      const auto mask = [&] {
-        if (query >= last && behind <= first) return;
-#pragma unroll
-        for (int c = 0; c < N / 8; ++c)
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const int column = query + 8 * c + 2 * at.t + e, begin = s.begin(n, column < s.time ? column : s.time - 1);
-#pragma unroll
-            for (int m = 0; m < M; ++m)
-#pragma unroll
-              for (int half = 0; half < 2; ++half)
-                if (uint32_t(first + 16 * m + at.g + 8 * half - begin) > uint32_t(column - begin))
-                  p[m][c][2 * half + e] = -kInfinity;
-          }
-      };
-      slopes<M, N>(p, ds, s, mask, [&](int, int c, int i) { return shift[c][i % 2]; });
-      if (s.dropped.threshold > 0) drop<M, N>(p, kept, s.dropped.factor);
+      slopes<M, N>(
+          p, ds, s,
+          [&] {
+            if (!seen.all()) seen.mask(p);
+          },
+          [&](int, int c, int i) { return shift[c][i % 2]; });
+      if (!Keys::kApart && s.dropped.threshold > 0) drop<M, N>(p, kept, s.dropped.factor);
       add_products<D, M, N, T>(dv, p, tile + uint32_t(kQueryTile<D> / 2) + place_a<D>(at.lane));
       add_products<D, M, N, T>(dk, ds, tile + place_a<D>(at.lane));
     }
@@ -582,9 +683,8 @@ STRATA_KERNEL __launch_bounds__(kBlock)
   float scale[M][2], one[M][2];
 #pragma unroll
   for (int m = 0; m < M; ++m) scale[m][0] = scale[m][1] = s.scale, one[m][0] = one[m][1] = 1;
-  T* const to = d_qkv + int64_t(n) * s.time * s.width;
-  write_rows<D, M>(dk, scale, to + s.key(group), s.width, first, s.time);
-  write_rows<D, M>(dv, one, to + s.value(group), s.width, first, s.time);
+  write_rows<D, M>(dk, scale, d_kv + of_keys + of.key(group), of.width(), first, of.keys());
+  write_rows<D, M>(dv, one, d_kv + of_keys + of.value(group), of.width(), first, of.keys());
 }
 
 }  // namespace strata::cuda::flash
