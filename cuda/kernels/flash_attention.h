@@ -9,7 +9,9 @@
 //   and 4 with 32. So warps own 32 rows where registers allow, and what is the same in every tile stays in registers.
 // - Instructions of a score: forward a maximum, a product and sum, an exp2 and a sum, and half a conversion. Whatever
 //   else an op may ask for (masks at the border of what is seen, soft caps, dropout) is asked once a tile, not once a
-//   score, and is in code of its own behind a branch that all lanes of a warp take or do not.
+//   score, and is in code of its own behind a branch that all lanes of a warp take or do not. Code for sm_90 has, in
+//   loops over tiles where nothing else is asked for and heads of 64, 4.9 instructions an mma forward, 3.3 in the
+//   gradient of queries and 4.6 in that of keys, of which a tensor core's scheduler issues one a cycle.
 #pragma once
 #include "cuda/kernels/attention.h"
 #include "cuda/tensor_core.h"
