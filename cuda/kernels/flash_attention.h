@@ -14,6 +14,7 @@
 //   gradient of queries and 4.6 in that of keys, of which a tensor core's scheduler issues one a cycle.
 #pragma once
 #include "cuda/kernels/attention.h"
+#include "cuda/raw.h"
 #include "cuda/tensor_core.h"
 
 namespace strata::cuda::flash {
@@ -540,35 +541,44 @@ STRATA_KERNEL __launch_bounds__(kBlock) query_gradient(const T* d_out, const T* 
   typename Keys::template Seen<M> seen = of.template seen<M>(n, first);
   uint32_t q[M][D / 16][4], g[M][D / 16][4];
   float dq[M][D / 8][4] = {}, shift[M][2], mean[M][2];
-  const auto before = [&] {
-    const uint32_t rows = uint32_t(at.warp * 16 * M * kRowBytes<D>) + place_a<D>(at.lane);
-    load_fragments<M, D>(q, queries + rows);
-    load_fragments<M, D>(g, gradients + rows);
-    for (int i = int(threadIdx.x); i < kRows<D> * D / 8; i += kBlock) {  // D / 8 lanes a row
-      const int row = i / (D / 8), column = i % (D / 8) * 8;
-      float dot = 0;
-      if (block.first + row < s.time) {
-        const auto a = *reinterpret_cast<const Pack<T>*>(out + of_rows + (block.first + row) * width + column);
-        const auto b = *reinterpret_cast<const Pack<T>*>(memory + kKeyTile<D> + kRows<D> * kRowBytes<D> +
-                                                         row * kRowBytes<D> + column * 2);
+  // The rows of `out`, D / 8 lanes a row, and what the lanes' own rows have: under way beside the copies.
+  constexpr int kReads = kRows<D> * D / 8 / kBlock;
+  Raw<T> made[kReads];
 #pragma unroll
-        for (int e = 0; e < 8; ++e) dot += to_float(a.value[e]) * to_float(b.value[e]);
-      }
+  for (int j = 0; j < kReads; ++j) {
+    const int i = int(threadIdx.x) + j * kBlock, row = block.first + i / (D / 8);
+    if (row < s.time) made[j] = Raw<T>(out + of_rows + row * width, i % (D / 8) * 8, D, true);
+  }
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first + 16 * m + at.g + 8 * half;
+      shift[m][half] = row < s.time ? lse[of_head + row] * kLog2e : 0.0f;
+    }
+  const auto before = [&] {
+    const T* const slopes = reinterpret_cast<const T*>(memory + kKeyTile<D> + kRows<D> * kRowBytes<D>);
+#pragma unroll
+    for (int j = 0; j < kReads; ++j) {
+      const int i = int(threadIdx.x) + j * kBlock, row = i / (D / 8), column = i % (D / 8) * 8;
+      const Raw<T> slope(slopes + row * kStride<D>, column, D, true);
+      float dot = 0;
+#pragma unroll
+      for (int e = 0; e < 8; ++e) dot += made[j][e] * slope[e];
 #pragma unroll
       for (int lane = 1; lane < D / 8; lane *= 2) dot += __shfl_xor_sync(0xFFFFFFFFu, dot, lane);
       if (column > 0) continue;
       means[row] = dot;
       if (block.first + row < s.time) dots[of_head + block.first + row] = dot;
     }
+    const uint32_t rows = uint32_t(at.warp * 16 * M * kRowBytes<D>) + place_a<D>(at.lane);
+    load_fragments<M, D>(q, queries + rows);
+    load_fragments<M, D>(g, gradients + rows);
     __syncthreads();
 #pragma unroll
     for (int m = 0; m < M; ++m)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = first + 16 * m + at.g + 8 * half;
-        shift[m][half] = row < s.time ? lse[of_head + row] * kLog2e : 0.0f;
-        mean[m][half] = means[row - block.first];
-      }
+      for (int half = 0; half < 2; ++half) mean[m][half] = means[first + 16 * m + at.g + 8 * half - block.first];
   };
   over_keys<D>(tiles, noted, block, of, before, [&](int tile, SharedAddress keys, const int* places) {
 #pragma unroll 1
