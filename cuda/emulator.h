@@ -100,9 +100,40 @@ class Emulator {
     return result;
   }
 
+  // Copies that go on beside the thread. The place has something else in it from the beginning of one until the thread
+  // waits for its group: who reads it too early, or is still reading what was there, sees that. From null: zeros.
+  void copy_async(void* to, const void* from, int bytes) {
+    std::memset(to, 0xFF, size_t(bytes));
+    auto& mine = copies_[thread_index.x];
+    mine.list.push_back({to, from, bytes, mine.groups});
+  }
+  void commit_copies() { ++copies_[thread_index.x].groups; }
+  // Until at most the last `left` groups of this thread are under way.
+  void wait_copies(int left) {
+    auto& mine = copies_[thread_index.x];
+    size_t done = 0;
+    for (; done < mine.list.size() && mine.list[done].group < mine.groups - left; ++done) {
+      const Copy& c = mine.list[done];
+      if (c.from)
+        std::memcpy(c.to, c.from, size_t(c.bytes));
+      else
+        std::memset(c.to, 0, size_t(c.bytes));
+    }
+    mine.list.erase(mine.list.begin(), mine.list.begin() + std::ptrdiff_t(done));
+  }
+
   dim3 thread_index, block_index, block_size, grid_size;
 
  private:
+  struct Copy {
+    void* to;
+    const void* from;
+    int bytes, group;
+  };
+  struct Copies {
+    std::vector<Copy> list;
+    int groups = 0;
+  };
   struct Barrier {
     int arrived = 0;
     int64_t generation = 0;
@@ -164,6 +195,7 @@ class Emulator {
     warps_.assign(size_t(block + 31) / 32, {});
     warp_live_.assign(warps_.size(), 0);
     parity_.assign(size_t(block), 0);
+    copies_.assign(size_t(block), {});
     for (auto& area : published_) area.resize(size_t(block + 31) / 32 * 32 * kPublished);
     for (auto& slots : slots_) slots.assign(size_t(block + 31) / 32 * 32, 0);
     for (int t = 0; t < block; ++t) {
@@ -189,6 +221,7 @@ class Emulator {
   std::vector<Barrier> warps_;
   int live_ = 0;
   std::vector<int> warp_live_, parity_;
+  std::vector<Copies> copies_;
   std::vector<uint64_t> slots_[2];
   static constexpr size_t kPublished = 64;
   std::vector<std::byte> published_[2];
@@ -229,6 +262,8 @@ inline void sincosf(float x, float* sine, float* cosine) { *sine = std::sin(x), 
 using std::fabs;
 using std::floor;
 using std::log;
+using std::max;
+using std::min;
 using std::pow;
 using std::sqrt;
 

@@ -4,15 +4,18 @@
 
 namespace strata::cuda {
 
-inline constexpr int kPartColumns = 32, kPartLanes = 8;  // of a block: neighbours read together, lanes share the parts
+// Of a block: neighbours read together, lanes share the parts. 264 parts are 9 reads of a lane, four at once: a few
+// blocks wait for memory rather than for how much of it they read.
+inline constexpr int kPartColumns = 32, kPartLanes = 32;
 
 // out[i] = Σ_p parts[p * stride + i], added to what is there when `accumulate`.
-static STRATA_KERNEL sum_parts(const float* parts, int count, int64_t stride, float* out, int64_t columns,
-                               bool accumulate) {
+static STRATA_KERNEL __launch_bounds__(kPartColumns* kPartLanes)
+    sum_parts(const float* parts, int count, int64_t stride, float* out, int64_t columns, bool accumulate) {
   __shared__ float sums[kPartColumns * kPartLanes];
   const int column = int(threadIdx.x) % kPartColumns, lane = int(threadIdx.x) / kPartColumns;
   const int64_t i = int64_t(blockIdx.x) * kPartColumns + column;
   float sum = 0;
+#pragma unroll 4
   for (int p = lane; p < count && i < columns; p += kPartLanes) sum += parts[p * stride + i];
   sums[threadIdx.x] = sum;
   __syncthreads();

@@ -129,31 +129,22 @@ STRATA_KERNEL key_gradient(const T* d_out, const T* qkv, const float* lse, const
     }
 }
 
-// Calls body(std::integral_constant<int, D>) for a head size that tensor cores take; nothing otherwise.
-template <class T, class Body>
-Launch on_tensor_cores(const Sizes& s, Body&& body) {
-  if constexpr (sizeof(T) == 2) {
-    if (s.size == 64) return body(std::integral_constant<int, 64>{});
-    if (s.size == 128) return body(std::integral_constant<int, 128>{});
-  }
-  return {};
-}
-
 template <class T>
 Launch bind_forward(const Binding& b) {
   const Sizes s = sizes_with(b, 0, 1);
   const unsigned heads = unsigned(s.heads), batch = unsigned(b.input(0).shape[0]);
+  const auto fast = on_tensor_cores<T>(s, [&](auto zero, auto size) -> Launch {
+    using Half = decltype(zero);
+    constexpr int D = decltype(size)::value;
+    const dim3 grid(blocks(s.time, flash::kRows<D>), heads, batch);
+    return [=, qkv = b.in<Half>(0), out = b.out<Half>(0), lse = b.out<float>(1), queue = b.queue()] {
+      launch(flash::forward<Half, D, flash::OwnKeys>, grid, flash::kBlock, flash::kForwardShared<D>, queue, qkv, qkv,
+             nullptr, nullptr, out, nullptr, lse, flash::OwnKeys{s});
+    };
+  });
+  if (fast) return fast;
   return with_drops(s, [&](auto drops) -> Launch {
     constexpr bool kDrops = decltype(drops)::value;
-    const auto fast = on_tensor_cores<T>(s, [&](auto size) -> Launch {
-      constexpr int D = decltype(size)::value;
-      const dim3 grid(blocks(s.time, flash::kRows), heads, batch);
-      return [=, qkv = b.in<T>(0), out = b.out<T>(0), lse = b.out<float>(1), queue = b.queue()] {
-        if constexpr (sizeof(T) == 2)
-          launch(flash::forward<T, D, kDrops>, grid, flash::kBlock, flash::kForwardShared<D>, queue, qkv, out, lse, s);
-      };
-    });
-    if (fast) return fast;
     const dim3 grid(blocks(s.time, kWarps), heads, batch);
     return [=, qkv = b.in<T>(0), out = b.out<T>(0), lse = b.out<float>(1), queue = b.queue()] {
       launch(forward<T, kDrops>, grid, kBlock, shared_bytes(s), queue, qkv, out, lse, s);
@@ -165,24 +156,22 @@ template <class T>
 Launch bind_gradient(const Binding& b) {
   const Sizes s = sizes_with(b, 1, 4);
   const unsigned heads = unsigned(s.heads), groups = unsigned(s.groups), batch = unsigned(b.input(1).shape[0]);
+  const auto fast = on_tensor_cores<T>(s, [&](auto zero, auto size) -> Launch {
+    using Half = decltype(zero);
+    constexpr int D = decltype(size)::value;
+    const unsigned tiles = blocks(s.time, flash::kRows<D>);
+    return [=, d_out = b.in<Half>(0), qkv = b.in<Half>(1), out = b.in<Half>(2), lse = b.in<float>(3),
+            d_qkv = b.out<Half>(0), dots = b.workspace<float>(), queue = b.queue()] {
+      launch(flash::query_gradient<Half, D, flash::OwnKeys>, dim3(tiles, heads, batch), flash::kBlock,
+             flash::kQueryShared<D>, queue, d_out, qkv, qkv, out, lse, dots, d_qkv, false, flash::OwnKeys{s});
+      launch(flash::key_gradient<Half, D, flash::OwnKeys>, dim3(tiles, groups, batch), flash::kBlock,
+             flash::kKeyShared<D>, queue, d_out, qkv, qkv, lse, dots, d_qkv, flash::OwnKeys{s});
+    };
+  });
+  if (fast) return fast;
   const dim3 by_head(blocks(s.time, kWarps), heads, batch), by_group(blocks(s.time, kWarps), groups, batch);
   return with_drops(s, [&](auto drops) -> Launch {
     constexpr bool kDrops = decltype(drops)::value;
-    const auto fast = on_tensor_cores<T>(s, [&](auto size) -> Launch {
-      constexpr int D = decltype(size)::value;
-      const unsigned tiles = blocks(s.time, flash::kRows);
-      return [=, d_out = b.in<T>(0), qkv = b.in<T>(1), out = b.in<T>(2), lse = b.in<float>(3), d_qkv = b.out<T>(0),
-              dots = b.workspace<float>(), queue = b.queue()] {
-        if constexpr (sizeof(T) == 2) {
-          launch(row_dots<T>, by_head, kBlock, 0, queue, d_out, out, dots, s);
-          launch(flash::query_gradient<T, D, kDrops>, dim3(tiles, heads, batch), flash::kBlock, flash::kQueryShared<D>,
-                 queue, d_out, qkv, lse, dots, d_qkv, s);
-          launch(flash::key_gradient<T, D, kDrops>, dim3(tiles, groups, batch), flash::kBlock, flash::kKeyShared<D>,
-                 queue, d_out, qkv, lse, dots, d_qkv, s);
-        }
-      };
-    });
-    if (fast) return fast;
     return [=, d_out = b.in<T>(0), qkv = b.in<T>(1), out = b.in<T>(2), lse = b.in<float>(3), d_qkv = b.out<T>(0),
             dots = b.workspace<float>(), queue = b.queue()] {
       launch(row_dots<T>, by_head, kBlock, 0, queue, d_out, out, dots, s);

@@ -55,6 +55,16 @@ Launch with_drops(const Sizes& s, Body&& body) {
   return s.dropped.threshold > 0 ? body(std::true_type{}) : body(std::false_type{});
 }
 
+// Calls body(T{}, std::integral_constant<int, D>) for types and head sizes that tensor cores take; nothing otherwise.
+template <class T, class Body>
+Launch on_tensor_cores(const Sizes& s, Body&& body) {
+  if constexpr (sizeof(T) == 2) {
+    if (s.size == 64) return body(T{}, std::integral_constant<int, 64>{});
+    if (s.size == 128) return body(T{}, std::integral_constant<int, 128>{});
+  }
+  return {};
+}
+
 // What the op says of sizes, documents and dropout.
 inline Sizes sizes_with(const Binding& b, int qkv, int documents) {
   Sizes s(b, b.input(qkv));

@@ -1,8 +1,10 @@
 // Attention of a rank's queries on a block of keys: those of one rank in a ring, or those of all
-// (engine/ops/context_attention.cpp), which go on from the softmax of the blocks before. As attention.cu without tensor
-// cores, with positions: a warp owns a query row (backward: also a key row), sums in f32 and in a fixed order. And keys
-// and values apart from queries, and repeated.
+// (engine/ops/context_attention.cpp), which go on from the softmax of the blocks before. As attention.cu, with
+// positions: on tensor cores (flash_attention.h) where there is no dropout, whose draws would be of keys that do not
+// lie in fours; otherwise a warp owns a query row (backward: also a key row), sums in f32 and in a fixed order. And
+// keys and values apart from queries, and repeated.
 #include "cuda/kernels/attention_rows.h"
+#include "cuda/kernels/flash_attention.h"
 #include "engine/ops/rank_order.h"
 
 namespace strata::cuda::context_attention_kernels {
@@ -40,13 +42,159 @@ struct Block {
     return key <= query && (window == 0 || key > query - window) &&
            (!s.documents || key >= s.documents[int64_t(n) * s.time + row]);
   }
+  // From where on the query of a row sees keys.
+  STRATA_DEVICE int begin(int n, int row) const {
+    const int at = query_at(row), of_window = window > 0 && at >= window ? at + 1 - window : 0;
+    const int document = s.documents ? s.documents[int64_t(n) * s.time + row] : 0;
+    return document > of_window ? document : of_window;
+  }
   // The lowest position in a tile of keys: a rank's tokens are in order, and so are the first ones of ranks.
-  STRATA_DEVICE int lowest(int first) const {
+  STRATA_DEVICE int lowest(int first, int count = kTile) const {
     const int at = key_at(first), next = int((first / order.share + 1) * order.share);
-    if (from >= 0 || next >= first + kTile || next >= keys) return at;
+    if (from >= 0 || next >= first + count || next >= keys) return at;
     const int other = key_at(next);
     return other < at ? other : at;
   }
+};
+
+// The same for kernels on tensor cores (flash::OwnKeys says what they ask): what is noted of a tile are positions.
+struct ApartKeys {
+  static constexpr bool kApart = true;
+  static constexpr int kPlaces = 64, kNowhere = 0x7FFFFFFF;
+  static constexpr int kKeys = flash::kKeys, kQueries = flash::kQueries;
+  Block b;
+  Sizes s;
+  explicit ApartKeys(const Block& b) : b(b), s(b.s) {}
+
+  STRATA_DEVICE int keys() const { return b.keys; }
+  STRATA_DEVICE int width() const { return b.width; }
+  STRATA_DEVICE int key(int group) const { return b.key(group); }
+  STRATA_DEVICE int value(int group) const { return b.value(group); }
+  STRATA_DEVICE int there(int row) const { return row < s.time ? row : s.time - 1; }
+
+  STRATA_DEVICE int first_tile(int, int first, int rows) const { return next_tile(-kKeys, first, rows); }
+  STRATA_DEVICE int next_tile(int k, int first, int rows) const {
+    const int last = b.query_at(there(first + rows - 1));
+    for (k += kKeys; k < b.keys && b.lowest(k, kKeys) > last;) k += kKeys;
+    return k;
+  }
+  STRATA_DEVICE int end(int, int) const { return b.keys; }
+  STRATA_DEVICE void note_keys(int* to, int k) const {
+    const int i = int(threadIdx.x);
+    if (i < kKeys) to[i] = k + i < b.keys ? b.key_at(k + i) : kNowhere;
+  }
+  template <int M>
+  struct Seen {
+    int lowest, highest, border;  // positions that any row sees, and from where on all of them do
+    int position, at[M][2], from[M][2];
+    const int* places = nullptr;
+    int low = 0, high = 0;  // of the tile
+    STRATA_DEVICE Seen(const ApartKeys& k, int n, int first) {
+      const flash::Lane lane;
+      const int last = k.there(first + 16 * M - 1);
+      position = k.b.query_at(k.there(first)), highest = k.b.query_at(last), border = k.b.begin(n, last);
+      lowest = first < k.s.time ? k.b.begin(n, first) : kNowhere;
+      if (first >= k.s.time) highest = -1;
+#pragma unroll
+      for (int m = 0; m < M; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int row = k.there(first + 16 * m + lane.g + 8 * half);
+          at[m][half] = k.b.query_at(row), from[m][half] = k.b.begin(n, row);
+        }
+    }
+    template <int N>
+    STRATA_DEVICE void look(int, const int* noted) {
+      places = noted;
+      low = high = places[threadIdx.x % 32];
+      if (N > 32)
+        low = min(low, places[N - 32 + threadIdx.x % 32]), high = max(high, places[N - 32 + threadIdx.x % 32]);
+#pragma unroll
+      for (int width = 16; width > 0; width /= 2) {
+        low = min(low, __shfl_xor_sync(0xFFFFFFFFu, low, width));
+        high = max(high, __shfl_xor_sync(0xFFFFFFFFu, high, width));
+      }
+    }
+    template <int N>
+    STRATA_DEVICE bool any() const {
+      return low <= highest && high >= lowest;
+    }
+    template <int N>
+    STRATA_DEVICE bool all() const {
+      return high <= position && low >= border;
+    }
+    template <int N>
+    STRATA_DEVICE void mask(flash::Scores<M, N>& scores) const {
+      const flash::Lane lane;
+#pragma unroll
+      for (int c = 0; c < N / 8; ++c)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int place = places[8 * c + 2 * lane.t + e];
+#pragma unroll
+          for (int m = 0; m < M; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+              if (place < from[m][half] || place > at[m][half]) scores[m][c][2 * half + e] = -flash::kInfinity;
+        }
+    }
+  };
+  template <int M>
+  STRATA_DEVICE Seen<M> seen(int n, int first) const {
+    return Seen<M>(*this, n, first);
+  }
+
+  STRATA_DEVICE int first_query(int first, int rows) const {
+    const int low = b.lowest(first, rows);
+    int q = 0;
+    while (q + kQueries < s.time && b.query_at(q + kQueries - 1) < low) q += kQueries;
+    return q;
+  }
+  STRATA_DEVICE int end_of_queries(int, int, int) const { return s.time; }
+  STRATA_DEVICE void note_queries(int* to, int n, int query) const {
+    const int i = int(threadIdx.x);
+    if (i < kQueries) to[i] = b.query_at(there(query + i)), to[kQueries + i] = b.begin(n, there(query + i));
+  }
+  template <int M>
+  struct SeenBy {
+    int at[M][2], low, high;
+    bool there;
+    const int* places = nullptr;
+    STRATA_DEVICE SeenBy(const ApartKeys& k, int, int first) : there(first < k.b.keys) {
+      const flash::Lane lane;
+      low = kNowhere, high = -1;
+#pragma unroll
+      for (int m = 0; m < M; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int key = first + 16 * m + lane.g + 8 * half;
+          at[m][half] = k.b.key_at(key < k.b.keys ? key : k.b.keys - 1);
+          low = min(low, at[m][half]), high = max(high, at[m][half]);
+        }
+#pragma unroll
+      for (int width = 4; width < 32; width *= 2) {
+        low = min(low, __shfl_xor_sync(0xFFFFFFFFu, low, width));
+        high = max(high, __shfl_xor_sync(0xFFFFFFFFu, high, width));
+      }
+    }
+    STRATA_DEVICE void look(int, const int* noted) { places = noted; }
+    STRATA_DEVICE bool any() const { return there && low <= places[kQueries - 1] && high >= places[kQueries]; }
+    STRATA_DEVICE bool all() const { return high <= places[0] && low >= places[2 * kQueries - 1]; }
+    STRATA_DEVICE void mask(flash::Scores<M, kQueries>& scores) const {
+      const flash::Lane lane;
+#pragma unroll
+      for (int c = 0; c < kQueries / 8; ++c)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int i = 8 * c + 2 * lane.t + e, query = places[i], begin = places[kQueries + i];
+#pragma unroll
+          for (int m = 0; m < M; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+              if (at[m][half] < begin || at[m][half] > query) scores[m][c][2 * half + e] = -flash::kInfinity;
+        }
+    }
+  };
 };
 
 template <class T, class Out, bool kDrops>
@@ -198,40 +346,82 @@ STRATA_KERNEL key_gradient(const T* d_out, const T* qkv, const T* kv, const floa
     }
 }
 
+// `body` on tensor cores where they can, otherwise nothing.
+template <class T, class Body>
+Launch fast(const Block& block, Body&& body) {
+  if (block.s.dropped.threshold > 0) return {};
+  return on_tensor_cores<T>(block.s, body);
+}
+
 Launch bind_forward(const Binding& b) {
   const Block block(b, 0, 4);
-  const dim3 grid(blocks(block.s.time, kWarps), unsigned(block.s.heads), unsigned(b.input(0).shape[0]));
+  const unsigned heads = unsigned(block.s.heads), batch = unsigned(b.input(0).shape[0]);
+  const dim3 grid(blocks(block.s.time, kWarps), heads, batch);
+  const bool wide = b.output(0).dtype == DType::f32;
+  const float *before = b.has_input(2) ? b.in<float>(2) : nullptr,
+              *lse_before = b.has_input(3) ? b.in<float>(3) : nullptr;
+  float* const lse = b.out<float>(1);
   return with_type(b.input(0).dtype, [&](auto zero) -> Launch {
-    return with_type(b.output(0).dtype, [&](auto wide) -> Launch {
-      return with_drops(block.s, [&](auto drops) -> Launch {
-        using T = decltype(zero);
-        using Out = decltype(wide);
-        constexpr bool kDrops = decltype(drops)::value;
-        return [=, qkv = b.in<T>(0), kv = b.in<T>(1), before = b.has_input(2) ? b.in<float>(2) : nullptr,
-                lse_before = b.has_input(3) ? b.in<float>(3) : nullptr, out = b.out<Out>(0), lse = b.out<float>(1),
-                queue = b.queue()] {
-          launch(forward<T, Out, kDrops>, grid, kBlock, shared_bytes(block.s), queue, qkv, kv, before, lse_before, out,
+    using T = decltype(zero);
+    const T *qkv = b.in<T>(0), *kv = b.in<T>(1);
+    T* const out = wide ? nullptr : b.out<T>(0);
+    float* const wide_out = wide ? b.out<float>(0) : nullptr;
+    const Launch on_cores = fast<T>(block, [&](auto half, auto size) -> Launch {
+      constexpr int D = decltype(size)::value;
+      using Half = decltype(half);
+      return [=, tiles = blocks(block.s.time, flash::kRows<D>), queue = b.queue()] {
+        launch(flash::forward<Half, D, ApartKeys>, dim3(tiles, heads, batch), flash::kBlock, flash::kForwardShared<D>,
+               queue, qkv, kv, before, lse_before, out, wide_out, lse, ApartKeys(block));
+      };
+    });
+    if (on_cores) return on_cores;
+    return with_drops(block.s, [&](auto drops) -> Launch {
+      constexpr bool kDrops = decltype(drops)::value;
+      return [=, queue = b.queue()] {
+        if (wide)
+          launch(forward<T, float, kDrops>, grid, kBlock, shared_bytes(block.s), queue, qkv, kv, before, lse_before,
+                 wide_out, lse, block);
+        else
+          launch(forward<T, T, kDrops>, grid, kBlock, shared_bytes(block.s), queue, qkv, kv, before, lse_before, out,
                  lse, block);
-        };
-      });
+      };
     });
   });
 }
 
 Launch bind_gradient(const Binding& b) {
   const Block block(b, 1, 5);
-  const unsigned batch = unsigned(b.input(1).shape[0]);
-  const dim3 by_query(blocks(block.s.time, kWarps), unsigned(block.s.heads), batch),
-      by_key(blocks(block.keys, kWarps), unsigned(block.s.groups), batch);
+  const unsigned heads = unsigned(block.s.heads), groups = unsigned(block.s.groups),
+                 batch = unsigned(b.input(1).shape[0]);
+  const dim3 by_query(blocks(block.s.time, kWarps), heads, batch), by_key(blocks(block.keys, kWarps), groups, batch);
   return with_type(b.input(1).dtype, [&](auto zero) -> Launch {
+    using T = decltype(zero);
+    const T *d_out = b.in<T>(0), *qkv = b.in<T>(1), *kv = b.in<T>(2), *out = b.in<T>(3);
+    const float* lse = b.in<float>(4);
+    T *d_qkv = b.out<T>(0), *d_kv = b.out<T>(1);
+    float* const dots = b.workspace<float>();
+    const bool onto = b.accumulates(0);
+    const auto clear_others = [=, all = count(b.output(0)), queue = b.queue()] {
+      if (!onto) launch(clear<T>, dim3(blocks(all, kCopyBlock)), kCopyBlock, 0, queue, d_qkv, all);
+    };
+    const Launch on_cores = fast<T>(block, [&](auto half, auto size) -> Launch {
+      constexpr int D = decltype(size)::value;
+      using Half = decltype(half);
+      return [=, by_query = blocks(block.s.time, flash::kRows<D>), by_key = blocks(block.keys, flash::kRows<D>),
+              queue = b.queue()] {
+        clear_others();
+        launch(flash::query_gradient<Half, D, ApartKeys>, dim3(by_query, heads, batch), flash::kBlock,
+               flash::kQueryShared<D>, queue, d_out, qkv, kv, out, lse, dots, d_qkv, onto, ApartKeys(block));
+        launch(flash::key_gradient<Half, D, ApartKeys>, dim3(by_key, groups, batch), flash::kBlock,
+               flash::kKeyShared<D>, queue, d_out, qkv, kv, lse, dots, d_kv, ApartKeys(block));
+      };
+    });
+    if (on_cores) return on_cores;
     return with_drops(block.s, [&](auto drops) -> Launch {
-      using T = decltype(zero);
       constexpr bool kDrops = decltype(drops)::value;
-      return [=, d_out = b.in<T>(0), qkv = b.in<T>(1), kv = b.in<T>(2), out = b.in<T>(3), lse = b.in<float>(4),
-              d_qkv = b.out<T>(0), d_kv = b.out<T>(1), dots = b.workspace<float>(), all = count(b.output(0)),
-              onto = b.accumulates(0), queue = b.queue()] {
+      return [=, queue = b.queue()] {
         const int shared = shared_bytes(block.s);
-        if (!onto) launch(clear<T>, dim3(blocks(all, kCopyBlock)), kCopyBlock, 0, queue, d_qkv, all);
+        clear_others();
         launch(row_dots<T>, by_query, kBlock, 0, queue, d_out, out, dots, block.s);
         launch(query_gradient<T, kDrops>, by_query, kBlock, shared, queue, d_out, qkv, kv, lse, dots, d_qkv, block);
         launch(key_gradient<T, kDrops>, by_key, kBlock, shared, queue, d_out, qkv, kv, lse, dots, d_kv, block);
@@ -320,15 +510,14 @@ Launch bind_repeat(const Binding& b, bool back) {
   });
 }
 
-const Registration kinds[] = {
-    {"ring_attention", bind_forward},
-    {"gathered_attention", bind_forward},
-    {"ring_attention_gradient", bind_gradient, room_for_dots},
-    {"gathered_attention_gradient", bind_gradient, room_for_dots},
-    {"keys_values", bind_take},
-    {"with_keys_values", bind_put},
-    {"repeat_keys_values", [](const Binding& b) { return bind_repeat(b, false); }},
-    {"repeat_keys_values_gradient", [](const Binding& b) { return bind_repeat(b, true); }}};
+const Registration kinds[] = {{"ring_attention", bind_forward},
+                              {"gathered_attention", bind_forward},
+                              {"ring_attention_gradient", bind_gradient, room_for_dots},
+                              {"gathered_attention_gradient", bind_gradient, room_for_dots},
+                              {"keys_values", bind_take},
+                              {"with_keys_values", bind_put},
+                              {"repeat_keys_values", [](const Binding& b) { return bind_repeat(b, false); }},
+                              {"repeat_keys_values_gradient", [](const Binding& b) { return bind_repeat(b, true); }}};
 
 }  // namespace
 }  // namespace strata::cuda::context_attention_kernels

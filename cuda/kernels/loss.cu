@@ -9,26 +9,46 @@
 namespace strata::cuda::loss_kernels {
 namespace {
 
-constexpr int kBlock = 1024, kEach = 4;
+constexpr int kBlock = 512, kEach = 4;  // two blocks a multiprocessor: one reads while the other waits for its sum
+constexpr int kAhead = 4;               // accesses of a thread that are under way at once
+
+// Reads kAhead accesses of a thread at a time and calls body(first of an access, its numbers); those beyond the
+// vocabulary are `otherwise`. Rows lie at multiples of 16 numbers, so that accesses are whole.
+template <class Body>
+STRATA_DEVICE void over_row(const float* x, int64_t vocabulary, float otherwise, Body body) {
+  for (int64_t first = int64_t(threadIdx.x) * kEach; first < vocabulary; first += kBlock * kEach * kAhead) {
+    Pack<float> v[kAhead];
+#pragma unroll
+    for (int a = 0; a < kAhead; ++a)
+      if (const int64_t i = first + a * kBlock * kEach; i < vocabulary)
+        v[a] = *reinterpret_cast<const Pack<float>*>(x + i);
+#pragma unroll
+    for (int a = 0; a < kAhead; ++a) {
+      const int64_t i = first + a * kBlock * kEach;
+      if (i >= vocabulary) break;
+#pragma unroll
+      for (int e = 1; e < kEach; ++e)
+        if (i + e >= vocabulary) v[a].value[e] = otherwise;
+      body(i, v[a].value);
+    }
+  }
+}
 
 // Of a row of logits, by the threads of a block: the largest, and the sum of exponentials below it.
 struct Exponentials {
   float top, sum;
 };
 STRATA_DEVICE Exponentials exponentials(const float* x, int64_t vocabulary, float* scratch) {
-  float top = -3.0e38f, sum = 0, v[kEach];  // of what this thread has seen: Σ exp(x - top)
-  for (int64_t i = int64_t(threadIdx.x) * kEach; i < vocabulary; i += kBlock * kEach) {
-    load(x, i, vocabulary, v);
+  float top = -3.0e38f, sum = 0;  // of what this thread has seen: Σ exp(x - top)
+  over_row(x, vocabulary, bits_to_float(0xFF800000u), [&](int64_t, const float(&v)[kEach]) {
     float highest = top;
 #pragma unroll
-    for (int e = 0; e < kEach; ++e)
-      if (i + e < vocabulary) highest = v[e] > highest ? v[e] : highest;
+    for (int e = 0; e < kEach; ++e) highest = v[e] > highest ? v[e] : highest;
     sum *= __expf(top - highest);
     top = highest;
 #pragma unroll
-    for (int e = 0; e < kEach; ++e)
-      if (i + e < vocabulary) sum += __expf(v[e] - top);  // NaN stays
-  }
+    for (int e = 0; e < kEach; ++e) sum += __expf(v[e] - top);  // NaN stays
+  });
   const float highest = block_max(top, scratch);
   return {highest, block_sum(sum * __expf(top - highest), scratch)};
 }
@@ -39,20 +59,40 @@ STRATA_KERNEL cap_logits(float* logits, int64_t vocabulary, int64_t stride, floa
   for (int64_t i = threadIdx.x; i < vocabulary; i += 256) x[i] = cap * tanhf(x[i] / cap);
 }
 
-// factor·(exp(x - top)/sum - onehot) of a row, and where logits are capped times the cap's slope.
+// Four numbers in one access.
+template <class T>
+STRATA_DEVICE void store_pack(T* to, const float (&v)[kEach]) {
+  struct alignas(kEach * sizeof(T)) Four {
+    T value[kEach];
+  } four;
+#pragma unroll
+  for (int e = 0; e < kEach; ++e) four.value[e] = from_float<T>(v[e]);
+  *reinterpret_cast<Four*>(to) = four;
+}
+
+// factor·(exp(x - top)/sum - onehot) of a row, and where logits are capped times the cap's slope. One division a row.
 template <class T>
 STRATA_DEVICE void slopes_of(const float* x, T* gradient, int64_t vocabulary, int64_t target, float factor, float top,
                              float sum, float cap) {
-  float v[kEach];
-  for (int64_t i = int64_t(threadIdx.x) * kEach; i < vocabulary; i += kBlock * kEach) {
-    load(x, i, vocabulary, v);
+  const float share = factor / sum, bent = cap > 0 ? 1 / cap : 0.0f;
+  over_row(x, vocabulary, 0.0f, [&](int64_t i, const float(&v)[kEach]) {
+    float slope[kEach];
 #pragma unroll
-    for (int e = 0; e < kEach; ++e) {
-      const float share = cap > 0 ? v[e] / cap : 0.0f;
-      v[e] = factor * (__expf(v[e] - top) / sum - (i + e == target ? 1.0f : 0.0f)) * (1 - share * share);
+    for (int e = 0; e < kEach; ++e) slope[e] = share * __expf(v[e] - top);
+    if (target >= i && target < i + kEach)
+#pragma unroll
+      for (int e = 0; e < kEach; ++e) slope[e] -= i + e == target ? factor : 0.0f;
+    if (cap > 0)
+#pragma unroll
+      for (int e = 0; e < kEach; ++e) slope[e] *= 1 - v[e] * bent * (v[e] * bent);
+    if (i + kEach <= vocabulary) {
+      store_pack(gradient + i, slope);
+    } else {
+#pragma unroll
+      for (int e = 0; e < kEach; ++e)
+        if (i + e < vocabulary) gradient[i + e] = from_float<T>(slope[e]);
     }
-    store(gradient, i, vocabulary, v);
-  }
+  });
 }
 
 // A block a row: -log softmax(logits)[target] into losses, scale·upstream·(softmax - onehot) into gradient.

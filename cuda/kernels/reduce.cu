@@ -1,4 +1,5 @@
 // Sums: rows of a matrix (gradients of biases), squares of a tensor exactly (norms). No atomics: orders are fixed.
+#include "cuda/raw.h"
 #include "cuda/sum_parts.h"
 #include "strata/exact_sum.h"
 
@@ -50,86 +51,161 @@ const Registration rows(
     },
     [](const OpView& v, int) { return parts_of(v) * v.columns(0) * 4; });
 
-// A block a row: its sum of squares in f64, in a fixed tree.
+// Sums of squares. A warp takes a unit, at most kUnit elements of a row, in 16-byte loads that are all under way at
+// once, and adds them up in f64 in a fixed tree; of a vector, whose rows are its elements, a unit is 32 of them. Units
+// are added exactly (strata/exact_sum.h), so that neither their order nor which block has them matters: lane k of a
+// warp keeps digit k as an integer. Before, one warp added the sums of all rows and one thread the digits of its lanes:
+// 36 us a call on an H200, whatever the size.
+constexpr int kUnit = 1024, kSumBlock = 256, kSumBlocks = 264;  // blocks: two a multiprocessor of the largest GPUs
+constexpr int kDigits = kExactSum - 1;
+constexpr int kSumLanes = 32;  // of the block that adds the blocks' parts
+
+STRATA_DEVICE uint64_t double_bits(double x) {
+#ifdef STRATA_EMULATE
+  return std::bit_cast<uint64_t>(x);
+#else
+  return uint64_t(__double_as_longlong(x));
+#endif
+}
+STRATA_DEVICE double power_of_two(int exponent) {
+#ifdef STRATA_EMULATE
+  return std::bit_cast<double>(uint64_t(1023 + exponent) << 52);
+#else
+  return __longlong_as_double(int64_t(1023 + exponent) << 52);
+#endif
+}
+
+// What a value that is not negative has in digit k, in units of it; lane kDigits notes what is not finite.
+STRATA_DEVICE void add_digit(uint64_t& sum, double value) {
+  const int k = int(threadIdx.x) % 32;
+  const uint64_t bits = double_bits(value), mantissa = (bits & 0xFFFFFFFFFFFFFull) | uint64_t{1} << 52;
+  const int exponent = int(bits >> 52 & 0x7FF), shift = exponent - 1023 - 52 - (32 * k - 320);  // of the lowest bit
+  if (exponent == 0x7FF) {
+    if (k == kDigits) sum = 1;
+  } else if (k < kDigits && shift > -53 && shift < 32) {
+    sum += (shift >= 0 ? mantissa << shift : mantissa >> -shift) & 0xFFFFFFFFu;
+  }
+}
+
+// `digits` (kExactSum) in shared memory become doubles, with what is above 32 bits passed on.
+STRATA_DEVICE void write_sum(uint64_t* digits, double* out) {
+  __syncthreads();
+  if (threadIdx.x == 0)
+    for (int k = 0; k + 1 < kDigits; ++k) {
+      digits[k + 1] += digits[k] >> 32;
+      digits[k] &= 0xFFFFFFFFu;
+    }
+  __syncthreads();
+  const int k = int(threadIdx.x);
+  if (k < kDigits) out[k] = double(digits[k]) * power_of_two(32 * k - 320);
+  if (k == kDigits) out[k] = digits[k] > 0 ? double(bits_to_float(0x7FC00000u)) : 0.0;
+}
+
+// The digits of this block's warps: the result where there is but one block, or a part of it.
+STRATA_DEVICE void write_digits(uint64_t mine, uint64_t* parts, double* out) {
+  __shared__ uint64_t digits[kSumBlock];
+  digits[threadIdx.x] = mine;
+  __syncthreads();
+  uint64_t sum = 0;
+  for (int w = 0; w < kSumBlock / 32 && threadIdx.x < kExactSum; ++w) sum += digits[w * 32 + int(threadIdx.x)];
+  __syncthreads();
+  if (threadIdx.x < kExactSum) (gridDim.x > 1 ? parts + blockIdx.x * kExactSum : digits)[threadIdx.x] = sum;
+  if (gridDim.x == 1) write_sum(digits, out);
+}
+
+// The sum of a warp's squares of x[i], i < count, in f64: the same bits wherever x lies.
 template <class T>
-STRATA_KERNEL row_squares(const T* x, double* sums, int64_t length) {
-  __shared__ double lanes[kBlock];
-  const T* row = x + int64_t(blockIdx.x) * length;
+STRATA_DEVICE double unit_squares(const T* x, int count) {
+  constexpr int N = kPack<T>, kLoads = kUnit / 32 / N;
+  const int lane = int(threadIdx.x) % 32;
+  const bool whole = count % N == 0 && reinterpret_cast<uintptr_t>(x) % 16 == 0;
+  Raw<T> v[kLoads];
+#pragma unroll
+  for (int j = 0; j < kLoads; ++j) v[j] = Raw<T>(x, (j * 32 + lane) * N, count, whole);
   double sum = 0;
-  for (int64_t i = int64_t(threadIdx.x) * 8; i < length; i += kBlock * 8) {
-    float v[8];
-    load(row, i, length, v);
+#pragma unroll
+  for (int j = 0; j < kLoads; ++j) {
     float squares = 0;
 #pragma unroll
-    for (int e = 0; e < 8; ++e) squares += v[e] * v[e];
+    for (int e = 0; e < N; ++e) squares += v[j][e] * v[j][e];
     sum += double(squares);
   }
-  lanes[threadIdx.x] = sum;
-  __syncthreads();
-  for (int width = kBlock / 2; width > 0; width /= 2) {
-    if (int(threadIdx.x) < width) lanes[threadIdx.x] += lanes[threadIdx.x + width];
-    __syncthreads();
-  }
-  if (threadIdx.x == 0) sums[blockIdx.x] = lanes[0];
+#pragma unroll
+  for (int width = 16; width > 0; width /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, width);
+  return sum;
 }
 
-// Rows are added exactly (strata/exact_sum.h), so their order does not matter: each thread has a sum of its own.
-STRATA_KERNEL add_rows_exactly(const double* sums, int64_t count, double* out) {
-  double* const all = dynamic_shared<double>();  // (32, kExactSum)
-  double* const mine = all + threadIdx.x * kExactSum;
-  for (int k = 0; k < kExactSum; ++k) mine[k] = 0;
-  for (int64_t i = threadIdx.x; i < count; i += 32) add_exactly(mine, sums[i]);
-  carry(mine);
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  for (int k = 0; k < kExactSum; ++k) {
-    double sum = 0;
-    for (int t = 0; t < 32; ++t) sum += all[t * kExactSum + k];
-    mine[k] = sum;
-  }
-  carry(mine);
-  for (int k = 0; k < kExactSum; ++k) out[k] = mine[k];
-}
-
-// Of a vector, whose rows are its elements.
 template <class T>
-STRATA_KERNEL add_squares_exactly(const T* x, int64_t count, double* out) {
-  double* const all = dynamic_shared<double>();  // (kBlock, kExactSum)
-  double* const mine = all + threadIdx.x * kExactSum;
-  for (int k = 0; k < kExactSum; ++k) mine[k] = 0;
-  for (int64_t i = threadIdx.x; i < count; i += kBlock) {
-    const double value = double(to_float(x[i]));
-    add_exactly(mine, value * value);
+STRATA_KERNEL __launch_bounds__(kSumBlock)
+    add_squares(const T* x, int64_t rows, int64_t length, uint64_t* parts, double* out) {
+  const int64_t of_row = (length + kUnit - 1) / kUnit, step = int64_t(gridDim.x) * (kSumBlock / 32);
+  uint64_t mine = 0;
+  for (int64_t unit = int64_t(blockIdx.x) * (kSumBlock / 32) + threadIdx.x / 32; unit < rows * of_row; unit += step) {
+    const int64_t row = unit / of_row, first = unit % of_row * kUnit, left = length - first;
+    add_digit(mine, unit_squares(x + row * length + first, int(left < kUnit ? left : kUnit)));
   }
-  carry(mine);
-  __syncthreads();
-  double sum = 0;
-  for (int t = 0; t < kBlock && threadIdx.x < kExactSum; ++t) sum += all[t * kExactSum + int(threadIdx.x)];
-  __syncthreads();
-  if (threadIdx.x < kExactSum) all[threadIdx.x] = sum;
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  carry(all);
-  for (int k = 0; k < kExactSum; ++k) out[k] = all[k];
+  write_digits(mine, parts, out);
 }
 
-bool is_vector(const OpView& v) { return v.input(0).shape.size() == 1; }
+template <class T>
+STRATA_KERNEL __launch_bounds__(kSumBlock) add_vector_squares(const T* x, int64_t count, uint64_t* parts, double* out) {
+  uint64_t mine = 0;
+  for (int64_t first = int64_t(blockIdx.x) * kSumBlock + threadIdx.x / 32 * 32; first < count;
+       first += int64_t(gridDim.x) * kSumBlock) {
+    const int64_t i = first + threadIdx.x % 32;
+    const double value = i < count ? double(to_float(x[i])) : 0.0;
+    for (int lane = 0; lane < 32; ++lane) add_digit(mine, __shfl_sync(0xFFFFFFFFu, value * value, lane));
+  }
+  write_digits(mine, parts, out);
+}
+
+STRATA_KERNEL add_digits(const uint64_t* parts, int count, double* out) {
+  __shared__ uint64_t digits[kSumLanes * kExactSum];
+  uint64_t sum = 0;
+  for (int p = int(threadIdx.x); p < count * kExactSum; p += kSumLanes * kExactSum) sum += parts[p];
+  digits[threadIdx.x] = sum;
+  __syncthreads();
+  sum = 0;
+  for (int p = 0; p < kSumLanes && threadIdx.x < kExactSum; ++p) sum += digits[p * kExactSum + int(threadIdx.x)];
+  __syncthreads();
+  if (threadIdx.x < kExactSum) digits[threadIdx.x] = sum;
+  write_sum(digits, out);
+}
+
+// What is summed as rows: of a vector single elements. A few units are one block's, which needs no second kernel.
+struct Rows {
+  bool vector;
+  int64_t count, length;
+  explicit Rows(const Tensor& x)
+      : vector(x.shape.size() == 1),
+        count(x.shape.empty() ? 1 : x.shape[0]),
+        length(elements(x.shape) / std::max<int64_t>(1, count)) {}
+  unsigned blocks() const {
+    const int64_t units = vector ? (count + 31) / 32 : count * ((length + kUnit - 1) / kUnit), warps = kSumBlock / 32;
+    return units <= 4 * warps ? 1 : unsigned(std::min<int64_t>(kSumBlocks, (units + warps - 1) / warps));
+  }
+};
 
 const Registration squares(
     "sum_of_squares",
     [](const Binding& b) -> Launch {
       return with_type(b.input(0).dtype, [&](auto zero) -> Launch {
         using T = decltype(zero);
-        return [=, x = b.in<T>(0), out = b.out<double>(0), rows = b.input(0).shape[0], all = count(b.input(0)),
-                vector = is_vector(b), sums = b.workspace<double>(), queue = b.queue()] {
-          if (vector)
-            return launch(add_squares_exactly<T>, dim3(1), kBlock, kBlock * kExactSum * 8, queue, x, all, out);
-          if (rows > 0) launch(row_squares<T>, dim3(unsigned(rows)), kBlock, 0, queue, x, sums, all / rows);
-          launch(add_rows_exactly, dim3(1), 32, 32 * kExactSum * 8, queue, sums, rows, out);
+        return [=, x = b.in<T>(0), out = b.out<double>(0), rows = Rows(b.input(0)), parts = b.workspace<uint64_t>(),
+                queue = b.queue()] {
+          const unsigned blocks = rows.blocks();
+          if (rows.vector)
+            launch(add_vector_squares<T>, dim3(blocks), kSumBlock, 0, queue, x, rows.count, parts, out);
+          else
+            launch(add_squares<T>, dim3(blocks), kSumBlock, 0, queue, x, rows.count, rows.length, parts, out);
+          if (blocks > 1) launch(add_digits, dim3(1), kSumLanes * kExactSum, 0, queue, parts, int(blocks), out);
         };
       });
     },
-    [](const OpView& v, int) { return is_vector(v) ? 0 : v.input(0).shape[0] * 8; });
+    [](const OpView& v, int) {
+      const unsigned blocks = Rows(v.input(0)).blocks();
+      return blocks > 1 ? int64_t(blocks) * kExactSum * 8 : 0;
+    });
 
 constexpr int kMostSums = 256;
 struct Sums {

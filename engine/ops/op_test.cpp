@@ -497,6 +497,96 @@ TEST(Ops, DocumentsForTensorCores) {
   }
 }
 
+// A rank's queries on keys apart from them, in 16 bits: of another rank or of all, in one run or in two chunks, with
+// what they see of windows and documents; on GPUs as the CPU has them. Shares end within tiles.
+TEST(Ops, ContextAttentionForTensorCores) {
+  STRATA_NEEDS_GPU();
+  Threads threads(2);
+  const struct {
+    DType type;
+    int64_t size, ranks, share, pair, coordinate, step, window;  // step: -1 where all keys are gathered
+    bool goes_on, documents;
+    double soft_cap;
+  } cases[] = {
+      {DType::bf16, 64, 2, 150, 0, 1, 0, 0, false, true, 0},   {DType::f16, 64, 2, 140, 70, 0, 1, 0, true, false, 0},
+      {DType::bf16, 64, 3, 70, 35, 1, -1, 0, false, false, 3}, {DType::f16, 128, 2, 75, 0, 1, -1, 40, false, true, 0},
+      {DType::bf16, 128, 3, 80, 40, 2, 2, 90, true, false, 0}, {DType::bf16, 64, 2, 130, 0, 0, 1, 0, true, false, 0}};
+  for (const auto& c : cases) {
+    std::map<std::string, Values> results;
+    for (const std::string& backend : {std::string("cpu"), kBackends.back()}) {
+      Program program;
+      Builder build(program);
+      constexpr int64_t kGroups = 1, kQueries = 2;
+      const int64_t keys = c.step < 0 ? c.ranks * c.share : c.share, heads = kGroups * kQueries,
+                    all = c.ranks * c.share;
+      const auto data = [&](const char* name, const Shape& shape, DType type) {
+        const TensorId id = build.data(name, shape, type);
+        program[id].layout = Layout{{.dimension = 1,
+                                     .axis = "sequence",
+                                     .full = all,
+                                     .first = c.coordinate * (c.pair > 0 ? c.pair : c.share),
+                                     .pair = c.pair}};
+        return id;
+      };
+      const TensorId qkv = data("qkv", {1, c.share, kGroups * (kQueries + 2) * c.size}, c.type),
+                     kv = build.data("kv", {1, keys, kGroups * 2 * c.size}, c.type),
+                     before = data("before", {1, c.share, heads * c.size}, DType::f32),
+                     lse_before = build.data("lse_before", {1, heads, c.share}, DType::f32),
+                     documents = data("documents", {1, c.share}, DType::i32),
+                     d_out = data("d_out", {1, c.share, heads * c.size}, c.type),
+                     out = data("out", {1, c.share, heads * c.size}, c.type),
+                     lse = build.data("lse", {1, heads, c.share}, DType::f32),
+                     onto = data("onto", {1, c.share, kGroups * (kQueries + 2) * c.size}, c.type);
+      Attributes attributes{
+          {"head_size", c.size}, {"queries_per_group", kQueries}, {"axis", std::string("sequence")}, {"size", c.ranks}};
+      if (c.step >= 0) attributes.set("step", c.step), attributes.set("coordinate", c.coordinate);
+      if (c.window > 0) attributes.set("window", c.window);
+      if (c.soft_cap > 0) attributes.set("soft_cap", c.soft_cap);
+      const std::string kind = c.step < 0 ? "gathered_attention" : "ring_attention";
+      std::vector<TensorId> inputs{qkv, kv, c.goes_on ? before : TensorId{}, c.goes_on ? lse_before : TensorId{}},
+          of_gradient{d_out, qkv, kv, out, lse};
+      if (c.documents) inputs.push_back(documents), of_gradient.push_back(documents);
+      std::vector<TensorId> outputs = build.emit_all(kind, inputs, attributes);
+      for (TensorId id : build.emit_all(kind + "_gradient", of_gradient, attributes)) outputs.push_back(id);
+      if (c.goes_on) build.accumulate_onto(0, onto);
+      for (TensorId id : outputs) program[id].step_output = true;
+      const MemoryPlan plan = plan_memory(program, backend, 2);
+      Storage storage(program, plan, {}, {}, test::device_of(backend));
+      Executor executor(program, plan, storage, backend, threads);
+      std::mt19937 random(9);
+      std::normal_distribution<float> normal;
+      const auto fill = [&](TensorId id, float mean) {
+        for (int64_t i = 0; i < elements(program[id].shape); ++i) {
+          const float value = mean + 0.7f * normal(random);
+          from_f32(program[id].dtype, &value, at(executor.pointer(id), program[id].dtype, i), 1);
+        }
+      };
+      for (TensorId id : {qkv, kv, before, lse_before, d_out, out, onto}) fill(id, 0);
+      fill(lse, 5);
+      auto* const begins = static_cast<int32_t*>(executor.pointer(documents));
+      for (int64_t i = 0; i < c.share; ++i) {
+        const int64_t chunk = c.pair > 0 && i >= c.pair ? 2 * c.ranks - 1 - c.coordinate : c.coordinate,
+                      position = c.pair > 0 ? chunk * c.pair + i % c.pair : c.coordinate * c.share + i;
+        begins[i] = int32_t(position / 50 * 50);
+      }
+      executor.run();
+      for (TensorId id : outputs) {
+        std::vector<float> values(size_t(elements(program[id].shape)));
+        to_f32(program[id].dtype, executor.pointer(id), values.data(), elements(program[id].shape));
+        results[backend].emplace_back(values.begin(), values.end());
+      }
+    }
+    const Values &expected = results["cpu"], &actual = results[kBackends.back()];
+    // Probabilities and their slopes are rounded to 16 bits before they are multiplied.
+    const double tolerance = c.type == DType::bf16 ? 0.03 : 0.004;
+    for (size_t r = 0; r < expected.size(); ++r)
+      for (size_t i = 0; i < expected[r].size(); ++i)
+        if (!(std::isnan(expected[r][i]) || std::abs(expected[r][i]) > 1e20))  // rows that have seen nothing yet
+          ASSERT_NEAR(actual[r][i], expected[r][i], tolerance * (1 + std::abs(expected[r][i])))
+              << "case " << &c - cases << ", output " << r << ", " << i;
+  }
+}
+
 // A document's results are those of its tokens alone, wherever in a sequence it is: longer than tiles of
 // queries and keys are, with neighbours that hold values which nothing can be multiplied by.
 TEST(Ops, DocumentsSeeNothingOfTheirNeighbours) {
@@ -576,6 +666,72 @@ TEST(Ops, KernelsWithoutGradient) {
           ASSERT_NEAR(results[b][r][i], results[0][r][i], 1e-6 * (1 + std::abs(results[0][r][i])))
               << backends[b] << ", " << r << " of n " << n;
   }
+}
+
+// Sums of squares of matrices, of rows long and short, aligned and not; and whoever holds which rows, the digits are
+// those of all of them.
+TEST(Ops, SumsOfSquaresAreOfAnyParts) {
+  STRATA_NEEDS_GPU();
+  Threads threads(2);
+  for (const DType type : {DType::f32, DType::bf16})
+    for (const Shape& shape : std::vector<Shape>{{1, 1}, {3, 5}, {37, 768}, {2, 3000}, {5, 1027}, {2500}, {90, 8, 2}}) {
+      std::map<std::string, double> values;
+      for (const std::string& backend : {std::string("cpu"), kBackends.back()}) {
+        Program program;
+        Builder build(program);
+        Shape first = shape, second = shape;
+        first[0] = shape[0] / 3;
+        second[0] -= first[0];
+        std::vector<TensorId> inputs, sums;
+        for (const Shape& part : {shape, first, second}) {
+          inputs.push_back(build.data("x" + std::to_string(inputs.size()), part, type));
+          sums.push_back(build.emit("sum_of_squares", {inputs.back()}));
+        }
+        sums[1] = build.emit("add_sums", {sums[1], sums[2]});
+        program[sums[0]].step_output = program[sums[1]].step_output = true;
+        const MemoryPlan plan = plan_memory(program, backend, 2);
+        Storage storage(program, plan, {}, {}, test::device_of(backend));
+        Executor executor(program, plan, storage, backend, threads);
+        std::mt19937 random(5);
+        std::normal_distribution<float> normal;
+        std::vector<float> x(size_t(elements(shape)));
+        for (float& value : x) value = normal(random) * std::exp(4 * normal(random));
+        int64_t from[] = {0, 0, elements(first)};
+        for (size_t i = 0; i < 3; ++i)
+          from_f32(type, x.data() + from[i], executor.pointer(inputs[i]), elements(program[inputs[i]].shape));
+        executor.run();
+        const auto* all = static_cast<double*>(executor.pointer(sums[0]));
+        const auto* parts = static_cast<double*>(executor.pointer(sums[1]));
+        for (int k = 0; k < kExactSum; ++k)
+          ASSERT_EQ(all[k], parts[k]) << backend << ", " << text(shape) << ", digit " << k;
+        values[backend] = value_of_sum(all);
+      }
+      ASSERT_NEAR(values[kBackends.back()], values["cpu"], 1e-6 * values["cpu"]) << text(shape);
+    }
+}
+
+// What is not finite is noted, wherever it is.
+TEST(Ops, SumsOfSquaresThatAreNotFinite) {
+  STRATA_NEEDS_GPU();
+  Threads threads(1);
+  for (const Shape& shape : std::vector<Shape>{{700}, {20, 100}})
+    for (const float bad : {INFINITY, NAN, 3e38f}) {
+      Program program;
+      Builder build(program);
+      const TensorId x = build.data("x", shape, DType::f32), sum = build.emit("sum_of_squares", {x});
+      program[sum].step_output = true;
+      const MemoryPlan plan = plan_memory(program, kBackends.back(), 1);
+      Storage storage(program, plan, {}, {}, test::device_of(kBackends.back()));
+      Executor executor(program, plan, storage, kBackends.back(), threads);
+      std::fill_n(static_cast<float*>(executor.pointer(x)), elements(shape), 2.0f);
+      static_cast<float*>(executor.pointer(x))[elements(shape) - 3] = bad;
+      executor.run();
+      const double value = value_of_sum(static_cast<double*>(executor.pointer(sum)));
+      if (bad == 3e38f && shape.size() == 1)  // a vector's squares are exact
+        EXPECT_NEAR(value, 9e76, 1e71);
+      else
+        EXPECT_TRUE(std::isnan(value)) << value;
+    }
 }
 
 // The mask must not depend on how the batch is split: element i of microbatch m is global element m·n + i.
