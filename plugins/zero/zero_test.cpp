@@ -91,7 +91,7 @@ TEST(Zero, VolumeFollowsTheFormula) {
           expected[stage == 0 && !own ? "data" : shares] += (again ? 3 : 2) * 4 * numbers * (sharing - 1) / sharing;
         }
         for (const auto& [axis, group] : runner.groups) {
-          if (axis == "loop" || axis == "expert") continue;  // of experts' tokens: Experts.BytesExchangedFollowTheFormula
+          if (axis == "loop" || axis == "expert") continue;  // what experts exchange has a test there
           EXPECT_NEAR(double(group->bytes_sent()), expected[axis], axis == "data" ? 100 : 0) << axis;  // what logs tell
           expected.erase(axis);
         }
