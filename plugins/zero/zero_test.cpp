@@ -58,7 +58,8 @@ TEST(Zero, MemoryFollowsTheFormula) {
 
 // What a step hands to other ranks, counted where it is sent: 2Ψ(n-1)/n elements for stages 0 to 2 and 3Ψ(n-1)/n for
 // stage 3 (section 7), with one microbatch. Where ranks divide experts, what is no expert's crosses once among all, and
-// each rank's experts among those that have the same.
+// each rank's experts among those that have the same. A block's parameters are several buckets, one of which ends
+// between a weight and its bias.
 TEST(Zero, VolumeFollowsTheFormula) {
   constexpr int kRanks = 4;
   for (const int expert : {1, 2, 4})
@@ -70,8 +71,9 @@ TEST(Zero, VolumeFollowsTheFormula) {
           "1\n[mesh]\ndata = 4\nexpert = " +
           std::to_string(expert) + "\n[plugins.adamw]\n" +
           (expert > 1 ? "[plugins.moe]\nexperts = 4\nffn = 100\nshared = 40\n" : "") +
-          (stage == 0 ? "[plugins.data_parallel]\n"
-                      : "[plugins.zero]\nreshard = \"always\"\nstage = " + std::to_string(stage) + "\n");
+          (stage == 0
+               ? "[plugins.data_parallel]\n"
+               : "[plugins.zero]\nreshard = \"always\"\nbucket = \"256KiB\"\nstage = " + std::to_string(stage) + "\n");
       SCOPED_TRACE(text);
       run_local(kRanks, [&](World& world) {
         test::Runner runner(text, {}, Goal::train, {}, &world);
@@ -92,7 +94,9 @@ TEST(Zero, VolumeFollowsTheFormula) {
         }
         for (const auto& [axis, group] : runner.groups) {
           if (axis == "loop" || axis == "expert") continue;  // what experts exchange has a test there
-          EXPECT_NEAR(double(group->bytes_sent()), expected[axis], axis == "data" ? 100 : 0) << axis;  // what logs tell
+          // Of data what logs tell. A bias that is alone in a bucket is gathered once.
+          const double room = axis == "data" ? 100 : 3e-4 * expected[axis];
+          EXPECT_NEAR(double(group->bytes_sent()), expected[axis], room) << axis;
           expected.erase(axis);
         }
         for (const auto& [axis, bytes] : expected) EXPECT_EQ(bytes, 0) << axis << " has no group";
