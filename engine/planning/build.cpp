@@ -136,19 +136,23 @@ void require_summed(const Mesh& mesh, const std::vector<Gradient>& list, const s
     }
 }
 
+// Axes over which ops of the program exchange something.
+std::set<std::string> exchanged_over(const Program& program) {
+  std::set<std::string> axes;
+  for (const Op& op : program.ops)
+    if (op.kind->exchange && op.attributes.has("axis")) axes.insert(op.attributes.string("axis"));
+  return axes;
+}
+
 // Ranks that see the same sequences share the work, by splits or by exchanges of their own, or they are there for
-// nothing.
-void require_used(const Mesh& mesh, const Program& program, const std::vector<NamedSplit>& splits,
+// nothing. `exchanged`: axes of exchanges of the whole model, of which a stage of a pipeline may have none.
+void require_used(const Mesh& mesh, const std::set<std::string>& exchanged, const std::vector<NamedSplit>& splits,
                   const std::vector<std::string>& plugin_path) {
   const std::vector<std::string_view> of_data = mesh.parts_of(kDataAxis);
   for (const Axis& axis : mesh.axes()) {
     const bool known = std::find(of_data.begin(), of_data.end(), axis.name) != of_data.end();
-    if (axis.size == 1 || (known && axis.name != kExpertAxis)) continue;
+    if (axis.size == 1 || (known && axis.name != kExpertAxis) || exchanged.contains(axis.name)) continue;
     if (std::any_of(splits.begin(), splits.end(), [&](const NamedSplit& split) { return split.axis == axis.name; }))
-      continue;
-    if (std::any_of(program.ops.begin(), program.ops.end(), [&](const Op& op) {
-          return op.kind->exchange && op.attributes.has("axis") && op.attributes.string("axis") == axis.name;
-        }))
       continue;
     throw Error("mesh." + axis.name + " asks for " + std::to_string(axis.size) +
                 " ranks, but no enabled plugin splits anything over them; enable one that does" +
@@ -256,6 +260,7 @@ class Build {
 
   void call_forward() {
     const size_t declared = single_.tensors.size();
+    std::set<std::string> exchanged = exchanged_over(single_);
     rewrite(plugins_, "forward", single_, mesh_, Checks::each_plugin, [&](Plugin& plugin) {
       plugin.forward(forward_);
       rules_.apply(single_);  // to what it added, and over what it froze
@@ -265,7 +270,8 @@ class Build {
     for (const Root& root : forward_.roots) started.insert(started.end(), {root.tensor, root.gradient});
     drop_unused(single_, started, declared);
     verify(single_, "dropping what is unused", &mesh_);
-    require_used(mesh_, single_, forward_.splits, plugin_path_);
+    exchanged.merge(exchanged_over(single_));
+    require_used(mesh_, exchanged, forward_.splits, plugin_path_);
     split_program(single_, forward_.splits, started, mesh_);
     verify(single_, "splitting over the mesh", &mesh_);
     require_room_for_microbatches(single_, batch_.microbatches);

@@ -35,7 +35,7 @@ Decisions decisions_at_start(const Program& program, const Uses& all, const Home
       const bool leaves_forward = program.ops[uses[u]].step_part == StepPart::forward &&
                                   (last || program.ops[uses[u + 1]].step_part != StepPart::forward);
       if (between >= 0) {
-        if (!last && all.visit[uses[u + 1]] - all.visit[uses[u]] > 1)
+        if (!last && all.whole_visit[uses[u + 1]] - all.whole_visit[uses[u]] > 1)
           decisions[{t, uses[u + 1]}] = {between, Tier::device};
       } else if (always >= 0) {
         const bool nothing_kept = forms->second[always].rest.empty();

@@ -30,7 +30,8 @@ bool only_of_gradients(const Program& program, const Op& op) {
 
 }  // namespace
 
-Uses::Uses(const Program& program) : of(program.tensors.size()), visit(program.ops.size()) {
+Uses::Uses(const Program& program)
+    : of(program.tensors.size()), visit(program.ops.size()), whole_visit(program.ops.size()) {
   const bool by_chunk = passes_are_blocks(program);
   const auto place = [&](const Op& op) {  // at the last block a microbatch turns back at once
     return by_chunk ? std::tuple(int(op.chunk), int(op.microbatch), StepPart::forward)
@@ -40,14 +41,21 @@ Uses::Uses(const Program& program) : of(program.tensors.size()), visit(program.o
     return (op.step_part == StepPart::forward || op.step_part == StepPart::backward) &&
            (!by_chunk || (op.microbatch >= 0 && !only_of_gradients(program, op)));
   };
-  const Op* before = nullptr;
-  for (int32_t i = 0, count = 0; i < int32_t(program.ops.size()); ++i) {
+  const auto is_amid = [](const Op& op, const Op* before) {
+    return before && op.microbatch < 0 && op.block == before->block && op.step_part == before->step_part;
+  };
+  const Op *before = nullptr, *begun = nullptr;
+  for (int32_t i = 0, count = 0, whole = 0; i < int32_t(program.ops.size()); ++i) {
     const Op& op = program.ops[i];
     if (in_pass(op)) {
       if (before && place(op) != place(*before)) ++count;
       before = &op;
+      if (!is_amid(op, begun)) {
+        if (begun && place(op) != place(*begun)) ++whole;
+        begun = &op;
+      }
     }
-    visit[i] = count;
+    visit[i] = count, whole_visit[i] = whole;
     for (const auto* list : {&op.inputs, &op.outputs})
       for (TensorId id : *list)
         if (auto* uses = id ? &of[program.whole(id).value] : nullptr; uses && (uses->empty() || uses->back() != i))

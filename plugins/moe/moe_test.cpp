@@ -176,12 +176,25 @@ TEST(Experts, DividedInRandomCompositionsAreExact) {
                                                  pick({"", "shared = 13\n"}) + pick({"", "blocks = [1]\n"}) +
                                                  pick({"", "capacity_factor = 1.3\n"}) + pick({"", "jitter = 0.1\n"}) +
                                                  pick({"", "activation = \"gelu\"\n"}));
-    c.run = divided.run, c.model = divided.model, c.experts = divided.experts, c.optimizer = divided.optimizer;
-    c.mesh = divided.mesh, c.ranks = divided.ranks, c.micro_batch = divided.micro_batch;
-    if (c.ranks == 4) c.mesh = pick({c.mesh, "data = 4\nexpert = 2\n"});
+    c.run = divided.run, c.experts = divided.experts;
+    c.model = pick({divided.model, "hidden = 60\nheads = 3\n"});  // 60 rows on 8 ranks, and norms of 60
+    struct Ranks {
+      std::string mesh;
+      int count, micro_batch;  // so that each rank has a power of two of microbatches
+    };
+    const Ranks all[] = {{"data = 2\nexpert = 2\n", 2, 4},
+                         {"data = 4\nexpert = 4\n", 4, 2},
+                         {"data = 4\nexpert = 2\n", 4, 2},
+                         {"data = 4\nexpert = 2\n", 4, 1},
+                         {"data = 8\nexpert = 2\n", 8, 1},
+                         {"data = 8\nexpert = 4\n", 8, 1},
+                         {"data = 8\nexpert = 2\nreplicate = 2\n", 8, 1},
+                         {"data = 4\nexpert = 2\npipeline = 2\n", 8, 1}};
+    const Ranks& ranks = all[size_t(test::draw(random, 0, std::ssize(all) - 1))];
+    c.mesh = ranks.mesh, c.ranks = ranks.count, c.micro_batch = ranks.micro_batch;
     c.strategies = pick({"[plugins.data_parallel]\n", "[plugins.zero]\nstage = 1\n", "[plugins.zero]\nstage = 2\n",
-                         "[plugins.zero]\nstage = 3\n"}) +
-                   others;
+                         "[plugins.zero]\nstage = 3\n", "[plugins.zero]\nstage = 3\nreshard = \"always\"\n"}) +
+                   (c.mesh.find("pipeline") == std::string::npos ? "" : "[plugins.pipeline]\n") + others;
     SCOPED_TRACE("STRATA_SEED=" + std::to_string(seed) + " STRATA_CASES=1\n" + text_of(c, false));
     expect_equal(outcome(c, false), outcome(c, true));
     if (HasFailure()) return;
@@ -207,6 +220,7 @@ TEST(Experts, DividedWithSeveralMicrobatchesAreExact) {
     const bool capacity = number++ % 3 == 1;
     if (test::left_out(size_t(number - 1))) continue;
     ExpertsCase c = divided_case(2, capacity ? "capacity_factor = 1.0\nbias_rate = 0.01\n" : "shared = 14\n");
+    if (division.mesh.find("pipeline") != std::string::npos) c.experts += "blocks = [1]\n";  // none in one stage
     c.mesh = division.mesh, c.strategies = division.strategies;
     c.ranks = division.ranks, c.micro_batch = division.micro_batch;
     SCOPED_TRACE(text_of(c, false));
