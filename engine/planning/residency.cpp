@@ -24,6 +24,12 @@ constexpr size_t kFewOps = 3000;  // less is not worth threads
 constexpr size_t kMostAttempts = 32;
 size_t most_attempts(size_t ops) { return std::clamp<size_t>(500'000 / std::max<size_t>(1, ops), 4, kMostAttempts); }
 
+// And of the local search; 0: the program is too large for one.
+size_t most_of_search(size_t ops) {
+  const size_t most = 25'000 / std::max<size_t>(1, ops);
+  return most < 64 ? 0 : most;
+}
+
 class Planner {
  public:
   // `to_beat`: seconds; only a faster plan is wanted, if any.
@@ -230,13 +236,19 @@ class Planner {
     const int64_t target = least + int64_t(all * share);
     std::vector<Aim> aims{{.targets = {target, host_target, 0}, .by_budget = true}};
     const bool many = most_attempts(program_.ops.size()) == kMostAttempts;  // the series has simpler settings as well
+    const bool small = most_of_search(program_.ops.size()) > 0;
     const size_t again = away_ > 1 ? 2 : away_, in_twos = away_ > 4 ? 4 : away_, selective = away_ + 1;
-    for (size_t start : many ? std::vector{away_} : std::vector{again, in_twos, away_, selective})
+    for (size_t start : many && !small ? std::vector{away_} : std::vector{again, in_twos, away_, selective})
       if (start < starts_.size() && start != aims.back().start)
         aims.push_back({.targets = {many ? target : 0, host_target, 0},
                         .start = start,
                         .by_budget = true,
                         .otherwise = many ? 0 : target});
+    for (size_t i = 0, first = aims.size(); small && i < first; ++i)
+      for (int steps = 1; steps < 6; ++steps) {
+        aims.push_back(aims[i]);
+        aims.back().targets[0] = least + int64_t(all * share * std::exp2(-steps / kSteps));
+      }
     for (size_t i = 0, first = aims.size(); many && i < first; ++i)
       aims.push_back(aims[i]), aims.back().again_first = true;
     return aims;
@@ -373,8 +385,8 @@ class Planner {
 
   // Of small programs: what a local search finds that fits, the fastest; where nothing does, the smallest.
   std::optional<Choice> search_around(int64_t least) {
-    const size_t most = settings_.plans > 0 ? 0 : 25'000 / std::max<size_t>(1, program_.ops.size());
-    if (most < 64) return {};
+    const size_t most = settings_.plans > 0 ? 0 : most_of_search(program_.ops.size());
+    if (most == 0) return {};
     std::vector<Choice> begin = starts_;
     const int64_t host = budget(Tier::host) > 0;
     for (double share : {1.0, 0.5, 0.25, 0.1, 0.0})
