@@ -82,7 +82,7 @@ Attempts::Partial Attempts::begin(const Choice& start, const Aim& aim, const std
     partial.seconds = plan.seconds;
     if (is_slow(partial.seconds, wanted)) return partial;
   }
-  place_closely(plan.program, plan.memory);
+  place_closely(plan.program, plan.memory, aim.targets);
   partial.is_made = true;
   return partial;
 }

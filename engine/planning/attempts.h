@@ -37,6 +37,7 @@ struct Aim {
   bool again_first = false;  // see Relief
   size_t start = 0;        // the decisions that relief begins with
   bool by_budget = false;  // the target is the budget's, and not one of a series that is the same for all
+  int64_t otherwise = 0;   // the device's target where that is beyond the budget; 0: none
 };
 
 // Beyond these nobody wants a plan.

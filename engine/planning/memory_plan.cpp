@@ -354,14 +354,19 @@ MemoryPlan plan_memory(const Program& program, const std::string& backend, int t
   return plan;
 }
 
-void place_closely(const Program& program, MemoryPlan& plan) {
+void place_closely(const Program& program, MemoryPlan& plan, const std::array<int64_t, kTiers>& goals) {
   constexpr int64_t kVisits = 12'000;                 // a buffer
   constexpr double kLittle = 0.01, kBearable = 0.02;  // the first order is worth a try, further ones where more is lost
+  constexpr int64_t kFewBuffers = 6000;               // where less is lost, no more time than for these
   constexpr int kMostTries = 64;
+  const bool none_waits = std::all_of(program.ops.begin(), program.ops.end(),
+                                      [](const Op& op) { return op.stream == Stream::compute; });
   for (int t = 0; t < kTiers; ++t) {
     TierPlan& tier = plan.tiers[t];
     const auto loses = [&](double share) {
-      return double(tier.transient_bytes - tier.live_peak_bytes) > share * double(tier.total_bytes());
+      const int64_t lost = tier.transient_bytes - tier.live_peak_bytes;
+      const bool too_large = none_waits || (goals[size_t(t)] > 0 && tier.total_bytes() > goals[size_t(t)]);
+      return double(lost) > (too_large ? 0 : share * double(tier.total_bytes()));
     };
     if (!loses(kLittle)) continue;
     std::vector<uint32_t> list, order;
@@ -369,7 +374,10 @@ void place_closely(const Program& program, MemoryPlan& plan) {
     for (size_t b = 0; b < plan.buffers.size(); ++b)
       if (plan.buffers[b].tier == Tier(t)) list.push_back(uint32_t(b)), buffers.push_back(plan.buffers[b]);
     order.resize(list.size());
-    OrderedPlacement placement(std::move(buffers), program.ops.size(), kVisits * int64_t(list.size()));
+    const int64_t count = int64_t(list.size());
+    const bool much = double(tier.transient_bytes - tier.live_peak_bytes) > kLittle * double(tier.total_bytes());
+    OrderedPlacement placement(std::move(buffers), program.ops.size(),
+                               kVisits * (much ? count : std::min(count, kFewBuffers)));
     const auto life = [](const Buffer& b) { return double(b.last - b.first + 1); };
     const auto size = [](const Buffer& b) { return double(b.bytes); };
     const auto try_order = [&] {

@@ -24,6 +24,12 @@ constexpr size_t kFewOps = 3000;  // less is not worth threads
 constexpr size_t kMostAttempts = 32;
 size_t most_attempts(size_t ops) { return std::clamp<size_t>(500'000 / std::max<size_t>(1, ops), 4, kMostAttempts); }
 
+// And of the local search; 0: the program is too large for one.
+size_t most_of_search(size_t ops) {
+  const size_t most = 25'000 / std::max<size_t>(1, ops);
+  return most < 64 ? 0 : most;
+}
+
 class Planner {
  public:
   // `to_beat`: seconds; only a faster plan is wanted, if any.
@@ -163,7 +169,8 @@ class Planner {
     const std::vector<Pattern> patterns = patterns_of(program_, most);
     if (moves_ && budget(Tier::device) > 0) {
       with(starts_[0], nullptr, true);
-      for (size_t p = 0; p < patterns.size() && p < 3; p += 2) with(starts_[0], &patterns[p], true);
+      for (size_t p : {0, 2, 3})  // groups of one block, nested ones, groups of two
+        if (p < patterns.size()) with(starts_[0], &patterns[p], true);
     }
     away_ = starts_.size();
     for (const Pattern& pattern : patterns) with(starts_[0], &pattern, false);
@@ -195,13 +202,13 @@ class Planner {
     const size_t again = away_ > 1 ? 2 : groups;
     if (bytes_without_ > least) {
       for (double share : {1.0, 0.0}) add(share, 0);
-      add(kAsItIs, again);
+      for (size_t start : {again, selective}) add(kAsItIs, start);
       for (double share : {0.25, 0.5}) add(share, 0);
     } else {
       add(0, 0);
     }
     for (size_t start = 1; start < std::min(starts, away_ + 3); ++start)
-      if (start != again || bytes_without_ <= least) add(kAsItIs, start);
+      if ((start != again && start != selective) || bytes_without_ <= least) add(kAsItIs, start);
     if (bytes_without_ > least) {
       for (double share : {0.1, 0.03}) {
         for (size_t start = 1; start < away_; ++start) add(share, start);
@@ -219,18 +226,31 @@ class Planner {
     return aims;
   }
 
-  // Where something fits: the most that does, in steps of 4% beyond the least, from what is demanded and with each
-  // block made again. More room is hardly ever slower.
+  // Where something fits: the most that does, from what is demanded, in steps of 4% beyond the least, since more room is
+  // hardly ever slower; and simpler settings as they are, or relieved so far.
   std::vector<Aim> nearest(int64_t least, int64_t host_target) const {
     const double all = double(bytes_without_ - least), room = double(budget(Tier::device) - least);
     if (all <= 0 || room <= 0) return {};
     constexpr double kSteps = 16;  // by which it doubles
     const double share = std::min(1.0, std::exp2(-std::ceil(kSteps * std::log2(all / room)) / kSteps));
-    Aim aim{.targets = {least + int64_t(all * share), host_target, 0}, .by_budget = true};
-    std::vector<Aim> aims{aim};
-    if (aim.start = away_; away_ < starts_.size()) aims.push_back(aim);
-    if (most_attempts(program_.ops.size()) == kMostAttempts)
-      for (size_t i = 0, first = aims.size(); i < first; ++i) aims.push_back(aims[i]), aims.back().again_first = true;
+    const int64_t target = least + int64_t(all * share);
+    std::vector<Aim> aims{{.targets = {target, host_target, 0}, .by_budget = true}};
+    const bool many = most_attempts(program_.ops.size()) == kMostAttempts;  // the series has simpler settings as well
+    const bool small = most_of_search(program_.ops.size()) > 0;
+    const size_t again = away_ > 1 ? 2 : away_, in_twos = away_ > 4 ? 4 : away_, selective = away_ + 1;
+    for (size_t start : many && !small ? std::vector{away_} : std::vector{again, in_twos, away_, selective})
+      if (start < starts_.size() && start != aims.back().start)
+        aims.push_back({.targets = {many ? target : 0, host_target, 0},
+                        .start = start,
+                        .by_budget = true,
+                        .otherwise = many ? 0 : target});
+    for (size_t i = 0, first = aims.size(); small && i < first; ++i)
+      for (int steps = 1; steps < 6; ++steps) {
+        aims.push_back(aims[i]);
+        aims.back().targets[0] = least + int64_t(all * share * std::exp2(-steps / kSteps));
+      }
+    for (size_t i = 0, first = aims.size(); many && i < first; ++i)
+      aims.push_back(aims[i]), aims.back().again_first = true;
     return aims;
   }
 
@@ -283,13 +303,21 @@ class Planner {
       else if (refused && !best)  // what does not fit either is of use where it takes less
         wanted = {HUGE_VAL, what_would_not_help(*refused)};
       Planned plan = ahead.take(i, wanted);
+      Aim asked = aim;
+      const auto bytes_of = [&](Tier tier) {
+        return plan.is_made() ? plan.memory[tier].total_bytes() : plan.least[size_t(tier)];
+      };
+      if (aim.otherwise > 0 && bytes_of(Tier::device) > budget(Tier::device)) {
+        asked.targets[int(Tier::device)] = aim.otherwise;
+        plan = attempt(asked, wanted);
+      }
       // What was relieved enough by what is alive may lie a little apart: relieved by so much more, it fits. Not so on
       // the device while nothing fits: the smallest budget that does is not to depend on the one that is asked about.
-      Aim tighter = aim;
+      Aim tighter = asked;
       for (int again = settings_.same_series ? 2 : 0; again < 2; ++again) {
         const auto beyond_by = [&](Tier tier) {
-          const int64_t bytes = plan.is_made() ? plan.memory[tier].total_bytes() : plan.least[size_t(tier)];
-          return aim.targets[size_t(tier)] > 1 && bytes > budget(tier) ? bytes - aim.targets[size_t(tier)] : 0;
+          const int64_t target = asked.targets[size_t(tier)];
+          return target > 1 && bytes_of(tier) > budget(tier) ? bytes_of(tier) - target : 0;
         };
         const int64_t of_device = best ? beyond_by(Tier::device) : 0, of_host = beyond_by(Tier::host);
         if (of_device + of_host == 0) break;
@@ -300,7 +328,7 @@ class Planner {
       }
       same_from->second = std::min(same_from->second, plan.same_from);
       const bool is_made = plan.is_made();
-      const int64_t bytes = is_made ? plan.memory.device().total_bytes() : plan.least[int(Tier::device)];
+      const int64_t bytes = bytes_of(Tier::device);
       if (budget(Tier::device) > 0 && target != 1 && bytes > budget(Tier::device)) beyond_.push_back({bytes, aim});
       if (!is_made && !aim.by_budget) skipped.push_back({plan.least[int(Tier::device)], aim});
       consider(std::move(plan), aim.by_budget);
@@ -357,8 +385,8 @@ class Planner {
 
   // Of small programs: what a local search finds that fits, the fastest; where nothing does, the smallest.
   std::optional<Choice> search_around(int64_t least) {
-    const size_t most = settings_.plans > 0 ? 0 : 25'000 / std::max<size_t>(1, program_.ops.size());
-    if (most < 64) return {};
+    const size_t most = settings_.plans > 0 ? 0 : most_of_search(program_.ops.size());
+    if (most == 0) return {};
     std::vector<Choice> begin = starts_;
     const int64_t host = budget(Tier::host) > 0;
     for (double share : {1.0, 0.5, 0.25, 0.1, 0.0})
@@ -455,7 +483,7 @@ MemoryPlan plan_plainly(const Program& program, const ResidencySettings& setting
 // slower plan, shares of all states are tried that do not depend on the budget; in large programs, of which few plans
 // are made, as many as there is room for, three quarters and half of that, until something is faster.
 void keep_states(const Program& given, const ResidencySettings& settings, int64_t room, Planned& chosen) {
-  constexpr size_t kPlans = 8;  // of each
+  constexpr size_t kPlans = 10;  // of each
   const size_t most = most_attempts(given.ops.size());
   ResidencySettings few = settings;
   few.plans = int(std::min(most, kPlans));
