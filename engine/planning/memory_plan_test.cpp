@@ -61,34 +61,69 @@ TEST(MemoryPlan, RandomProgramsNeverOverlap) {
   EXPECT_LE(double(closely), 1.1 * double(alive));
 }
 
-// Few ops with very many tensors, as exchanges of whole buckets have: there is time to place them all.
-TEST(MemoryPlan, OpsOfManyTensorsArePlacedClosely) {
-  constexpr int32_t kOps = 60, kBuffers = 3000;
-  Program program;
-  Builder build(program);
-  TensorId x = build.data("x", {8}, DType::f32);
-  for (int32_t i = 0; i < kOps; ++i) x = build.emit("gelu", {x});
-  const uint32_t seed = std::random_device{}();
-  SCOPED_TRACE(seed);
-  std::mt19937 random(seed);
+// Buffers that lie one above the other, in a program of so many ops that use each memory for some of its time.
+MemoryPlan apart(std::mt19937& random, int32_t ops, int32_t buffers) {
   MemoryPlan plan;
   TierPlan& tier = plan[Tier::device];
-  std::vector<int64_t> live(kOps);
-  for (int32_t b = 0; b < kBuffers; ++b) {
+  std::vector<int64_t> live(static_cast<size_t>(ops));
+  for (int32_t b = 0; b < buffers; ++b) {
     Buffer buffer;
-    buffer.first = int32_t(random() % kOps);
-    buffer.last = std::min(kOps - 1, buffer.first + int32_t(random() % 20));
+    buffer.first = int32_t(random() % uint32_t(ops));
+    buffer.last = std::min(ops - 1, buffer.first + int32_t(random() % 20));
     buffer.bytes = kAlignment * int64_t(1 + random() % 16);
-    buffer.offset = tier.transient_bytes;  // one above the other
+    buffer.offset = tier.transient_bytes;
     tier.transient_bytes += buffer.bytes;
     for (int32_t i = buffer.first; i <= buffer.last; ++i) live[size_t(i)] += buffer.bytes;
     plan.buffers.push_back(buffer);
   }
   tier.live_peak_bytes = *std::max_element(live.begin(), live.end());
-  place_closely(program, plan);
+  return plan;
+}
+
+Program chain(int32_t ops) {
+  Program program;
+  Builder build(program);
+  TensorId x = build.data("x", {8}, DType::f32);
+  for (int32_t i = 0; i < ops; ++i) x = build.emit("gelu", {x});
+  return program;
+}
+
+// Few ops with very many tensors, as exchanges of whole buckets have: there is time to place them all.
+TEST(MemoryPlan, OpsOfManyTensorsArePlacedClosely) {
+  constexpr int32_t kOps = 60, kBuffers = 3000;
+  const uint32_t seed = std::random_device{}();
+  SCOPED_TRACE(seed);
+  std::mt19937 random(seed);
+  MemoryPlan plan = apart(random, kOps, kBuffers);
+  const TierPlan& tier = plan.device();
+  place_closely(chain(kOps), plan);
   test::check_plan(plan);
   // One of 180 lost 7%; placement that is given up takes many times the room.
   EXPECT_LE(double(tier.transient_bytes), 1.15 * double(tier.live_peak_bytes));
+}
+
+// Of what a tier takes in all little is lost: it is left so, unless it is too much for a budget, or nobody waits for it.
+TEST(MemoryPlan, LittleIsWonWhereItIsNeededOrCostsNothing) {
+  constexpr int32_t kOps = 60;
+  std::mt19937 random(7);
+  const MemoryPlan given = [&] {
+    MemoryPlan plan = apart(random, kOps, 100);
+    plan[Tier::device].persistent_bytes = 200 * plan.device().transient_bytes;
+    return plan;
+  }();
+  Program waits = chain(kOps);
+  waits.ops.back().stream = Stream::read;
+  const int64_t all = given.device().total_bytes();
+  const auto placed = [&](const Program& program, int64_t goal) {
+    MemoryPlan plan = given;
+    place_closely(program, plan, {goal, 0, 0});
+    test::check_plan(plan);
+    return plan.device().total_bytes();
+  };
+  EXPECT_EQ(placed(waits, 0), all);
+  EXPECT_EQ(placed(waits, all), all);
+  EXPECT_LT(placed(waits, all - 1), all);
+  EXPECT_LT(placed(chain(kOps), 0), all);
 }
 
 }  // namespace
