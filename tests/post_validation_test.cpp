@@ -23,14 +23,14 @@ namespace {
 
 using test::Random;
 
-constexpr int kSequence = 12, kVocabulary = 61, kSteps = 6;
+constexpr int kSequence = 12, kVocabulary = 61, kSteps = 5;
 
 struct Case {
   std::string schedule = "1f1b", model = "tied = false\n", optimizer = "[plugins.adamw]\nlearning_rate = 1e-2\n",
-              beside{}, run{}, mesh{};
-  int stages = 2, chunks = 1, data = 1, microbatches = 4, layers = 4;
+              beside{}, run{};
+  int stages = 2, chunks = 0, data = 1, tensor = 1, sequence = 1, microbatches = 4, layers = 4;
   double max_norm = 1;
-  int ranks() const { return stages * data; }
+  int ranks() const { return stages * data * tensor * sequence; }
   int batch() const { return microbatches * data; }
 };
 
@@ -41,10 +41,11 @@ std::string text_of(const Case& c, bool ahead) {
          "[data]\ntrain = [\"none\"]\nsequence_length = " + std::to_string(kSequence) +
          "\nglobal_batch = " + std::to_string(c.batch()) +
          "\nmicro_batch = 1\n[device]\nthreads = 1\n[mesh]\npipeline = " + std::to_string(c.stages) +
-         "\ndata = " + std::to_string(c.data) + "\n" + c.optimizer +
+         "\ndata = " + std::to_string(c.data) + "\ntensor = " + std::to_string(c.tensor) +
+         "\nsequence = " + std::to_string(c.sequence) + "\n" + c.optimizer +
          (c.max_norm > 0 ? "[plugins.clip]\nmax_norm = " + std::to_string(c.max_norm) + "\n" : "") +
          "[plugins.pipeline]\nschedule = \"" + c.schedule + "\"\n" +
-         (c.chunks > 1 ? "chunks = " + std::to_string(c.chunks) + "\n" : "") +
+         (c.chunks > 0 ? "chunks = " + std::to_string(c.chunks) + "\n" : "") +
          (ahead ? "post_validation = true\n" : "") + c.beside;
 }
 
@@ -148,23 +149,25 @@ void expect_same_with_and_without(Case c, Clips clips, const std::set<int>& sett
 
 TEST(PostValidation, IsTheRunThatWaits) {
   size_t number = 0;
-  for (const auto& [schedule, stages, chunks, microbatches] : {std::tuple{"1f1b", 2, 1, 4},
-                                                               {"1f1b", 4, 1, 2},
-                                                               {"gpipe", 3, 1, 5},
-                                                               {"zero_bubble_h1", 3, 1, 4},
-                                                               {"zero_bubble_h2", 4, 1, 8},
+  for (const auto& [schedule, stages, chunks, microbatches] : {std::tuple{"1f1b", 2, 0, 4},
+                                                               {"1f1b", 4, 0, 2},
+                                                               {"gpipe", 3, 0, 5},
+                                                               {"zero_bubble_h1", 3, 0, 4},
+                                                               {"zero_bubble_h2", 4, 0, 5},
                                                                {"zero_bubble_v", 2, 2, 3},
                                                                {"interleaved", 3, 2, 4},
                                                                {"interleaved", 4, 2, 2},
                                                                {"breadth_first", 2, 2, 3}})
-    for (const Clips clips : {Clips::never, Clips::always, Clips::sometimes}) {
+    for (const Clips clips : {Clips::sometimes, Clips::never, Clips::always}) {
+      // Of most schedules the one that has both kinds of steps.
+      if (clips != Clips::sometimes && std::string(schedule) != "zero_bubble_h2") continue;
       if (test::left_out(number++)) continue;
       Case c{.schedule = schedule,
              .model = "tied = false\ndropout = 0.1\n",
              .stages = stages,
              .chunks = chunks,
              .microbatches = microbatches,
-             .layers = stages * chunks + 1};
+             .layers = stages * std::max(chunks, 1) + 1};
       expect_same_with_and_without(c, clips, {2});
       if (HasFailure()) return;
     }
@@ -179,26 +182,31 @@ Case draw_case(Random& random, const std::string& folder) {
   c.schedule = pick(
       {"gpipe", "1f1b", "interleaved", "breadth_first", "zero_bubble_h1", "zero_bubble_h2", "zero_bubble_v", "auto"});
   c.stages = int(test::draw(random, 2, 4));
-  c.chunks = c.schedule == "zero_bubble_v"                                  ? 2
-             : c.schedule == "interleaved" || c.schedule == "breadth_first" ? int(test::draw(random, 1, 2))
-                                                                            : 1;
-  c.data = c.stages < 4 && one_in(2) ? 2 : 1;
+  c.chunks = c.schedule == "interleaved" || c.schedule == "breadth_first" ? int(test::draw(random, 1, 2)) : 0;
+  if (c.stages < 4 && one_in(4))
+    (one_in(2) ? c.tensor : c.sequence) = 2;
+  else if (c.stages < 4 && one_in(2))
+    c.data = 2;
   c.microbatches = int(test::draw(random, 1, 8));
-  c.layers = c.stages * c.chunks + int(test::draw(random, 0, 2));
+  c.layers = c.stages * 2 + int(test::draw(random, 0, 2));
   c.model = pick({"tied = false\n", "tied = false\n", "tied = true\n"}) +
             pick({"", "dropout = 0.1\nattention_dropout = 0.1\n"}) + pick({"", "positions = \"rotary\"\n"}) +
             pick({"", "activation = \"swiglu\"\n"});
-  c.run = pick({"", "reproducible = true\n"});
+  if (c.tensor == 1 && c.sequence == 1) c.run = pick({"", "reproducible = true\n"});
   if (c.data > 1 && !c.run.empty()) c.microbatches = c.microbatches > 4 ? 8 : c.microbatches > 2 ? 4 : 2;
   c.optimizer = pick({"[plugins.adamw]\nlearning_rate = 1e-2\n", "[plugins.adafactor]\nlearning_rate = 1e-2\n",
                       "[plugins.sm3]\nlearning_rate = 1e-2\n", "[plugins.adamw8bit]\nlearning_rate = 1e-2\n"}) +
-                pick({"", "[plugins.mixed_precision]\n", "[plugins.mixed_precision]\ngradients = \"bf16\"\n"}) +
+                pick({"", "[plugins.mixed_precision]\n",
+                      c.sequence > 1 ? "" : "[plugins.mixed_precision]\ngradients = \"bf16\"\n"}) +
                 pick({"", "[plugins.schedule]\nwarmup = 3\n"});
   if (c.data > 1)
     c.beside = pick({"[plugins.data_parallel]\n", "[plugins.zero]\nstage = 1\n", "[plugins.zero]\nstage = 2\n",
                      "[plugins.zero]\nstage = 3\n"});
-  c.beside += pick({"", "[plugins.recompute]\n", "[plugins.gist]\nminimum = 0\n",
-                    "[parameters.\"embedding.weight\"]\nfrozen = true\n", "[plugins.lora]\nrank = 3\n"});
+  if (c.tensor > 1) c.beside += "[plugins.tensor_parallel]\n";
+  if (c.sequence > 1) c.beside += "[plugins.context_parallel]\n";
+  c.beside += pick({"", "[plugins.recompute]\n", c.tensor > 1 ? "" : "[plugins.gist]\nminimum = 0\n",
+                    "[parameters.\"embedding.weight\"]\nfrozen = true\n", "[plugins.lora]\nrank = 3\n",
+                    "[plugins.moe]\nexperts = 3\nk = 1\nffn = 16\n"});
   if (one_in(3)) {
     const std::string tier = pick({"host", "nvme"});
     c.beside += "[plugins.offload]\nminimum = 0\ndirectory = \"" + folder + "\"\noptimizer = \"" + tier +
@@ -210,7 +218,7 @@ Case draw_case(Random& random, const std::string& folder) {
 TEST(PostValidation, RandomRunsAreThoseThatWait) {
   const test::TemporaryFolder folder;
   const uint64_t base = test::first_seed();
-  for (uint64_t seed = base; seed < base + uint64_t(test::cases(6)); ++seed) {
+  for (uint64_t seed = base; seed < base + uint64_t(test::cases(4)); ++seed) {
     Random random(seed);
     Case c = draw_case(random, folder.path());
     const auto clips = Clips(test::draw(random, 0, 2));
@@ -250,6 +258,9 @@ TEST_F(PostValidationTraining, LogsAndSavesWhatTheRunThatWaitsDoes) {
       }
     }
     ASSERT_EQ(logs[false].size(), 7u);
+    std::vector<bool> clipped;
+    for (const auto& fields : logs[false]) clipped.push_back(fields.at(2) > c.max_norm);
+    EXPECT_EQ(std::set<bool>(clipped.begin(), clipped.end()).size(), 2u);
     EXPECT_EQ(logs[true], logs[false]);
     for (int step : {3, 6, 7})
       EXPECT_TRUE(files(*more ? "narrow ahead" : "wide ahead", step) ==
@@ -280,8 +291,8 @@ TEST(PostValidation, PlansHaveTheBubbleOfARunWithoutClipping) {
     const auto bubble = [&](bool ahead) { return summary_of(planned(text_of(c, ahead), rates)).bubble(); };
     const double without_clip = bubble(false);
     c.max_norm = 1;
-    EXPECT_GT(bubble(false), without_clip + 0.1);
-    EXPECT_LT(bubble(true), without_clip + 0.005);
+    EXPECT_GT(bubble(false), without_clip + 0.03);
+    EXPECT_LT(bubble(true), without_clip + 0.001);
   }
 }
 

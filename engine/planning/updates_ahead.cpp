@@ -192,30 +192,66 @@ class Rewriter {
 
   // What late ops read of the step that gradients are of stays until the next one.
   void hold_inputs() {
-    std::vector<int> writers(program_.tensors.size(), 0);
-    std::vector<char> has_parts(program_.tensors.size(), false);
-    for (const Op& op : program_.ops)
-      for (TensorId id : op.outputs) ++writers[size_t(id.value)];
-    for (const Tensor& tensor : program_.tensors)
-      if (tensor.part_of) has_parts[size_t(tensor.part_of.value)] = true;
+    count_uses();
     for (size_t i = 0; i < late_.size(); ++i)
       for (TensorId id : late_[i] ? program_.ops[i].inputs : TensorIds()) {
         if (!id || late_at(id) || held_.contains(id.value)) continue;
         const Tensor tensor = program_[id];
         if (tensor.role == Role::data) refuse("updates read data (" + tensor.name + ").");
         if (tensor.persistent) {
-          if (writers[size_t(id.value)] > 0)
+          if (writers_[size_t(id.value)] > 0)
             refuse("updates read " + tensor.name + ", which others change before the next step.");
           if (tensor.role == Role::scalar) held_[id.value] = add_held(tensor), moved_.push_back(id);
-          continue;
-        }
-        const bool as_it_is = !tensor.part_of && !has_parts[size_t(id.value)] && writers[size_t(id.value)] == 1 &&
-                              !tensor.copy_of && !tensor.step_output && !program_.forms.contains(id.value);
-        if (as_it_is)
+        } else if (is_plain(id)) {
           held_[id.value] = id, keep(id);
-        else
+        } else {
           held_[id.value] = add_held(tensor), moved_.push_back(id);
+        }
       }
+    for (const auto& [tensor, held] : held_)
+      if (tensor == held.value) make_in_place(held);
+  }
+
+  void count_uses() {
+    writers_.assign(program_.tensors.size(), 0);
+    readers_ = writers_;
+    maker_.assign(program_.tensors.size(), -1);
+    has_parts_.assign(program_.tensors.size(), false);
+    for (size_t i = 0; i < program_.ops.size(); ++i) {
+      for (TensorId id : program_.ops[i].inputs)
+        if (id) ++readers_[size_t(id.value)];
+      for (TensorId id : program_.ops[i].outputs) ++writers_[size_t(id.value)], maker_[size_t(id.value)] = int32_t(i);
+    }
+    for (const Tensor& tensor : program_.tensors)
+      if (tensor.part_of) has_parts_[size_t(tensor.part_of.value)] = true;
+  }
+  bool is_plain(TensorId id) const {
+    const Tensor& tensor = program_[id];
+    return !tensor.persistent && !tensor.part_of && !has_parts_[size_t(id.value)] && writers_[size_t(id.value)] == 1 &&
+           !tensor.copy_of && !tensor.step_output && !program_.forms.contains(id.value);
+  }
+
+  // Sums that lead to what is held are made where it lies: what was there before has been read by then.
+  void make_in_place(TensorId held) {
+    for (int32_t at = maker_[size_t(held.value)]; at >= 0;) {
+      Op& op = program_.ops[size_t(at)];
+      if (late_[size_t(at)] || runs_[size_t(at)]) return;
+      const OpView view(program_, op);
+      const int output = int(std::find(op.outputs.begin(), op.outputs.end(), held) - op.outputs.begin());
+      TensorId from = view.addend(output);
+      for (const auto& [to, input] : op.kind->in_place)
+        if (!from && to == output && view.has_input(input)) from = op.inputs[size_t(input)];
+      if (!from || !is_plain(from) || readers_[size_t(from.value)] != 1) return;
+      const Tensor &before = program_[from], &after = program_[held];
+      at = maker_[size_t(from.value)];
+      if (before.role == Role::data || before.shape != after.shape || before.dtype != after.dtype ||
+          !(before.layout == after.layout) || late_[size_t(at)] || runs_[size_t(at)] ||
+          std::find(program_.ops[size_t(at)].outputs.begin(), program_.ops[size_t(at)].outputs.end(), held) !=
+              program_.ops[size_t(at)].outputs.end())
+        return;
+      std::replace(op.inputs.begin(), op.inputs.end(), from, held);
+      std::replace(program_.ops[size_t(at)].outputs.begin(), program_.ops[size_t(at)].outputs.end(), from, held);
+    }
   }
 
   std::string name_of_held(const Tensor& tensor) {
@@ -269,11 +305,15 @@ class Rewriter {
   void arrange() {
     old_ = std::move(program_.ops);
     std::vector<Op> ops;
-    for (size_t i = 0; i < old_.size(); ++i)  // begun at once; what it takes is there
+    for (size_t i = 0; i < old_.size(); ++i)
       if (late_[i] && is_first(old_[i])) front_.push_back(right(old_[i]));
-    ops = front_;
     for (size_t i = 0; i < old_.size(); ++i)
       if (runs_[i]) ops.push_back(old_[i]);
+    // What all exchange begins at once, but not in front of what the passes ahead exchange on its stream.
+    const bool waits = std::any_of(ops.begin(), ops.end(), [&](const Op& op) {
+      return std::any_of(front_.begin(), front_.end(), [&](const Op& first) { return first.stream == op.stream; });
+    });
+    ops.insert(waits ? ops.end() : ops.begin(), front_.begin(), front_.end());
     make_right_updates();
     ops.insert(ops.end(), right_.begin(), right_.end());
     for (size_t i = 0; i < old_.size(); ++i)
@@ -412,7 +452,10 @@ class Rewriter {
   std::map<std::pair<int32_t, int32_t>, TensorId> parts_;
   std::map<int32_t, TensorId> held_, known_;  // what stands for a tensor a step later; for a factor
   std::vector<TensorId> moved_;               // to what is held
-  std::map<std::string, int> numbers_;        // of names
+  std::vector<int> writers_, readers_;        // by tensor: ops
+  std::vector<int32_t> maker_;                // … and the last of the former
+  std::vector<char> has_parts_;
+  std::map<std::string, int> numbers_;  // of names
   TensorId pending_, one_;
   std::vector<Op> old_, front_, right_;
 };
