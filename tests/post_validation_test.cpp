@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <fstream>
 #include <mutex>
 #include <set>
@@ -49,6 +50,18 @@ std::string text_of(const Case& c, bool ahead) {
          (ahead ? "post_validation = true\n" : "") + c.beside;
 }
 
+// One more factor on all gradients: of a step that overflowed, of one that is scaled, and of others.
+class Overflow final : public Plugin {
+ public:
+  void gradients(GradientStage& stage) override {
+    const TensorId factor = stage.build().scalar("overflow");
+    for (Gradient& gradient : stage.gradients()) stage.scale(gradient, factor);
+  }
+  void step_start(StepContext& context) override {
+    context.set_scalar("overflow", context.step() == 2 ? NAN : context.step() == 3 ? 0.5 : 1);
+  }
+};
+
 struct Outcome {
   std::vector<double> losses, norms;
   std::map<std::string, std::vector<std::byte>> tensors;  // whole: parameters and states, as checkpoints have them
@@ -65,13 +78,16 @@ std::optional<std::string> norm_of(const Program& program) {
 // `settle_after`: steps after which somebody wants to see what a step made, as for a checkpoint. Every other step goes
 // on behind the next one's beginning.
 Outcome outcome(const std::string& text, int ranks, int batch, const std::set<int>& settle_after = {},
-                bool poisoned = false) {
+                bool poisoned = false, bool overflows = false) {
   Outcome result;
   std::mutex mutex;
   run_local(
       ranks,
       [&](World& world) {
-        test::Runner runner(text, {}, Goal::train, Rates(), &world);
+        Overflow overflow;
+        test::Runner runner(text,
+                            overflows ? std::vector<NamedPlugin>{{"overflow", &overflow}} : std::vector<NamedPlugin>{},
+                            Goal::train, Rates(), &world);
         runner.poisoned = poisoned;
         for (const PlannedProgram& planned : runner.plans.programs)
           test::expect_ordered(planned.program(), planned.memory);
@@ -171,6 +187,15 @@ TEST(PostValidation, IsTheRunThatWaits) {
       expect_same_with_and_without(c, clips, {2});
       if (HasFailure()) return;
     }
+}
+
+// A step that overflowed updates nothing, and passes read what they did before.
+TEST(PostValidation, TakesBackUpdatesOfStepsThatOverflowed) {
+  for (const char* precision : {"", "[plugins.mixed_precision]\n"}) {
+    Case c{.schedule = "zero_bubble_h1", .beside = precision, .stages = 3, .max_norm = 1e6};
+    const auto run = [&](bool ahead) { return outcome(text_of(c, ahead), c.ranks(), c.batch(), {2}, false, true); };
+    expect_equal(run(true), run(false));
+  }
 }
 
 Case draw_case(Random& random, const std::string& folder) {
