@@ -446,7 +446,7 @@ class Build {
 
   void make_updates_ahead() {
     const auto require = [](bool is_so, const char* why) {
-      if (!is_so) throw Error(std::string("updates cannot be made ahead: ") + why);
+      if (!is_so) throw Error(std::string("post-validation: updates cannot be made ahead: ") + why);
     };
     require(built_.left.empty(), "the schedule leaves passes to the next step.");
     require(built_.apart.empty(), "ranks train apart.");

@@ -65,7 +65,8 @@ class Materializer {
   void place(const Op& original) {
     Op op = original;
     touched_.clear();
-    for (TensorId id : original.outputs)  // what changes only if all that was made of it is made again changes for nobody
+    // What changes only where all that was made of it is made again changes for nobody.
+    for (TensorId id : original.outputs)
       if (in_[id].persistent && op.purpose != Purpose::again) before_write(in_.whole(id), original);
     wanted_.clear();
     for (TensorId id : op.inputs)

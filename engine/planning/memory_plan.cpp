@@ -9,7 +9,7 @@
 #include <set>
 
 #include "engine/planning/ordered_placement.h"
-#include "engine/planning/updates_ahead.h"
+#include "engine/planning/repeats.h"
 
 namespace strata {
 namespace {
@@ -59,7 +59,7 @@ void keep_what_goes_round(const Program& program, std::vector<int32_t>& last) {
   }
 }
 
-// What is made before passes that may have to run again (updates_ahead.h), and needed after them, is in the way of
+// What is made before passes that may have to run again (repeats.h), and needed after them, is in the way of
 // nothing that they write.
 void keep_out_of_repeats(const Program& program, MemoryPlan& plan) {
   const RepeatedOps repeated = repeated_ops(program);

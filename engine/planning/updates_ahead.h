@@ -31,17 +31,4 @@ struct UpdatesAhead {
 std::optional<UpdatesAhead> update_ahead(Program& step, const PassesAhead& passes, const std::vector<TensorId>& factors,
                                          const Mesh& mesh);
 
-// By op of a planned program, which have to run again (and `at`: before which op) where what was made ahead is wrong:
-// its passes ahead, and whatever moves tensors for them.
-struct RepeatedOps {
-  std::vector<char> is{};
-  size_t at = 0;
-};
-RepeatedOps repeated_ops(const Program& program);
-
-struct MemoryPlan;
-// Puts those ops into the program a second time, as ops that run where Program::again_if says so, in the memory that
-// they have. The last thing that is done to a plan.
-void add_repeats(Program& program, MemoryPlan& plan);
-
 }  // namespace strata

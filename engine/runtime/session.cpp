@@ -10,7 +10,7 @@
 #include "engine/data/token_file.h"
 #include "engine/planning/continued.h"
 #include "engine/planning/exchange_pieces.h"
-#include "engine/planning/updates_ahead.h"
+#include "engine/planning/repeats.h"
 #include "engine/planning/ways.h"
 #include "engine/plugin/order.h"
 #include "engine/runtime/link_rates.h"
@@ -336,8 +336,8 @@ RunPlans Session::build_run(Goal goal) const {
   if (!data.validation.empty()) build(Goal::evaluate, plans.phases.none(), mesh.planner());
   if (plans.main().built.settling) {
     if (is_asynchronous(device.backend))
-      throw Error("updates cannot be made ahead on the backend \"" + device.backend +
-                  "\", where passes would have to be run again from the host; leave post-validation out.");
+      throw Error("post-validation: updates cannot be made ahead on the backend \"" + device.backend +
+                  "\", where passes would have to be run again from the host; leave it out.");
     PlannedProgram settling{.goal = Goal::evaluate, .phases = plans.phases.none(), .settles = true};
     settling.ranks = plans.main().ranks;
     settling.built.program = *std::exchange(plans.programs[0].built.settling, std::nullopt);
