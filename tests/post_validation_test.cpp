@@ -242,7 +242,7 @@ Case draw_case(Random& random, const std::string& folder) {
 TEST(PostValidation, RandomRunsAreThoseThatWait) {
   const test::TemporaryFolder folder;
   const uint64_t base = test::first_seed();
-  for (uint64_t seed = base; seed < base + uint64_t(test::cases(4)); ++seed) {
+  for (uint64_t seed = base; seed < base + uint64_t(test::cases(3)); ++seed) {
     Random random(seed);
     Case c = draw_case(random, folder.path());
     const auto clips = Clips(test::draw(random, 0, 2));
