@@ -36,7 +36,7 @@ struct Case {
 
 std::string text_of(const Case& c, bool ahead) {
   return "[run]\n" + c.run +
-         "[model]\nplugin = \"gpt\"\nhidden = 24\nheads = 3\nffn = 40\ncontext = 16\nvocabulary = " +
+         "[model]\nplugin = \"gpt\"\nhidden = 24\nheads = 3\nffn = 42\ncontext = 16\nvocabulary = " +
          std::to_string(kVocabulary) + "\nlayers = " + std::to_string(c.layers) + "\n" + c.model +
          "[data]\ntrain = [\"none\"]\nsequence_length = " + std::to_string(kSequence) +
          "\nglobal_batch = " + std::to_string(c.batch()) +
@@ -207,8 +207,10 @@ Case draw_case(Random& random, const std::string& folder) {
       {"gpipe", "1f1b", "interleaved", "breadth_first", "zero_bubble_h1", "zero_bubble_h2", "zero_bubble_v", "auto"});
   c.stages = int(test::draw(random, 2, 4));
   c.chunks = c.schedule == "interleaved" || c.schedule == "breadth_first" ? int(test::draw(random, 1, 2)) : 0;
-  if (c.stages < 4 && one_in(4))
-    (one_in(2) ? c.tensor : c.sequence) = 2;
+  if (c.stages == 2 && one_in(6))
+    c.tensor = 3;
+  else if (c.stages < 4 && one_in(6))
+    c.sequence = 2;
   else if (c.stages < 4 && one_in(2))
     c.data = 2;
   c.microbatches = int(test::draw(random, 1, 8));
