@@ -132,7 +132,8 @@ class Runner final {
   double scalar(std::string_view name) const { return steps_.scalar(name); }
   void set_scalar(std::string_view name, double value) { steps_.set_scalar(name, value); }
 
-  bool in_loop = false;  // steps overlap: drain() comes before anybody looks at what lasts
+  void settle() { steps_.settle(); }  // where updates are made ahead: before anybody looks at what lasts
+  bool in_loop = false;               // steps overlap: drain() comes before anybody looks at what lasts
   void drain() { steps_.drain(); }
   bool poisoned = false;  // released memory is overwritten: slow, in the order of the program
   const std::vector<NamedPlugin>& plugins = session_.plugins;

@@ -40,6 +40,7 @@ inline std::vector<Touched> touched_by(const Program& program, const MemoryPlan&
   };
   for (TensorId id : op.inputs) add(id, false);
   for (TensorId id : op.outputs) add(id, true);
+  if (op.purpose == Purpose::again) add(program.again_if, false);
   if (const int32_t w = plan.workspace_of[index]; w >= 0) {
     const Buffer& buffer = plan.buffers[size_t(w)];
     const int64_t begin = plan[buffer.tier].persistent_bytes + buffer.offset;

@@ -41,7 +41,6 @@ class ResumedRuns : public testing::Test {
     }
   }
 
- private:
   void train_to(const std::string& config, int ranks, const std::string& run, int steps, bool resume,
                 const std::vector<std::string>& more) const {
     std::vector<std::string> sets{"run.steps=" + std::to_string(steps), "run.directory=\"" + (folder_ / run) + "\"",
@@ -68,6 +67,10 @@ class ResumedRuns : public testing::Test {
       }
     return found;
   }
+
+  std::string path_of(const std::string& name) const { return folder_ / name; }
+
+ private:
   TemporaryFolder folder_;
 };
 

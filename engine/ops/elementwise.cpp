@@ -1,5 +1,6 @@
 // Elementwise kinds: add, scale, clamp, copy, gelu, swiglu and their gradients.
 #include <cmath>
+#include <limits>
 
 #include "engine/ops/gelu.h"
 #include "engine/ops/registration.h"
@@ -139,6 +140,44 @@ void register_overflow_mark() {
                  .kernels = {{"cpu", mark}, {"reference", mark}}});
 }
 
+// Of updates made ahead (planning/updates_ahead.h).
+void register_known_factors() {
+  const Kernel known{[](const Binding& b) -> Launch {
+                       return [b] {
+                         const bool pending = *b.in<double>(0) != 0;
+                         double again = 0;
+                         for (int i = 1; i < b.inputs(); ++i) {
+                           const double factor = *b.in<double>(i);
+                           if (pending && factor != 1) again = 1;  // NaN, too
+                           *b.out<double>(i) = pending ? factor : std::numeric_limits<double>::quiet_NaN();
+                         }
+                         *b.out<double>(0) = again;
+                       };
+                     },
+                     {}};
+  register_kind(
+      {.name = "known_factors",
+       .summary = "pending, factors … (f64 scalars) -> whether one is not 1, factors (NaN: nothing is pending)",
+       .shape = [](const OpView& v) -> std::vector<TensorSpec> {
+         bool right = v.inputs() >= 2;
+         for (int i = 0; right && i < v.inputs(); ++i) right = v.has_input(i) && is_scalar(v.input(i));
+         require(right, v, "f64 (1) scalars");
+         return std::vector<TensorSpec>(size_t(v.inputs()), like(v.input(0)));
+       },
+       .kernels = {{"cpu", known}, {"reference", known}}});
+  const Kernel set{[](const Binding& b) -> Launch {
+                     return [b, value = b.attributes().real("value")] { *b.out<double>(0) = value; };
+                   },
+                   {}};
+  register_kind({.name = "set_scalar",
+                 .summary = "-> f64 scalar; attribute value",
+                 .shape = [](const OpView& v) -> std::vector<TensorSpec> {
+                   require(v.inputs() == 0 && v.attributes().has("value"), v, "nothing, and an attribute value");
+                   return {{{1}, DType::f64}};
+                 },
+                 .kernels = {{"cpu", set}, {"reference", set}}});
+}
+
 void register_clamp() {
   register_kind({.name = "clamp",
                  .summary = "x (…) cut to [-limit, limit]",
@@ -257,6 +296,7 @@ const AtLoad elementwise_registered([] {
   register_add();
   register_scale();
   register_multiply_scalars();
+  register_known_factors();
   register_overflow_mark();
   register_clamp();
   register_gelu();

@@ -12,6 +12,7 @@
 #include "engine/planning/shared_gradients.h"
 #include "engine/planning/split_program.h"
 #include "engine/planning/unroll.h"
+#include "engine/planning/updates_ahead.h"
 #include "engine/plugin/loader.h"
 #include "engine/program/autodiff.h"
 #include "engine/program/drop_unused.h"
@@ -177,6 +178,22 @@ void require_may_be_left(const ProgramStage& forward, const Mesh& mesh, const st
                   axis.name + "\".");
 }
 
+// The passes of a step that come before it knows whether updates are right.
+std::optional<PassesAhead> passes_ahead(const ScheduleStage& schedule) {
+  if (!schedule.ahead) return {};
+  PassesAhead ahead;
+  const auto& [passes, receives] = *schedule.ahead;
+  if (passes > schedule.order.size() || receives > schedule.receives.size())
+    throw Error("the schedule has more passes ahead of updates than it has passes.");
+  ahead.passes.assign(schedule.order.begin(), schedule.order.begin() + int64_t(passes));
+  for (size_t i = 0; i < receives; ++i) ahead.receives.push_back(schedule.receives[i].pass);
+  for (const auto* list : {&ahead.passes, &ahead.receives})
+    for (const Pass& pass : *list)
+      if (pass.part != Pass::Part::forward || pass.microbatch < 0)
+        throw Error("the " + text(pass) + " cannot come before it is known whether updates are right.");
+  return ahead;
+}
+
 [[noreturn]] void refuse_to_train_nothing(const Mesh& mesh) {
   if (mesh.programs().size == 1) throw Error("all parameters are frozen: there is nothing to train.");
   throw Error(
@@ -230,6 +247,7 @@ class Build {
     }
     call_placement();
     if (!built_.apart.empty()) mark_own();
+    if (ahead_) make_updates_ahead();
     return std::move(built_);
   }
 
@@ -360,6 +378,7 @@ class Build {
     for (const Pass& pass : schedule.sent_later) built_.left.push_back("send of the " + text(pass));
     if (schedule.sums_go_on) built_.left.push_back("sum of gradients");
     if (!built_.left.empty()) require_may_be_left(forward_, mesh_, built_.left.front());
+    ahead_ = passes_ahead(schedule);
     step() = unroll(single_, passes, parameters_, gradients_, schedule, batch_.reproducible, mesh_);
     built_.model_flops =
         flops(single_) * double(microbatches) * double(goal_ == Goal::train ? mesh_.size() : mesh_.programs().size);
@@ -431,6 +450,26 @@ class Build {
         throw Error(tensor.name + " is to rest on NVMe, but ranks have one memory of it; let it rest in memory.");
   }
 
+  void make_updates_ahead() {
+    const auto require = [](bool is_so, const char* why) {
+      if (!is_so) throw Error(std::string("post-validation: updates cannot be made ahead: ") + why);
+    };
+    require(built_.left.empty(), "the schedule leaves passes to the next step.");
+    require(built_.apart.empty(), "ranks train apart.");
+    require(phases_.text().empty(), "the steps of this run have different programs (phases of plugins).");
+    std::vector<TensorId> factors;
+    for (const Gradient& gradient : list_) factors.push_back(gradient.scale);
+    std::optional<UpdatesAhead> made = update_ahead(step(), *ahead_, factors, mesh_);
+    if (!made) {
+      built_.notes.push_back("updates wait for nothing that all stages exchange: none is made ahead.");
+      return;
+    }
+    verify(step(), "making updates ahead", &mesh_);
+    verify(made->settling, "settling updates", &mesh_);
+    built_.settling = std::move(made->settling);
+    built_.late = std::move(made->late);
+  }
+
   // What ranks that train apart have each for itself: what updates change, but for what is exchanged before. What an
   // axis splits is each rank's own already.
   void mark_own() {
@@ -465,6 +504,7 @@ class Build {
   std::vector<Gradient> list_, apart_;  // apart_: further sums, of parameters that list_ has, too
   size_t first_apart_ = 0;              // in parameters_ and gradients_
   std::optional<GradientExchanges> exchanges_;
+  std::optional<PassesAhead> ahead_;  // where updates are made ahead
 };
 
 }  // namespace

@@ -1,6 +1,7 @@
 // From plugins and batch sizes to the step program: calls the stages of planning in order and verifies after each
 // plugin. Knows no plugin by name; memory is not planned here (memory_plan.h).
 #pragma once
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -18,9 +19,13 @@ struct BuiltProgram {
   // ranks have programs of their own, as many as if all had this one, until those of all are known (runtime/job.h).
   double model_flops = 0;
   int64_t tokens_per_step = 0;
-  int64_t vocabulary = 0;            // token ids must be below; 0 when the model did not say
-  std::vector<std::string> left{};   // the passes that its steps leave to the next step, in words
-  std::string apart{};               // the axis whose ranks train apart (ExchangeStage::leave); empty: none
+  int64_t vocabulary = 0;           // token ids must be below; 0 when the model did not say
+  std::vector<std::string> left{};  // the passes that its steps leave to the next step, in words
+  std::string apart{};              // the axis whose ranks train apart (ExchangeStage::leave); empty: none
+  // Where updates are made ahead (updates_ahead.h): what is left when no step follows at once, and the step outputs
+  // that are those of the step before.
+  std::optional<Program> settling{};
+  std::vector<std::string> late{};
   std::vector<std::string> notes{};  // of plugins, for users
 };
 

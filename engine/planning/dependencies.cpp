@@ -102,6 +102,7 @@ class PlannedRanges {
       if (id) add(by_tensor_[size_t(id.value)], false);
     for (TensorId id : op.outputs) add(by_tensor_[size_t(id.value)], true);
     if (const int32_t w = plan_.workspace_of[size_t(index)]; w >= 0) add(by_workspace_[size_t(w)], true);
+    if (op.purpose == Purpose::again) add(by_tensor_[size_t(program_.again_if.value)], false);
   }
 
  private:
@@ -303,6 +304,7 @@ std::vector<Access> accesses_of(const Program& program, const MemoryPlan& plan, 
   for (TensorId id : op.inputs)
     if (id) add(id, false);
   for (TensorId id : op.outputs) add(id, true);
+  if (op.purpose == Purpose::again) add(program.again_if, false);
   if (const int32_t w = plan.workspace_of[index]; w >= 0) {
     list.push_back(range_of(plan, plan.buffers[w]));
     list.back().write = true;

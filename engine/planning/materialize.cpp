@@ -65,8 +65,9 @@ class Materializer {
   void place(const Op& original) {
     Op op = original;
     touched_.clear();
+    // What changes only where all that was made of it is made again changes for nobody.
     for (TensorId id : original.outputs)
-      if (in_[id].persistent) before_write(in_.whole(id), original);
+      if (in_[id].persistent && op.purpose != Purpose::again) before_write(in_.whole(id), original);
     wanted_.clear();
     for (TensorId id : op.inputs)
       if (id && nowhere(in_.whole(id))) wanted_.push_back(in_.whole(id));

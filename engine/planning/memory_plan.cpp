@@ -9,6 +9,7 @@
 #include <set>
 
 #include "engine/planning/ordered_placement.h"
+#include "engine/planning/repeats.h"
 
 namespace strata {
 namespace {
@@ -56,6 +57,16 @@ void keep_what_goes_round(const Program& program, std::vector<int32_t>& last) {
     for (TensorId id : op.inputs)
       if (id) reader[size_t(program.whole(id).value)] = i;
   }
+}
+
+// What is made before passes that may have to run again (repeats.h), and needed after them, is in the way of
+// nothing that they write.
+void keep_out_of_repeats(const Program& program, MemoryPlan& plan) {
+  const RepeatedOps repeated = repeated_ops(program);
+  for (size_t i = 0; i < repeated.at; ++i)
+    for (TensorId id : program.ops[i].outputs)
+      if (const int32_t b = plan.buffer_of[size_t(id.value)]; b >= 0 && !repeated.is[i])
+        if (Buffer& buffer = plan.buffers[size_t(b)]; buffer.last >= int32_t(repeated.at)) buffer.first = 0;
 }
 
 // The buffers of all transient tensors: an output takes over the buffer of an input that dies at the op, where the op
@@ -121,6 +132,7 @@ void make_buffers(const Program& program, int64_t alignment, MemoryPlan& plan) {
   for (size_t t = 0; t < count; ++t)
     if (const Tensor& part = program.tensors[t]; part.part_of && !part.persistent)
       plan.buffer_of[t] = plan.buffer_of[part.part_of.value];
+  keep_out_of_repeats(program, plan);
 }
 
 void add_workspaces(const Program& program, const std::string& backend, int threads, int64_t alignment,

@@ -381,7 +381,7 @@ TimedProgram timed(const Program& program, const MemoryPlan& plan, const Rates& 
     TimedProgram::Op& made = result.alike.emplace_back(TimedProgram::Op{
         .stream = op.stream, .seconds = seconds_of(view, rates), .processors = processors_of(op, rates)});
     made.late = late_seconds(view, rates);
-    if (!is_exchange(op.stream) || !op.attributes.has("axis")) continue;
+    if (!is_exchange(op.stream) || !op.attributes.has("axis") || op.purpose == Purpose::again) continue;
     const std::string axis = op.attributes.string("axis");
     const auto found = std::find(result.axes.begin(), result.axes.end(), axis);
     made.axis = int8_t(found - result.axes.begin());

@@ -155,7 +155,9 @@ double seconds_by(const std::vector<Sample>& samples, const Cost& cost, bool hal
   return ideal * std::exp(std::log(factor_below) * (1 - share) + std::log(factor_above) * share);
 }
 
+// What runs only sometimes is taken to do nothing.
 double wire_bytes(const OpView& view, const Rates& rates) {
+  if (view.op().purpose == Purpose::again) return 0;
   if (!is_exchange(view.op().stream) || view.op().stream == Stream::receive) return 0;
   if (view.op().stream == Stream::send) return cost_of(view).wire;
   const double ranks = link_of(view, rates).ranks;
@@ -163,6 +165,7 @@ double wire_bytes(const OpView& view, const Rates& rates) {
 }
 
 double seconds_of(const OpView& view, const Rates& rates) {
+  if (view.op().purpose == Purpose::again) return 0;
   const Stream stream = view.op().stream;
   const double bytes = view.inputs() > 0 && view.has_input(0) ? double(view.input(0).bytes()) : 0;
   switch (stream) {
@@ -187,7 +190,7 @@ double seconds_of(const OpView& view, const Rates& rates) {
 }
 
 double late_seconds(const OpView& view, const Rates& rates) {
-  if (!is_exchange(view.op().stream)) return 0;
+  if (!is_exchange(view.op().stream) || view.op().purpose == Purpose::again) return 0;
   const Link& link = link_of(view, rates);
   const std::vector<Sample>* found = find(link.late, view.op().kind->name);
   if (!found) return mean_seconds(link.late);

@@ -390,6 +390,7 @@ std::string rates_text(const PlannedProgram& planned) {
 }
 
 std::string PlannedProgram::title() const {
+  if (settles) return "settling updates";
   if (goal != Goal::train) return goal == Goal::evaluate ? "validation" : "generation";
   const std::string names = phases.text();
   if (names.empty()) return "training";
@@ -398,7 +399,13 @@ std::string PlannedProgram::title() const {
 
 std::optional<size_t> RunPlans::validation() const {
   for (size_t p = 0; p < programs.size(); ++p)
-    if (programs[p].goal == Goal::evaluate) return p;
+    if (programs[p].goal == Goal::evaluate && !programs[p].settles) return p;
+  return {};
+}
+
+std::optional<size_t> RunPlans::settling() const {
+  for (size_t p = 0; p < programs.size(); ++p)
+    if (programs[p].settles) return p;
   return {};
 }
 

@@ -13,7 +13,8 @@ namespace strata {
 // A program with its memory plan and, of a step that trains, what it is predicted to cost.
 struct PlannedProgram {
   Goal goal = Goal::train;
-  Phases phases{};  // of whose steps it is
+  Phases phases{};       // of whose steps it is
+  bool settles = false;  // what steps that make updates ahead leave (updates_ahead.h); no step, and no validation
   BuiltProgram built{};
   int ranks = 1;  // that run it, each a part
   MemoryPlan memory{};
@@ -40,7 +41,8 @@ struct PlannedWay {
 // memory a tier, as large as the largest of them wants it.
 struct RunPlans {
   PhaseTable phases{};
-  // By program of `phases`, that of the first step first; then, where there is one, that of validation.
+  // By program of `phases`, that of the first step first; then, where there are, that of validation and the one that
+  // settles what a step leaves.
   std::vector<PlannedProgram> programs{};
   std::vector<PlannedWay> ways{};  // among which these were chosen; none: there was no choice
   const PlannedProgram& main() const { return programs.front(); }
@@ -48,6 +50,7 @@ struct RunPlans {
   size_t usual() const { return phases.programs() > 1 && phases.of_program(0).is_first_step() ? of_step(2) : 0; }
   size_t of_step(int64_t step) const { return phases.of_step(step); }
   std::optional<size_t> validation() const;  // which of the programs that is
+  std::optional<size_t> settling() const;
 };
 
 std::string plan_text(const RunPlans& plans);

@@ -61,7 +61,8 @@ template <class OfTensor>
 uint64_t hash_of(const Program& program, const Op& op, uint64_t attributes, OfTensor&& of_tensor) {
   Hash hash;
   hash.add(uint64_t(reinterpret_cast<uintptr_t>(op.kind)));
-  hash.add(uint64_t(op.stream) | uint64_t(op.tier) << 8 | uint64_t(op.accumulate) << 32);
+  hash.add(uint64_t(op.stream) | uint64_t(op.tier) << 8 | uint64_t(op.purpose == Purpose::again) << 16 |
+           uint64_t(op.accumulate) << 32);
   hash.add(attributes);
   for (const auto* list : {&op.inputs, &op.outputs}) {
     hash.add(uint64_t(list->size()));

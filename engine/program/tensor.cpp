@@ -108,7 +108,7 @@ std::string_view name_of(Tier tier) {
 }
 
 std::string_view name_of(Purpose purpose) {
-  constexpr std::string_view names[] = {"work", "rest", "restore"};
+  constexpr std::string_view names[] = {"work", "rest", "restore", "again"};
   return names[int(purpose)];
 }
 

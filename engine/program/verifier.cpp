@@ -307,6 +307,7 @@ class Verifier {
 
   // Written before it is read, and once.
   void check_order(const Op& op) {
+    if (op.purpose == Purpose::again && !program_.again_if) refuse(op, "runs only sometimes, but nothing says when.");
     for (TensorId id : op.inputs)
       if (id && !is_there(id)) refuse(op, "reads " + program_[id].name + " before anything has written it.");
     for (size_t o = 0; o < op.outputs.size(); ++o) {
@@ -318,6 +319,7 @@ class Verifier {
         refuse(op, "writes " + tensor.name + ", which only the data loader may.");
       const bool lasts = tensor.persistent || (tensor.copy_of && program_[program_.whole(tensor.copy_of)].persistent);
       if (!lasts) {
+        if (op.purpose == Purpose::again) continue;  // it was written before
         if (id != whole) {
           check_piece(op, id);
           continue;

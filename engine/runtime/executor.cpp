@@ -208,9 +208,14 @@ Launch Executor::bind(int32_t index, size_t parity, Threads& compute, uint64_t* 
     STRATA_CHECK(kernel.workspace(view, threads.count()) <= (w < 0 ? 0 : plan_.buffers[size_t(w)].bytes));
   void* const queue = in_queue(op.stream) ? device_->queue(op.stream) : nullptr;
   try {
-    return with_addends(
+    Launch launch = with_addends(
         kernel.bind(Binding(view, inputs_of(index, parity), outputs, workspace, threads, group_of(op), queue, fault)),
         view, outputs, threads);
+    if (op.purpose != Purpose::again) return launch;
+    const double* const again = static_cast<const double*>(pointers_[size_t(program_.again_if.value)]);
+    return [again, launch = std::move(launch)] {
+      if (*again != 0) launch();
+    };
   } catch (const Error& error) {
     throw Error("op " + std::to_string(index) + " (" + op.kind->name + "): " + error.what(), error.code());
   }

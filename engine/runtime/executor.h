@@ -26,7 +26,8 @@ namespace strata {
 
 // A value the program watches (a loss, a norm) was not finite; the step stopped before any update.
 struct NonFinite : Error {
-  explicit NonFinite(const std::string& tensor) : Error(tensor + " is not finite.", ExitCode::failed) {}
+  explicit NonFinite(const std::string& tensor) : Error(tensor + " is not finite.", ExitCode::failed), tensor(tensor) {}
+  std::string tensor;
 };
 
 // The groups of ranks that a program's exchanges name: by mesh axis.

@@ -503,7 +503,7 @@ void learn_rates(const RatesWanted& wanted, RatesCache& cache, const Program& pr
   for (size_t i = 0; i < program.ops.size() && i < spans.size(); ++i) {
     const OpView view(program, program.ops[i]);
     const double took = spans[i].finish - spans[i].start;
-    if (took < kShort) continue;
+    if (took < kShort || view.op().purpose == Purpose::again) continue;
     const Stream stream = view.op().stream;
     if (stream == Stream::compute || stream == Stream::host) {
       const Cost cost = cost_of(view);

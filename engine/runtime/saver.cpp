@@ -48,7 +48,7 @@ bool is_in(const Checkpoint& checkpoint, const Tensor& tensor) {
 }
 
 bool writes(const Tensor& tensor, const Mesh& mesh) {
-  if (tensor.role == Role::scalar || has_master(tensor)) return false;
+  if (tensor.role == Role::scalar || has_master(tensor) || tensor.lasting->unsaved) return false;
   const auto splits = [&](std::string_view axis) {
     return std::any_of(tensor.layout.begin(), tensor.layout.end(),
                        [&](const Split& split) { return mesh.meet(split.axis, axis); });
@@ -155,9 +155,12 @@ Saver::Loaded Saver::load(const std::string& path, bool everything, uint64_t see
   std::set<std::string> masters;
   for (const Tensor& tensor : storage_.persistent_tensors()) masters.insert(tensor.lasting->rounded_from);
   for (const Tensor& tensor : storage_.persistent_tensors())
-    if ((tensor.role == Role::parameter || masters.contains(tensor.name) || !tensor.lasting->stands_for.empty() ||
-         (everything && tensor.role != Role::scalar)) &&
-        is_in(checkpoint, tensor)) {
+    if (tensor.lasting->unsaved) {
+      storage_.initialize(tensor, seed, threads_);
+    } else if ((tensor.role == Role::parameter || masters.contains(tensor.name) ||
+                !tensor.lasting->stands_for.empty() || has_master(tensor) ||
+                (everything && tensor.role != Role::scalar)) &&
+               is_in(checkpoint, tensor)) {
       if (is_kept(tensor.name.text()) && lacks(tensor, tensor.name))
         throw Error(path + ": its run did not leave the same of its last step to the next one (\"" +
                     std::string(tensor.name) +

@@ -5,10 +5,12 @@
 
 #include <algorithm>
 #include <thread>
+#include <utility>
 
 #include "engine/data/token_file.h"
 #include "engine/planning/continued.h"
 #include "engine/planning/exchange_pieces.h"
+#include "engine/planning/repeats.h"
 #include "engine/planning/ways.h"
 #include "engine/plugin/order.h"
 #include "engine/runtime/link_rates.h"
@@ -70,10 +72,10 @@ bool spans_hosts(const World* world) { return world && world->local_size() < wor
 // libraries, plugins, the plan itself); the rest are figures measured once, which a test holds against runs.
 ProcessMemory process_memory(const Session& session, const PlannedProgram& planned, size_t ops, int64_t resident) {
   constexpr int64_t kMiB = 1 << 20;
-  constexpr int64_t kBinding = 2 << 10;    // of an op: kernel, pointers, waits
-  constexpr int64_t kCode = 12 * kMiB;     // code, and what is allocated, when the program first runs
-  constexpr int64_t kPacking = 4 * kMiB;   // of a thread, at most: oneDNN's copies of panels of matrices
-  constexpr int64_t kWindows = 4 * kMiB;   // of memory that ranks of a host share
+  constexpr int64_t kBinding = 2 << 10;   // of an op: kernel, pointers, waits
+  constexpr int64_t kCode = 12 * kMiB;    // code, and what is allocated, when the program first runs
+  constexpr int64_t kPacking = 4 * kMiB;  // of a thread, at most: oneDNN's copies of panels of matrices
+  constexpr int64_t kWindows = 4 * kMiB;  // of memory that ranks of a host share
   // A group over libfabric's tcp: buffers for what could be on its way at once, and for each rank.
   constexpr int64_t kFabric = 35 * kMiB, kFabricRank = 3 * kMiB;
   const bool device = is_asynchronous(session.device.backend);
@@ -332,6 +334,15 @@ RunPlans Session::build_run(Goal goal) const {
     }
   require_same_left(plans);
   if (!data.validation.empty()) build(Goal::evaluate, plans.phases.none(), mesh.planner());
+  if (plans.main().built.settling) {
+    if (is_asynchronous(device.backend))
+      throw Error("post-validation: updates cannot be made ahead on the backend \"" + device.backend +
+                  "\", where passes would have to be run again from the host; leave it out.");
+    PlannedProgram settling{.goal = Goal::evaluate, .phases = plans.phases.none(), .settles = true};
+    settling.ranks = plans.main().ranks;
+    settling.built.program = *std::exchange(plans.programs[0].built.settling, std::nullopt);
+    plans.programs.push_back(std::move(settling));
+  }
   std::vector<SharingProgram> sharing;
   for (PlannedProgram& planned : plans.programs) sharing.push_back({planned.title(), &planned.built.program});
   share_persistent(sharing);
@@ -357,7 +368,7 @@ void Session::plan_memory_of(PlannedProgram& planned, const PlannedProgram* lead
                                .homes = lead ? &homes : nullptr,
                                .advice = [this](const MemoryPlan& plan) { return advice(plan); }});
   planned.memory.stripes = stripes(planned);
-  if (!trains) return;
+  if (!trains) return add_repeats(program, planned.memory);
   planned.memory = plan_pieces(
       program, std::move(planned.memory),
       {.backend = device.backend,
@@ -371,6 +382,7 @@ void Session::plan_memory_of(PlannedProgram& planned, const PlannedProgram* lead
            return room[size_t(tier)] == 0 || plan[tier].total_bytes() + beside <= room[size_t(tier)];
          });
        }});
+  add_repeats(program, planned.memory);
   const auto is_on_host = [](const Op& op) { return op.stream == Stream::host; };
   bool on_host = std::any_of(program.ops.begin(), program.ops.end(), is_on_host);
   if (world && mesh.programs().size > 1) {  // programs differ in that, and rates are shared by all or none

@@ -3,7 +3,9 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "engine/runtime/feed.h"
 
@@ -18,6 +20,9 @@ void StepRunner::run(int64_t step, const std::function<void()>& load, const std:
   step_ = step;
   program_ = program;
   logged_.clear();
+  logged_late_.clear();
+  of_late_.clear();
+  unsettled_ = true;
   set_scalar(kStepScalar, double(step));
   set_scalar(kSeedScalar, double(session_.run.seed));
   set_scalar(kLearningRateFactor, 1);
@@ -38,7 +43,36 @@ void StepRunner::run(int64_t step, const std::function<void()>& load, const std:
   each_plugin("step_end", [&](Plugin& plugin) { plugin.step_end(*this); });
 }
 
+void StepRunner::settle() {
+  drain();
+  const std::optional<size_t> settling = assembly_.plans.settling();
+  if (!std::exchange(unsettled_, false) || !settling) return;
+  Executor& executor = assembly_.executor_of(*settling);
+  executor.run();
+  logged_late_.clear();
+  for (const auto& [name, output] : of_late_) {
+    const TensorId id = executor.program().find(output);
+    logged_late_.emplace_back(name, read_scalar(executor.program(), id, executor.pointer(id)));
+  }
+}
+
+bool StepRunner::is_late(std::string_view output) const {
+  const std::vector<std::string>& late = assembly_.plans.main().built.late;
+  return std::find(late.begin(), late.end(), output) != late.end();
+}
+
+// What a plugin logs when it has read an output of the step before is of that one.
+void StepRunner::log(std::string_view name, double value) {
+  if (late_read_.empty()) {
+    logged_.emplace_back(name, value);
+    return;
+  }
+  logged_late_.emplace_back(name, value);
+  of_late_.emplace_back(name, late_read_);
+}
+
 double StepRunner::scalar(std::string_view name) const {
+  if (is_late(name)) late_read_ = name;
   const auto found_in = [&](const Program& program) {
     const TensorId id = program.find(name);
     return id && elements(program[id].shape) == 1 ? id : TensorId{};
@@ -61,6 +95,7 @@ void StepRunner::at_part(StepPart part, bool start) {
 
 void StepRunner::each_plugin(std::string_view hook, const std::function<void(Plugin&)>& call) {
   for (const NamedPlugin& named : session_.plugins) {
+    late_read_.clear();
     try {
       call(*named.plugin);
     } catch (const std::exception& error) {

@@ -25,6 +25,13 @@ class StepRunner final : public StepContext {
            StepMode mode = StepMode::whole);
   // Nothing is left of the last step afterwards: before anybody but the next step looks at tensors.
   void drain() { executor().drain(); }
+  // What the last step left is done afterwards, where updates are made ahead (planning/updates_ahead.h): before anybody
+  // but the next step looks at parameters and states. Nothing where nothing is left; throws as run does.
+  void settle();
+  // What plugins logged in the last step that is of the one before, where updates are made ahead; after settle(), of
+  // the last step.
+  const StepLog::Fields& logged_late() const { return logged_late_; }
+  bool is_late(std::string_view output) const;               // a step output that is of the step before
   const StepLog::Fields& logged() const { return logged_; }  // by plugins in the last step
   size_t program() const { return program_; }                // of the plans, that ran or is running; at first the first
   Executor& executor() const { return assembly_.executor_of(program_); }
@@ -33,7 +40,7 @@ class StepRunner final : public StepContext {
   int64_t steps() const override { return session_.run.steps; }
   double scalar(std::string_view name) const override;
   void set_scalar(std::string_view name, double value) override { assembly_.storage.set_scalar(name, value); }
-  void log(std::string_view name, double value) override { logged_.emplace_back(name, value); }
+  void log(std::string_view name, double value) override;
 
  private:
   void at_part(StepPart part, bool start);
@@ -41,7 +48,10 @@ class StepRunner final : public StepContext {
 
   const Session& session_;
   Assembly& assembly_;
-  StepLog::Fields logged_;
+  StepLog::Fields logged_, logged_late_;
+  mutable std::string late_read_;                             // the last late output that the plugin has read
+  std::vector<std::pair<std::string, std::string>> of_late_;  // names in the log, and of which output
+  bool unsettled_ = false;
   int64_t step_ = 0;
   size_t program_ = 0;
 };

@@ -178,7 +178,7 @@ class Loop {
 
   // What went wrong is told when more steps follow; the end of the run says it otherwise.
   void save() {
-    steps_->drain();
+    settle();
     meet();
     std::map<std::string, std::string> values;
     Notes notes(values);
@@ -215,6 +215,7 @@ class Loop {
     const double step_began = seconds_now();
     run_program();
     const double seconds = seconds_now() - step_began;
+    add_late();
     tell_step();  // the one before, whose loss has come
     if (session_.mesh.programs().size > 1) report_->add_busy(steps_->executor());
     note_exchanges();
@@ -223,12 +224,29 @@ class Loop {
     const bool validates = validation_ && (last_step() || due(session_.run.validate_every));
     if (goes_on_ && !validates && !last_step() && !stopping_ && !due(session_.run.checkpoint_every)) return;
     take_shared_loss();
+    settle();
+    add_late();
     if (validates) {
       validation_loss_ = validation_->loss();
       untold_->fields.push_back({"validation_loss", validation_loss_});
       share_stop();
     }
     tell_step();
+  }
+
+  // What is known of a step only now, though it has ended.
+  void add_late() {
+    if (untold_)
+      untold_->fields.insert(untold_->fields.end(), steps_->logged_late().begin(), steps_->logged_late().end());
+  }
+
+  // Nothing is left of the last step.
+  void settle() {
+    try {
+      steps_->settle();
+    } catch (const NonFinite& what) {
+      fail(what, "");
+    }
   }
 
   // What exchanges took in the steps of the program that runs now.
@@ -294,17 +312,25 @@ class Loop {
           },
           goes_on() ? StepMode::in_loop : StepMode::whole);
     } catch (const NonFinite& what) {
+      if (steps_->is_late(what.tensor)) {
+        --step_;
+        fail(what, "");
+      }
       std::string first = steps_->executor().first_non_finite();
       if (first.empty()) first = "none on a second run";
-      throw Error(
-          fmt::format("step {}: {} {} The last good checkpoint is {}. A lower learning rate, warm-up or clipping "
-                      "usually helps.",
-                      step_, what.what(),
-                      assembly_->device ? "It was found when the step was over."
-                                        : "The first tensor that was not finite: " + first + ". No update was made.",
-                      saver_->latest().value_or("none")),
-          ExitCode::failed);
+      fail(what, first);
     }
+  }
+
+  // `first`: of the tensors; empty: not known.
+  [[noreturn]] void fail(const NonFinite& what, const std::string& first) const {
+    const std::string tensor = first.empty() ? "" : "The first tensor that was not finite: " + first + ". ";
+    throw Error(fmt::format("step {}: {} {} The last good checkpoint is {}. A lower learning rate, warm-up or clipping "
+                            "usually helps.",
+                            step_, what.what(),
+                            assembly_->device ? "It was found when the step was over." : tensor + "No update was made.",
+                            saver_->latest().value_or("none")),
+                ExitCode::failed);
   }
 
   void finish() {

@@ -125,6 +125,7 @@ class Rank {
           loss = sum_over_ranks(assembly_.groups, std::move(losses));
         },
         last ? StepMode::whole : StepMode::in_loop);
+    if (last) steps_.settle();
     return loss;
   }
 
@@ -134,7 +135,9 @@ class Rank {
     for (const Tensor& tensor : assembly_.storage.persistent_tensors())
       // Of ranks that train apart the first has what is compared.
       if (tensor.name.text().find(under_way) == std::string::npos &&
-          (tensor.role == Role::parameter || tensor.role == Role::optimizer_state) &&
+          (tensor.role == Role::parameter ||
+           (tensor.role == Role::optimizer_state && tensor.lasting->rounded_from.empty())) &&
+          !tensor.lasting->unsaved &&
           (tensor.lasting->own_over.empty() || session_.mesh[tensor.lasting->own_over].coordinate == 0))
         into.add(tensor, assembly_.storage.copy(tensor));
   }

@@ -28,8 +28,9 @@ std::string_view name_of(Stream);
 enum class StepPart : uint8_t { load, forward, backward, reduce, update, publish };
 std::string_view name_of(StepPart);
 
-// Why an op is there: the model and its update, or residency: making a resting form, and restoring from it.
-enum class Purpose : uint8_t { work, rest, restore };
+// Why an op is there: the model and its update, or residency: making a resting form, and restoring from it. `again`:
+// to make something anew that was made too early (Program::again_if).
+enum class Purpose : uint8_t { work, rest, restore, again };
 std::string_view name_of(Purpose);
 
 using Attribute = std::variant<int64_t, double, std::string>;
@@ -101,6 +102,9 @@ struct Program {
   bool one_memory = false;       // device and host are one: what lies on the device the host's stream reaches too
   int64_t storage_limit = 0;     // bytes the NVMe tier may take; 0: what is free
   std::vector<TensorId> losses;  // one {1} tensor a microbatch; the step's loss is their sum
+  // A persistent f64 {1} scalar: where it is 0 the ops of purpose `again`, which come after the op that writes it, do
+  // nothing. Invalid: there are none.
+  TensorId again_if{};
 
   const Tensor& operator[](TensorId id) const { return tensors.at(id.value); }
   Tensor& operator[](TensorId id) { return tensors.at(id.value); }

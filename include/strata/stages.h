@@ -4,6 +4,7 @@
 #include <functional>
 #include <initializer_list>
 #include <map>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -138,6 +139,16 @@ struct ScheduleStage {
   // The update of a step is of all microbatches of the step before, and of no others: sums of gradients go on in the
   // next step with the passes that were left to it. Without it an update is of what its step makes.
   bool sums_go_on = false;
+  // Post-validation: updates do not wait for what ranks with programs of their own sum together, such as the norm of
+  // all gradients. They are made at once, as if all factors on gradients were 1, for the passes to go on with; the
+  // step's first `passes`, and the first `receives` of what it receives, come before the next step knows better. Where
+  // a factor was another, it makes the right updates, and runs these again. So on all such ranks they must be forward
+  // passes, receive what others send in them, and send what others receive in them. Not with passes or sums that are
+  // left to the next step.
+  struct Ahead {
+    size_t passes = 0, receives = 0;
+  };
+  std::optional<Ahead> ahead{};
   // Sets `chunks` and the default order of their passes.
   void cut(std::vector<int> first_blocks);
 };

@@ -163,6 +163,8 @@ struct Lasting {
   // A checkpoint without it, or with one of another shape (of another number of ranks), is loaded all the same: it gets
   // its first values, and the run says so. For what a run can do without, such as the errors of compressed gradients.
   bool begins_anew = false;
+  // Never in a checkpoint, and begins with its first values whatever is loaded: of no use when one is made.
+  bool unsaved = false;
   // Of a parameter that is not trained: it has no gradient, no optimizer state and no master. Tables [parameters] of
   // the configuration and plugins (in stage forward, with Capabilities::early) say so, before anybody looks.
   bool frozen = false;

@@ -491,6 +491,53 @@ class Waits {
 
 void require_no_deadlock(const Actions& actions) { Waits(actions).require_end(); }
 
+std::vector<Ahead> passes_ahead(const Actions& actions) {
+  struct Received {
+    Message message;
+    size_t before;  // so many passes
+  };
+  const size_t stages = size_t(actions.stages());
+  std::vector<std::vector<Pass>> passes(stages);
+  std::vector<std::vector<Received>> received(stages);
+  std::vector<Ahead> ahead(stages);
+  std::vector<size_t> forward(stages);  // passes before the first of another kind
+  std::vector<std::pair<size_t, size_t>> made(2 * size_t(actions.chunks()) * size_t(actions.microbatches));
+  for (size_t s = 0; s < stages; ++s) {
+    for (const Action& action : actions.by_stage[s]) {
+      if (action.kind == Action::Kind::receive)
+        received[s].push_back({actions.needed(int(s), action.pass), passes[s].size()});
+      if (action.kind != Action::Kind::run) continue;
+      if (const Message message = actions.made(int(s), action.pass); message.chunk >= 0)
+        made[actions.index(message)] = {s, passes[s].size()};
+      if (action.pass.part == Part::forward && forward[s] == passes[s].size()) ++forward[s];
+      passes[s].push_back(action.pass);
+    }
+    ahead[s].passes = std::min(stages - 1 - s, forward[s]);
+  }
+  const auto is_sent = [&](const Message& message) {
+    const auto& [from, pass] = made[actions.index(message)];
+    return pass < ahead[from].passes;
+  };
+  const auto lower = [](size_t& count, size_t to) { return count > to && (count = to, true); };
+  for (bool changed = true; std::exchange(changed, false);)
+    for (size_t s = 0; s < stages; ++s) {
+      size_t& receives = ahead[s].receives = 0;
+      for (const Received& one : received[s]) {
+        if (!is_sent(one.message)) continue;
+        // What comes behind others, or when the stage has gone on, is not sent so early.
+        if (&one - received[s].data() == ptrdiff_t(receives) && one.before <= forward[s])
+          ++receives;
+        else
+          changed |=
+              lower(ahead[made[actions.index(one.message)].first].passes, made[actions.index(one.message)].second);
+      }
+      for (size_t p = 0; p < ahead[s].passes; ++p)
+        if (const Message message = actions.needed(int(s), passes[s][p]); message.chunk >= 0 && !is_sent(message))
+          changed |= lower(ahead[s].passes, p);
+    }
+  return ahead;
+}
+
 Actions repeated(const Actions& two, int steps) {
   STRATA_CHECK(steps >= 2);
   Actions all = two;

@@ -70,6 +70,15 @@ Actions actions_of(const Problem& problem, const Schedule& schedule, int steps =
 // which the message shows.
 void require_no_deadlock(const Actions& actions);
 
+// Of a step with flush, what each stage can run before all have ended the step before, so that what all of them sum
+// then (a norm) is waited for by nobody: its first `passes`, forward passes all, and the first `receives` of what it
+// receives, which are what other stages send in theirs. P - 1 - p passes on stage p, where the order has them: so many
+// go by until the last stage ends, which is as much later as its first pass is.
+struct Ahead {
+  size_t passes = 0, receives = 0;
+};
+std::vector<Ahead> passes_ahead(const Actions& actions);
+
 // Of the actions of two steps those of `steps`: the second is repeated, as the program of a step is.
 Actions repeated(const Actions& two, int steps);
 

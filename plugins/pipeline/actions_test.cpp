@@ -36,6 +36,34 @@ TEST(PipelineActions, CanAllRun) {
   });
 }
 
+// What stages run ahead of updates: as many passes as go by until the last stage has ended its step, where they have so
+// many; and whatever is sent in one is received in another.
+TEST(PipelineActions, PassesAheadFitTogether) {
+  each_problem({2, 3, 4, 5, 8}, {1, 2, 3, 4, 7, 16}, [](const Named& schedule, const Problem& problem) {
+    const Actions actions = actions_of(problem, schedule.make(problem));
+    const std::vector<Ahead> ahead = passes_ahead(actions);
+    ASSERT_EQ(ahead.size(), size_t(actions.stages()));
+    std::vector<size_t> sent, received;
+    for (int stage = 0; stage < actions.stages(); ++stage) {
+      size_t passes = 0, receives = 0, all = 0;
+      for (const Action& action : actions.by_stage[size_t(stage)]) {
+        const Ahead& own = ahead[size_t(stage)];
+        if (action.kind == Action::Kind::receive && receives++ < own.receives)
+          received.push_back(actions.index(actions.needed(stage, action.pass)));
+        if (action.kind != Action::Kind::run || passes++ >= own.passes) continue;
+        ++all;
+        EXPECT_EQ(action.pass.part, Pass::Part::forward);
+        if (const Message made = actions.made(stage, action.pass); made.chunk >= 0) sent.push_back(actions.index(made));
+        const Message needed = actions.needed(stage, action.pass);
+        EXPECT_TRUE(needed.chunk < 0 || std::ranges::count(received, actions.index(needed)) == 1);
+      }
+      EXPECT_EQ(all, size_t(std::min(actions.stages() - 1 - stage, problem.microbatches)));
+    }
+    std::ranges::sort(sent), std::ranges::sort(received);
+    EXPECT_EQ(sent, received);
+  });
+}
+
 // Random changes of orders of passes. Where these can run, the order of what is received lets stages do one thing at a
 // time.
 TEST(PipelineActions, MutatedPassesAreRefusedOrEnd) {

@@ -40,6 +40,10 @@ class Pipeline final : public strata::Plugin {
         .non_negative();
     o.add("boundaries", boundaries_,
           "the first block of each chunk of the model but the first; empty: chunks balanced by time and memory");
+    o.add(
+        "post_validation", post_validation_,
+        "updates do not wait for the norm of all gradients: where that clips them after all, the few passes that went "
+        "on are run again (arXiv 2401.10241, section 4)");
   }
 
   strata::Capabilities capabilities() const override {
@@ -94,6 +98,10 @@ class Pipeline final : public strata::Plugin {
 
   void schedule(strata::ScheduleStage& stage) override {
     if (stages_ == 1) return;
+    if (post_validation_ && !has_flush())
+      throw Error(
+          "post_validation: schedule = \"" + schedule_ +
+          "\" leaves passes to the next step anyway; take a schedule with flush, or leave post_validation out.");
     const strata::pipeline::Actions& actions = actions_of(stage);
     std::vector<int> first_blocks;
     for (int g : actions.own_chunks[size_t(stage_)])
@@ -116,6 +124,10 @@ class Pipeline final : public strata::Plugin {
       if (action.kind == Kind::receive) stage.receives.push_back({stage.order.size(), pass});
       if (action.kind == Kind::run) stage.order.push_back(pass);
     }
+    if (!post_validation_) return;
+    const auto [passes, receives] = strata::pipeline::passes_ahead(actions)[size_t(stage_)];
+    stage.ahead = {.passes = passes, .receives = receives};
+    for (size_t i = 0; i < receives; ++i) stage.receives[i].before = std::min(stage.receives[i].before, passes);
   }
 
  private:
@@ -228,6 +240,7 @@ class Pipeline final : public strata::Plugin {
   std::string schedule_ = "1f1b";
   int chunks_ = 0;
   std::vector<int64_t> boundaries_{};
+  bool post_validation_ = false;
   int stages_ = 1, stage_ = 0;
   const strata::pipeline::ScheduleKind* kind_ = nullptr;
   std::vector<strata::pipeline::ChunkCost> blocks_{};  // of the program that came first
