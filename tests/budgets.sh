@@ -124,7 +124,7 @@ for share in (0.3, 0.5, 0.7, 0.9):
 assert before - resident < 0.6 * (plan("small.toml", "--set", f"device.memory={round(0.3 * bytes_of_all)}")[0] - resident)
 PYTHON
 
-# Recomputation near the smallest budget: 5% beyond the least by Checkmate's program (2535 us in 204 MiB of what does not
+# Recomputation near the smallest budget: 2% beyond the least by Checkmate's program (2535 us in 204 MiB of what does not
 # stay; docs/figures.md). What comes back is given up again before all that is kept has gone.
 python3 - "$strata" "$here/../configs" <<'PYTHON' || fail "recomputation near the smallest budget"
 import json, subprocess, sys
@@ -143,7 +143,7 @@ for mib, least in ((178, 2583.6e-6), (204, 2535.0e-6), (234, 2489.0e-6)):
     seconds = plan("plugins.recompute.enabled=true", "plugins.recompute.mode=budget",
                    f"device.memory={kept + mib * 2**20}")["predicted"]["seconds"]
     print(f"{mib} MiB: {1e6 * seconds:.0f} us, {seconds / least:.3f} of the least")
-    assert seconds <= (1.25 if mib == 178 else 1.05) * least
+    assert seconds <= (1.25 if mib == 178 else 1.02) * least
 
 # More memory is never slower, in steps of a twentieth (before a row of budgets was tried, three of these were).
 budgeted = ("model.layers=4", "plugins.recompute.enabled=true", "plugins.recompute.mode=budget")
@@ -156,7 +156,7 @@ for i in range(21):
     before = seconds
 PYTHON
 
-# At the least that GPT-2 1.5B can do with, and 0.2% more: what is alive fits, and is laid out so that it does, instead of
+# Just above the least that GPT-2 1.5B can do with: what is alive fits, and is laid out so that it does, instead of
 # being made again until it fits (which took 24 s in place of 0.41).
 python3 - "$strata" "$here/../configs" <<'PYTHON' || fail "a large model near its smallest budget"
 import json, re, subprocess, sys
@@ -172,7 +172,7 @@ def seconds(*sets):
 
 blocks = seconds("plugins.recompute.mode=blocks", "device.memory=0")
 smallest = int(re.search(r"would do here is (\d+)", plan("plugins.recompute.mode=budget", "device.memory=1").stderr)[1])
-for share, most in ((1, 1.5), (1.002, 1.05)):
+for share, most in ((1.0005, 1.5), (1.002, 1.05)):
     found = seconds("plugins.recompute.mode=budget", f"device.memory={int(share * smallest)}")
     print(f"{share} of {smallest} bytes: {found:.4f} s; every block made again, in more: {blocks:.4f} s")
     assert found <= most * blocks
