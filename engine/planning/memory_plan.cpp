@@ -371,13 +371,11 @@ void place_closely(const Program& program, MemoryPlan& plan, const std::array<in
   constexpr double kLittle = 0.01, kBearable = 0.02;  // the first order is worth a try, further ones where more is lost
   constexpr int64_t kFewBuffers = 6000;               // where less is lost, no more time than for these
   constexpr int kMostTries = 64;
-  const bool none_waits = std::all_of(program.ops.begin(), program.ops.end(),
-                                      [](const Op& op) { return op.stream == Stream::compute; });
   for (int t = 0; t < kTiers; ++t) {
     TierPlan& tier = plan.tiers[t];
     const auto loses = [&](double share) {
       const int64_t lost = tier.transient_bytes - tier.live_peak_bytes;
-      const bool too_large = none_waits || (goals[size_t(t)] > 0 && tier.total_bytes() > goals[size_t(t)]);
+      const bool too_large = goals[size_t(t)] > 0 && tier.total_bytes() > goals[size_t(t)];
       return double(lost) > (too_large ? 0 : share * double(tier.total_bytes()));
     };
     if (!loses(kLittle)) continue;
