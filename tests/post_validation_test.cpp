@@ -222,8 +222,7 @@ Case draw_case(Random& random, const std::string& folder) {
   if (c.data > 1 && !c.run.empty()) c.microbatches = c.microbatches > 4 ? 8 : c.microbatches > 2 ? 4 : 2;
   c.optimizer = pick({"[plugins.adamw]\nlearning_rate = 1e-2\n", "[plugins.adafactor]\nlearning_rate = 1e-2\n",
                       "[plugins.sm3]\nlearning_rate = 1e-2\n", "[plugins.adamw8bit]\nlearning_rate = 1e-2\n"}) +
-                pick({"", "[plugins.mixed_precision]\n",
-                      c.sequence > 1 ? "" : "[plugins.mixed_precision]\ngradients = \"bf16\"\n"}) +
+                pick({"", "[plugins.mixed_precision]\n", "[plugins.mixed_precision]\ngradients = \"bf16\"\n"}) +
                 pick({"", "[plugins.schedule]\nwarmup = 3\n"});
   if (c.data > 1)
     c.beside = pick({"[plugins.data_parallel]\n", "[plugins.zero]\nstage = 1\n", "[plugins.zero]\nstage = 2\n",

@@ -213,10 +213,11 @@ TEST(TensorParallel, ExchangesOfGradientsComeBeforeWeightGradients) {
 // allow.
 TEST(TensorParallel, MixedPrecisionLearnsAlike) {
   for (const std::string more : {"", "sequence = true\n", "[plugins.zero]\nstage = 2\n"})
-    for (const std::string dtype : {"bf16", "fp16"}) {
+    for (const std::string how : {"dtype = \"bf16\"\n", "dtype = \"fp16\"\n", "gradients = \"bf16\"\n"}) {
+      if (how.starts_with("gradients") && more != "sequence = true\n") continue;
       Case c;
       c.model = "hidden = 32\nheads = 4\nffn = 71\ndropout = 0.1\nattention_dropout = 0.1\n";
-      c.optimizer = "[plugins.adamw]\nlearning_rate = 1e-3\n[plugins.mixed_precision]\ndtype = \"" + dtype + "\"\n";
+      c.optimizer = "[plugins.adamw]\nlearning_rate = 1e-3\n[plugins.mixed_precision]\n" + how;
       c.strategies = "[plugins.tensor_parallel]\n" + more;
       c.tensor = 2, c.data = more.find("zero") == std::string::npos ? 1 : 2;
       SCOPED_TRACE(text_of(c, false));

@@ -27,7 +27,7 @@ const AtLoad cast_registered([] {
                      },
                  .accumulates = 1,
                  .half = true,
-                 .sharding = elementwise(1, 1, 1),  // no partial sum: it would be rounded before it is summed
+                 .sharding = elementwise(1, 1, 1),  // no partial sum, unless the op says so (kTakesPartial)
                  .kernels = {{"cpu", elementwise_kernel<1>(
                                          [](const Binding& b, const auto& in, const auto& out, int64_t n, int64_t) {
                                            for (int64_t i = 0; i < n; ++i)

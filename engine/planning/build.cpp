@@ -69,7 +69,8 @@ std::vector<std::string> partial_over(const Mesh& mesh, const Layout& layout, co
   return axes;
 }
 
-// Each gradient as a type of 16 bits: rounded as soon as it is made, and summed over microbatches in that type.
+// Each gradient as a type of 16 bits: rounded as soon as it is made, and summed over microbatches and ranks in that
+// type. So what a rank adds to a sum over ranks is rounded, too.
 void round_gradients(Program& program, std::vector<Gradient>& list, DType dtype) {
   Builder build(program);
   build.step_part = StepPart::backward;
@@ -80,8 +81,9 @@ void round_gradients(Program& program, std::vector<Gradient>& list, DType dtype)
   for (Gradient& gradient : list) {
     build.block_index = block[size_t(gradient.tensor.value)];
     const Layout layout = program[gradient.tensor].layout;
-    gradient.tensor =
-        build.emit("cast", {gradient.tensor}, {{"dtype", std::string(name_of(dtype))}}, program[gradient.tensor].name);
+    gradient.tensor = build.emit("cast", {gradient.tensor},
+                                 {{"dtype", std::string(name_of(dtype))}, {std::string(kTakesPartial), int64_t{1}}},
+                                 program[gradient.tensor].name);
     program[gradient.tensor].layout = layout;
   }
   hoist(program, program.ops.size() - list.size());

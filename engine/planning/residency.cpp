@@ -226,8 +226,8 @@ class Planner {
     return aims;
   }
 
-  // Where something fits: the most that does, from what is demanded, in steps of 4% beyond the least, since more room is
-  // hardly ever slower; and simpler settings as they are, or relieved so far.
+  // Where something fits: the most that does, from what is demanded, in steps of 4% beyond the least, since more room
+  // is hardly ever slower; and simpler settings as they are, or relieved so far.
   std::vector<Aim> nearest(int64_t least, int64_t host_target) const {
     const double all = double(bytes_without_ - least), room = double(budget(Tier::device) - least);
     if (all <= 0 || room <= 0) return {};
@@ -452,18 +452,18 @@ class Planner {
   const Uses uses_;
   std::unique_ptr<Attempts> attempts_;
   std::vector<std::unique_ptr<Attempts>> makers_;  // of those that are made ahead; none: attempts_
-  std::vector<Choice> starts_;  // what plugins demand; from 1 on simpler settings added to it
-  size_t away_ = 1;             // of them, the first that leaves things where they are
-  bool moves_ = false;          // tensors may be elsewhere
-  Planned without_;             // were nothing to rest; its program only where nothing moves
+  std::vector<Choice> starts_;                     // what plugins demand; from 1 on simpler settings added to it
+  size_t away_ = 1;                                // of them, the first that leaves things where they are
+  bool moves_ = false;                             // tensors may be elsewhere
+  Planned without_;                                // were nothing to rest; its program only where nothing moves
   bool homes_may_go_ = false;
   std::vector<std::pair<int64_t, Aim>> beyond_;  // tried, and beyond the budget of the device: bytes, or at least
   // By start, order of homes and target of the host: Planned::same_from of what was tried.
   std::map<std::tuple<size_t, bool, int64_t>, int64_t> same_from_;
-  double seconds_without_ = 0;                    // of a step, were nothing to rest
-  int64_t least_ = INT64_MAX;                     // bytes of the device, of all plans under a budget
-  int64_t bytes_without_ = 0;                     // of the device, were nothing to rest
-  int64_t plain_bytes_ = 0;                       // the same without a disk, whose blocks tensors fill
+  double seconds_without_ = 0;  // of a step, were nothing to rest
+  int64_t least_ = INT64_MAX;   // bytes of the device, of all plans under a budget
+  int64_t bytes_without_ = 0;   // of the device, were nothing to rest
+  int64_t plain_bytes_ = 0;     // the same without a disk, whose blocks tensors fill
 };
 
 // The plan of a program of which nothing rests anywhere.

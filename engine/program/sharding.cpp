@@ -157,12 +157,13 @@ std::string dimension_text(const Tensor& tensor, int dimension) {
 std::string partial_problem(const OpView& view, const Factors& all, const std::vector<Partial>& inputs,
                             const std::map<std::string, std::set<int>>& splits) {
   const Sharding& rule = view.op().kind->sharding;
+  const bool takes_partial = view.attributes().has(kTakesPartial);
   Partial axes;
   for (const Partial& one : inputs) axes.insert(one.begin(), one.end());
   for (const std::string& axis : axes)
     for (int i = 0; i < view.inputs(); ++i) {
       if (!view.has_input(i)) continue;
-      const bool partial = inputs[size_t(i)].contains(axis), linear = rule.linear >> i & 1;
+      const bool partial = inputs[size_t(i)].contains(axis), linear = takes_partial || rule.linear >> i & 1;
       const std::string name = view.input(i).name;
       if (partial && !linear)
         return "reads " + name + ", which is a partial sum over axis \"" + axis + "\", but is not linear in it.";

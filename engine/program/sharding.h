@@ -4,6 +4,7 @@
 #pragma once
 #include <set>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "strata/op_kind.h"
@@ -33,6 +34,10 @@ inline bool is_seen(const Split& split) { return !split.unseen; }
 // How the outputs are split, as far as kinds see it: as the kind's layout rule says, or else its sharding rule; without
 // either they are whole.
 std::vector<Layout> layouts_of(const OpView& view);
+
+// An attribute of ops that take partial sums although their kind is not linear: what each rank adds is meant to be
+// rounded before it is summed.
+inline constexpr std::string_view kTakesPartial = "takes_partial";
 
 // Axes over which a tensor is a partial sum, in ascending order.
 using Partial = std::set<std::string>;

@@ -104,5 +104,24 @@ TEST(Sharding, TheVerifierFollowsPartialSums) {
   }
 }
 
+// What rounds a partial sum must say that it is meant to.
+TEST(Sharding, RoundsPartialSumsWhereAnOpSaysSo) {
+  for (const bool says : {false, true}) {
+    Program program;
+    Builder build(program);
+    const TensorId x = split(build, "x", {3, 8}, 1, 16), w = split(build, "w", {5, 8}, 1, 16);
+    Attributes attributes{{"dtype", "bf16"}};
+    if (says) attributes.set(std::string(kTakesPartial), int64_t{1});
+    const TensorId rounded = build.emit("cast", {build.emit("linear", {x, w, {}})}, attributes);
+    std::string said;
+    try {
+      EXPECT_EQ(partial_sums(program, "somebody", nullptr)[size_t(rounded.value)], Partial{"tensor"});
+    } catch (const Error& error) {
+      said = error.what();
+    }
+    EXPECT_EQ(said.find("op 1 (cast) reads linear, which is a partial sum") == said.npos, says) << said;
+  }
+}
+
 }  // namespace
 }  // namespace strata::sharding_test

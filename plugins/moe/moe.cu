@@ -13,59 +13,74 @@ STRATA_KERNEL fill(double* out, int64_t count) {
   const int64_t i = int64_t(blockIdx.x) * kBlock + threadIdx.x;
   if (i < count) out[i] = 0;
 }
-STRATA_KERNEL add_loss(const float* loss, double* sum) { *sum += double(*loss); }
+template <class T>
+STRATA_KERNEL add_loss(const T* loss, double* sum) {
+  *sum += double(*loss);
+}
+
+STRATA_KERNEL rows_of(const int32_t* offsets, double* counts, int64_t experts) {
+  const int64_t e = int64_t(blockIdx.x) * kBlock + threadIdx.x;
+  if (e < experts) counts[e] = double(offsets[e + 1] - offsets[e]);
+}
+
+Launch bind_tally(const Binding& b) {
+  const int losses = int(b.attributes().integer("losses"));
+  std::vector<const float*> loss;
+  for (int i = 0; i < losses; ++i) loss.push_back(b.in<float>(i));
+  return [=, offsets = b.in<int32_t>(losses), sum = b.out<double>(0), counts = b.out<double>(1),
+          experts = count(b.output(1)), queue = b.queue()] {
+    launch(fill, dim3(1), kBlock, 0, queue, sum, int64_t(1));
+    for (const float* one : loss) launch(add_loss<float>, dim3(1), 1, 0, queue, one, sum);
+    launch(rows_of, dim3(blocks(experts, kBlock)), kBlock, 0, queue, offsets, counts, experts);
+  };
+}
 
 // The dropped share of `choices`, and the load of the busiest expert.
-STRATA_KERNEL add_offsets(const int32_t* offsets, double* dropped, double* load, int64_t experts, double choices,
-                          double share) {
-  int32_t most = 0;
+STRATA_KERNEL add_counts(const double* counts, double* dropped, double* load, int64_t experts, double choices,
+                         double share) {
+  double most = 0, all = 0;
   for (int64_t e = 0; e < experts; ++e) {
-    const int32_t rows = offsets[e + 1] - offsets[e];
-    most = rows > most ? rows : most;
+    all += counts[e];
+    most = counts[e] > most ? counts[e] : most;
   }
-  *dropped += (1 - double(offsets[experts]) / choices) * share;
-  *load += double(most) / choices * double(experts) * share;
+  *dropped += (1 - all / choices) * share;
+  *load += most / choices * double(experts) * share;
 }
 
 Launch bind_report(const Binding& b) {
   const int64_t losses = b.attributes().integer("losses");
-  std::vector<const float*> loss;
-  std::vector<const int32_t*> offsets;
-  for (int i = 0; i < b.inputs(); ++i)
-    if (i < losses)
-      loss.push_back(b.in<float>(i));
-    else
-      offsets.push_back(b.in<int32_t>(i));
+  std::vector<const double*> loss, counts;
+  for (int i = 0; i < b.inputs(); ++i) (i < losses ? loss : counts).push_back(b.in<double>(i));
   return
       [=, sum = b.out<double>(0), dropped = b.out<double>(1), load = b.out<double>(2),
-       experts = offsets.empty() ? int64_t(0) : b.input(int(losses)).shape[0] - 1,
+       experts = counts.empty() ? int64_t(0) : count(b.input(int(losses))),
        choices = double(b.attributes().integer("choices")), share = b.attributes().real("share"), queue = b.queue()] {
         for (double* out : {sum, dropped, load}) launch(fill, dim3(1), kBlock, 0, queue, out, int64_t(1));
-        for (const float* one : loss) launch(add_loss, dim3(1), 1, 0, queue, one, sum);
-        for (const int32_t* one : offsets)
-          launch(add_offsets, dim3(1), 1, 0, queue, one, dropped, load, experts, choices, share);
+        for (const double* one : loss) launch(add_loss<double>, dim3(1), 1, 0, queue, one, sum);
+        for (const double* one : counts)
+          launch(add_counts, dim3(1), 1, 0, queue, one, dropped, load, experts, choices, share);
       };
 }
 
-STRATA_KERNEL add_load(const int32_t* offsets, double* out, int64_t experts, double even) {
+STRATA_KERNEL add_load(const double* counts, double* out, int64_t experts, double even) {
   const int64_t e = int64_t(blockIdx.x) * kBlock + threadIdx.x;
-  if (e < experts) out[e] += double(offsets[e + 1] - offsets[e]) * even;
+  if (e < experts) out[e] += counts[e] * even;
 }
 
 Launch bind_load(const Binding& b) {
   const int64_t experts = b.attributes().integer("experts");
   const std::string rows = b.attributes().string("rows");
-  std::vector<std::pair<const int32_t*, double*>> added;
+  std::vector<std::pair<const double*, double*>> added;
   size_t at = 0;
   for (int i = 0; i < b.inputs(); ++i) {
-    added.emplace_back(b.in<int32_t>(i), b.out<double>(0) + std::stoll(rows.substr(at)) * experts);
+    added.emplace_back(b.in<double>(i), b.out<double>(0) + std::stoll(rows.substr(at)) * experts);
     at = rows.find(' ', at) + 1;
   }
   const double even = double(experts) / double(b.attributes().integer("choices")) * b.attributes().real("share");
   return [=, out = b.out<double>(0), all = count(b.output(0)), queue = b.queue()] {
     launch(fill, dim3(blocks(all, kBlock)), kBlock, 0, queue, out, all);
-    for (const auto& [offsets, row] : added)
-      launch(add_load, dim3(blocks(experts, kBlock)), kBlock, 0, queue, offsets, row, experts, even);
+    for (const auto& [counts, row] : added)
+      launch(add_load, dim3(blocks(experts, kBlock)), kBlock, 0, queue, counts, row, experts, even);
   };
 }
 
@@ -80,12 +95,10 @@ STRATA_KERNEL count_choices(const int32_t* choices, double* counts, int64_t coun
 }
 
 Launch bind_counts(const Binding& b) {
-  std::vector<std::pair<const int32_t*, int64_t>> inputs;
-  for (int i = 0; i < b.inputs(); ++i) inputs.emplace_back(b.in<int32_t>(i), count(b.input(i)));
-  return [=, out = b.out<double>(0), experts = count(b.output(0)), queue = b.queue()] {
-    launch(fill, dim3(blocks(experts, kBlock)), kBlock, 0, queue, out, experts);
-    for (const auto& [choices, all] : inputs)
-      launch(count_choices, dim3(unsigned(experts)), kBlock, 0, queue, choices, out, all);
+  return [choices = b.in<int32_t>(0), all = count(b.input(0)), adds = b.accumulates(0), out = b.out<double>(0),
+          experts = count(b.output(0)), queue = b.queue()] {
+    if (!adds) launch(fill, dim3(blocks(experts, kBlock)), kBlock, 0, queue, out, experts);
+    launch(count_choices, dim3(unsigned(experts)), kBlock, 0, queue, choices, out, all);
   };
 }
 
@@ -96,7 +109,8 @@ STRATA_KERNEL step_bias(const float* bias, const double* counts, float* out, int
     out[e] = bias[e] + (counts[e] < mean ? rate : counts[e] > mean ? -rate : 0.0f);
 }
 
-const Registration kinds[] = {{"expert_report", bind_report},
+const Registration kinds[] = {{"expert_tally", bind_tally},
+                              {"expert_report", bind_report},
                               {"expert_load", bind_load},
                               {"expert_counts", bind_counts},
                               {"balance_bias", [](const Binding& b) -> Launch {

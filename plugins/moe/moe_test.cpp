@@ -143,6 +143,19 @@ test::Outcome outcome_of_words(const ExpertsCase& c, bool plain, int words) {
   return test::outcome_of(text_of(c, plain), plain ? 1 : c.ranks, kTokens, words);
 }
 
+// Blocks that are inverted, too, though inversion rounds: what counts choices and losses asks for nothing out of turn.
+TEST(Experts, ReversibleBlocksOnRanksAreExact) {
+  for (const bool divided : {false, true})
+    for (const std::string experts : {"", "bias_rate = 0.01\ncapacity_factor = 1.0\n"}) {
+      ExpertsCase c = divided_case(2, experts);
+      c.optimizer += "[plugins.reversible]\n";
+      c.micro_batch = 2;
+      if (!divided) c.mesh = "data = 2\n";
+      SCOPED_TRACE(text_of(c, false));
+      expect_equal(outcome(c, false), outcome(c, true));
+    }
+}
+
 // Experts on several ranks are those of one, also where all tokens are alike and so all choose the same.
 TEST(Experts, DividedAmongRanksAreExact) {
   for (const int ranks : {2, 8})

@@ -9,6 +9,11 @@ namespace strata::moe {
 
 void register_report_kinds();
 
+// The op that was emitted last looks at what the op at `maker` made in the forward pass, and is of that pass, too.
+// Later it may have been given up, and to read it would be to make it again out of turn, which of blocks that are
+// inverted gives other bits.
+void look_at_once(Program& program, size_t maker);
+
 // Emits in stage `gradients` what a step tells, and hands it to the log at its end. On every stage of a pipeline, also
 // those without a layer of experts: what all tell is summed.
 class Report {
