@@ -240,7 +240,7 @@ struct Rows {
              : columns <= 2 * kRowThreads<2> * kEach ? 2
                                                      : 4),
         per_row(int((columns + 32 * kEach * held - 1) / (32 * kEach * held)) * 32),
-        at_once(std::max(1, (held < 4 ? kRowThreads<1> : kRowThreads<4>) / per_row)) {}  // wider rows are planned, not run
+        at_once(std::max(1, (held < 4 ? kRowThreads<1> : kRowThreads<4>) / per_row)) {}  // wider rows are only planned
 };
 int parts_of(const OpView& v) {
   const int at_once = Rows(v.columns(0)).at_once;
