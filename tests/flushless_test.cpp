@@ -10,10 +10,9 @@
 #include <mutex>
 #include <span>
 
-#include "engine/planning/stages_report.h"
-#include "engine/runtime/job.h"
 #include "tests/descent.h"
 #include "tests/outcome.h"
+#include "tests/planned_stages.h"
 #include "tests/random_cases.h"
 #include "tests/resumed_runs.h"
 
@@ -330,20 +329,13 @@ TEST_F(FlushlessTraining, StashedWeightsResumeInMidFlight) {
   expect_resumes(of_stages(in_flight("pipedream", 3, 1)), 3, 4, 2);
 }
 
-std::vector<RunPlans> planned(const std::string& config, const Rates& rates) {
-  const test::TemporaryFolder folder;
-  Session session(test::write_file(folder / "config.toml", config), {});
-  session.rates = rates;
-  return plan_stages(session);
-}
-
 // Stages of equal cost but for embedding and head: none waits in the middle of a run, whatever comes before the head.
 TEST(Flushless, PlansHaveNoBubbleInTheMiddleOfARun) {
   Rates rates;
   rates.flops = 1e8, rates.memory = rates.copy = 1e15, rates.launch = 1e-12;  // products and nothing else
   const auto bubble = [&](const std::string& schedule, int stages) {
     Case c{.schedule = schedule, .stages = stages, .microbatches = 2 * stages, .layers = 4 * stages};
-    const std::vector<RunPlans> plans = planned(of_stages(c), rates);
+    const std::vector<RunPlans> plans = test::planned_stages(of_stages(c), rates);
     if (schedule != "1f1b") {
       EXPECT_EQ(plans[0].phases.programs(), 2u);
       EXPECT_NE(stages_text(plans).find("bubble"), std::string::npos);
@@ -358,19 +350,9 @@ TEST(Flushless, PlansHaveNoBubbleInTheMiddleOfARun) {
   }
 }
 
-std::string refusal(const std::string& config) {
-  try {
-    planned(config, Rates());
-  } catch (const Error& error) {
-    EXPECT_EQ(error.code(), ExitCode::usage);
-    return error.what();
-  }
-  return "";
-}
-
 TEST(Flushless, WhatCannotBeIsRefused) {
   const auto expect = [](const Case& c, const std::string& part) {
-    const std::string found = refusal(of_stages(c));
+    const std::string found = test::refusal_of_stages(of_stages(c));
     EXPECT_NE(found.find(part), std::string::npos) << found;
   };
   expect({.schedule = "pipedream", .stages = 3, .microbatches = 2},

@@ -8,9 +8,7 @@
 
 #include "comm/world.h"
 #include "engine/planning/agreement.h"
-#include "engine/planning/stages_report.h"
-#include "engine/runtime/job.h"
-#include "tests/harness.h"
+#include "tests/planned_stages.h"
 
 namespace strata::pipeline_plans_test {
 namespace {
@@ -35,14 +33,6 @@ std::string toml(const std::string& schedule, int stages, int chunks, int layers
          "\"\nchunks = " + std::to_string(chunks) + "\n" + more;
 }
 
-std::vector<RunPlans> planned(const std::string& config, Plugin* more = nullptr, const Rates& rates = {}) {
-  const test::TemporaryFolder folder;
-  Session session(test::write_file(folder / "config.toml", config), {});
-  session.rates = rates;
-  if (more) session.plugins.push_back({"more", more});
-  return plan_stages(session);
-}
-
 TEST(PipelinePlans, StagesAgreeWhateverTheSchedule) {
   const uint32_t seed = std::random_device{}();
   SCOPED_TRACE("seed " + std::to_string(seed));
@@ -54,17 +44,17 @@ TEST(PipelinePlans, StagesAgreeWhateverTheSchedule) {
     const char* more[] = {"", "[plugins.recompute]\n", "[plugins.gist]\n"};
     SCOPED_TRACE(std::string(schedule) + ", stages " + std::to_string(stages) + ", chunks " + std::to_string(chunks) +
                  ", layers " + std::to_string(layers) + ", microbatches " + std::to_string(microbatches));
-    EXPECT_NO_THROW(planned(toml(schedule, stages, chunks, layers, microbatches, more[random() % 3])));
+    EXPECT_NO_THROW(test::planned_stages(toml(schedule, stages, chunks, layers, microbatches, more[random() % 3])));
   }
 }
 
 // FLOPs are those of the model, whoever computes them; and what a stage receives is shown by the type of what crosses.
 TEST(PipelinePlans, TellOfTheJobAndOfWhatCrosses) {
   std::string config = toml("1f1b", 3, 1, 4, 4);
-  const std::vector<RunPlans> stages = planned(config);
+  const std::vector<RunPlans> stages = test::planned_stages(config);
   config.erase(config.find("[plugins.pipeline]"));
   config.erase(config.find("[mesh]"), std::string("[mesh]\npipeline = 3\n").size());
-  const double of_model = planned(config).at(0).main().built.model_flops;
+  const double of_model = test::planned_stages(config).at(0).main().built.model_flops;
   for (const RunPlans& plans : stages) {
     EXPECT_NEAR(plans.main().built.model_flops, of_model, 1e-9 * of_model);
     std::map<std::string, int64_t> received;
@@ -87,7 +77,7 @@ TEST(PipelinePlans, StagesGoOnToTheNextStep) {
     const auto bubble = [&](const std::string& schedule, int chunks, bool clips) {
       std::string config = toml(schedule, stages, chunks, 4 * stages, microbatches);
       if (!clips) config.erase(config.find("[plugins.clip]\n"), std::string("[plugins.clip]\n").size());
-      return summary_of(planned(config, nullptr, rates)).bubble();
+      return summary_of(test::planned_stages(config, rates)).bubble();
     };
     const double round = double(stages - 1) / (3 * microbatches);
     EXPECT_NEAR(bubble("1f1b", 1, true), 3 * round, 0.02);
@@ -99,7 +89,7 @@ TEST(PipelinePlans, StagesGoOnToTheNextStep) {
 
 // What a stage takes does not hang on how many were planned before it.
 TEST(PipelinePlans, ProcessesAreOfOneStage) {
-  const std::vector<RunPlans> stages = planned(toml("1f1b", 8, 1, 16, 256));
+  const std::vector<RunPlans> stages = test::planned_stages(toml("1f1b", 8, 1, 16, 256));
   int64_t least = INT64_MAX, most = 0;
   for (const RunPlans& plans : stages) {
     least = std::min(least, plans.main().process.program);
@@ -186,7 +176,8 @@ TEST(PipelinePlans, ChangedReceivesAreRefusedOrEnd) {
     OtherReceives other(random());
     std::vector<RunPlans> stages_planned;
     try {
-      stages_planned = planned(toml(schedule, stages, chunks, stages * chunks, microbatches), &other);
+      stages_planned =
+          test::planned_stages(toml(schedule, stages, chunks, stages * chunks, microbatches), Rates(), &other);
     } catch (const Error&) {
       ++refused;
       continue;

@@ -11,10 +11,9 @@
 #include <mutex>
 #include <set>
 
-#include "engine/planning/stages_report.h"
-#include "engine/runtime/job.h"
 #include "strata/json.h"
 #include "tests/ordering.h"
+#include "tests/planned_stages.h"
 #include "tests/random_cases.h"
 #include "tests/resumed_runs.h"
 
@@ -303,13 +302,6 @@ TEST_F(PostValidationTraining, Resumes) {
   expect_resumes(text_of(c, true), c.ranks(), 4, 3);
 }
 
-std::vector<RunPlans> planned(const std::string& config, const Rates& rates) {
-  const test::TemporaryFolder folder;
-  Session session(test::write_file(folder / "config.toml", config), {});
-  session.rates = rates;
-  return plan_stages(session);
-}
-
 // Stages of equal cost but for embedding and head: the norm is waited for, or not.
 TEST(PostValidation, PlansHaveTheBubbleOfARunWithoutClipping) {
   Rates rates;
@@ -317,7 +309,7 @@ TEST(PostValidation, PlansHaveTheBubbleOfARunWithoutClipping) {
   for (const char* schedule : {"zero_bubble_h2", "zero_bubble_v"}) {
     SCOPED_TRACE(schedule);
     Case c{.schedule = schedule, .stages = 4, .microbatches = 8, .layers = 16, .max_norm = 0};
-    const auto bubble = [&](bool ahead) { return summary_of(planned(text_of(c, ahead), rates)).bubble(); };
+    const auto bubble = [&](bool ahead) { return summary_of(test::planned_stages(text_of(c, ahead), rates)).bubble(); };
     const double without_clip = bubble(false);
     c.max_norm = 1;
     EXPECT_GT(bubble(false), without_clip + 0.03);
@@ -325,31 +317,25 @@ TEST(PostValidation, PlansHaveTheBubbleOfARunWithoutClipping) {
   }
 }
 
-std::string refusal(const std::string& config) {
-  try {
-    planned(config, Rates());
-  } catch (const Error& error) {
-    EXPECT_EQ(error.code(), ExitCode::usage);
-    return error.what();
-  }
-  return "";
-}
-
 TEST(PostValidation, WhatCannotBeIsRefused) {
   const auto expect = [](const Case& c, const std::string& part) {
-    const std::string found = refusal(text_of(c, true));
+    const std::string found = test::refusal_of_stages(text_of(c, true));
     EXPECT_NE(found.find(part), std::string::npos) << found;
   };
   expect({.schedule = "2bw"}, "post_validation: schedule = \"2bw\" leaves passes to the next step anyway");
   expect({.beside = "[plugins.mixed_precision]\ndtype = \"fp16\"\n"}, "train without loss scaling");
   expect({.beside = "[plugins.offload]\nparameters = \"nvme\"\ndirectory = \"x\"\nminimum = 0\n"},
          "let what passes read stay in memory");
+  std::string on_gpu = text_of({}, true);
+  on_gpu.insert(on_gpu.find("threads = 1"), "backend = \"cuda\"\n");
+  EXPECT_NE(test::refusal_of_stages(on_gpu).find("cuda"), std::string::npos) << test::refusal_of_stages(on_gpu);
 }
 
 // Without a norm nothing waits: the plan is the same, and says so.
 TEST(PostValidation, ChangesNothingWhereNothingWaits) {
   const Case c{.max_norm = 0};
-  const std::vector<RunPlans> with = planned(text_of(c, true), Rates()), without = planned(text_of(c, false), Rates());
+  const std::vector<RunPlans> with = test::planned_stages(text_of(c, true), Rates()),
+                              without = test::planned_stages(text_of(c, false), Rates());
   for (size_t s = 0; s < with.size(); ++s) {
     EXPECT_EQ(print(with[s]), print(without[s]));
     ASSERT_FALSE(with[s].main().built.notes.empty());
