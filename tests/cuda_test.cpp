@@ -213,7 +213,7 @@ TEST(Cuda, StreamsInAnyOrder) {
         shuffle(seed);
         const Outcome some = outcome(toml(kGpt2, plugins + offload), "cuda", 3);
         const int64_t graphs = graphs_run();
-        EXPECT_TRUE(graphs == 2 || graphs > 10) << graphs;  // whole steps, or between the waits for the host
+        EXPECT_TRUE(graphs == 2 || graphs > 5) << graphs;  // whole steps, or between the waits for the host
         if (seed == 1) first = some;
         EXPECT_EQ(some.losses, states == "device" ? plain.losses : first.losses);
         EXPECT_EQ(some.weights, states == "device" ? plain.weights : first.weights);

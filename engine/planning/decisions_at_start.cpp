@@ -36,14 +36,14 @@ Decisions decisions_at_start(const Program& program, const Uses& all, const Home
                                   (last || program.ops[uses[u + 1]].step_part != StepPart::forward);
       if (between >= 0) {
         if (!last && all.whole_visit[uses[u + 1]] - all.whole_visit[uses[u]] > 1)
-          decisions[{t, uses[u + 1]}] = {between, Tier::device};
+          decisions[{t, uses[u + 1]}] = {between, Tier::device, Decision::Again::in_other_blocks};
       } else if (always >= 0) {
         const bool nothing_kept = forms->second[always].rest.empty();
         if (leaves_forward && (!last || nothing_kept))
           decisions[{t, last ? kNever : uses[u + 1]}] = {
               always, !everything || tensor.farthest == Tier::device ? Tier::device : tier, Decision::Again::never};
       } else if (!last && everything && all.visit[uses[u + 1]] - all.visit[uses[u]] > 1) {
-        decisions[{t, uses[u + 1]}] = {-1, tier};
+        decisions[{t, uses[u + 1]}] = {-1, tier, Decision::Again::in_other_blocks};
       }
     }
   }

@@ -57,7 +57,8 @@ std::vector<Decision> LocalSearch::ways_of(const Homes& homes, Gap gap) const {
   std::vector<Decision> ways;
   const Tensor& tensor = program_.tensors[size_t(gap.tensor)];
   const bool moves = movable(tensor) && homes.away_tier(tensor) != Tier::device && !tensor.step_output;
-  if (moves && gap.use != kNever) ways.push_back({-1, homes.away_tier(tensor)});
+  if (moves && gap.use != kNever)
+    for (Again again : {Again::always, Again::in_other_blocks}) ways.push_back({-1, homes.away_tier(tensor), again});
   const auto forms = program_.forms.find(gap.tensor);
   if (forms == program_.forms.end() || tensor.step_output) return ways;
   for (int f = 0; f < int(forms->second.size()); ++f) {

@@ -322,7 +322,7 @@ class Materializer {
     if (decision.again != Decision::Again::always && context.step_part != StepPart::forward) {
       if (decision.again == Decision::Again::never) return;
       if (next == kNever) return lingering_.push_back(id);  // others of this block may be restored from it
-      if (visit(next) == visit(position_)) return;
+      if (all_uses_.whole_visit[size_t(next)] == all_uses_.whole_visit[size_t(position_)]) return;
     }
     if (!c.at[1] && !c.at[2]) {
       if (decision.form >= 0 && c.pinned) return;

@@ -128,15 +128,15 @@ std::optional<Relief::Candidate> Relief::best(const Waiting& waiting) const {
       const double last = once ? 1 : 2;  // more than all else
       offer({taken->form, taken->tier, once ? Decision::Again::in_other_blocks : Decision::Again::always},
             tensor.bytes(),
-            again_first_
-                ? seconds_of_form(id.value, taken->form, program_.forms.at(id.value)[size_t(taken->form)])
-                : last);
+            taken->form < 0 ? move_seconds(taken->tier, tensor.bytes())
+            : again_first_  ? seconds_of_form(id.value, taken->form, program_.forms.at(id.value)[size_t(taken->form)])
+                            : last);
     }
     return best;
   }
   if (const Tier tier = homes_.away_tier(tensor);
       waiting.gap.use != kNever && movable(tensor) && tier != Tier::device) {
-    offer({-1, tier}, tensor.bytes(), move_seconds(tier, tensor.bytes()));
+    offer({-1, tier, Decision::Again::in_other_blocks}, tensor.bytes(), move_seconds(tier, tensor.bytes()));
   }
   offer_forms(false);
   return best;

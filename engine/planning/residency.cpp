@@ -49,6 +49,9 @@ class Planner {
                        ? bytes_without_
                        : plan_memory(program_, settings_.backend, settings_.threads, kAlignment).device().total_bytes();
     moves_ = moves_any(program_);
+    for (const auto& [tensor, forms] : program_.forms)
+      for (const RestingForm& form : forms)
+        must_restore_ |= !form.exact && form.when == RestingForm::When::after_forward;
     if (!moves_) without_.program = program_;
     const bool budgets = has_budgets();
     if (budgets) seconds_without_ = predict(program_, without_.memory, settings_.rates).seconds;
@@ -69,7 +72,7 @@ class Planner {
     if (!found) return {};
     Planned& chosen = *found;
     // What is to be elsewhere goes there all the same.
-    if (!budgets && chosen.memory.device().total_bytes() > bytes_without_)
+    if (!budgets && !must_restore_ && chosen.memory.device().total_bytes() > bytes_without_)
       if (Planned moved = without_restoring();
           moved.memory.device().total_bytes() < chosen.memory.device().total_bytes() && !over(moved.memory))
         chosen = std::move(moved);
@@ -363,22 +366,25 @@ class Planner {
     take(host, host ? left / 2 : left);
     if (budget(Tier::device) > 0)
       if (auto found = search_around(least)) consider(attempts_->make(*found, {.room = found->room}, {}));
-    Planned last = without_restoring();
     const bool must = to_beat_ == HUGE_VAL;
-    if (!best && over(last.memory) && must) {
-      consider(std::move(last));
+    std::optional<Planned> last;
+    if (!must_restore_) last = without_restoring();
+    if (!best && must && (!last || over(last->memory))) {
+      if (last) consider(std::move(*last));
       return std::move(best ? *best : *refused);
     }
     if (host) take(budget(Tier::host), left / 2);
-    // Restoring needs memory too: what is asked for and saves none need not be. Whether it does is not to hang on which
-    // plans were looked into under this budget.
-    const int64_t bytes = last.memory.device().total_bytes();
-    predict_time(last, settings_.rates);
-    if (!over(last.memory) && last.seconds < (best ? best->seconds : to_beat_))
-      for (const auto& [at_least, aim] : skipped)
-        if (least_asked >= bytes && at_least < bytes) count_asked(attempt(aim).memory);
-    last.last_resort = bytes > least_asked;
-    consider(std::move(last));
+    if (last) {
+      // Restoring needs memory too: what is asked for and saves none need not be. Whether it does is not to hang on
+      // which plans were looked into under this budget.
+      const int64_t bytes = last->memory.device().total_bytes();
+      predict_time(*last, settings_.rates);
+      if (!over(last->memory) && last->seconds < (best ? best->seconds : to_beat_))
+        for (const auto& [at_least, aim] : skipped)
+          if (least_asked >= bytes && at_least < bytes) count_asked(attempt(aim).memory);
+      last->last_resort = bytes > least_asked;
+      consider(std::move(*last));
+    }
     if (!must && best && (best->last_resort || best->seconds >= to_beat_)) best.reset();
     return best;
   }
@@ -455,6 +461,7 @@ class Planner {
   std::vector<Choice> starts_;                     // what plugins demand; from 1 on simpler settings added to it
   size_t away_ = 1;                                // of them, the first that leaves things where they are
   bool moves_ = false;                             // tensors may be elsewhere
+  bool must_restore_ = false;                      // with forms that are not exact, also where that saves nothing
   Planned without_;                                // were nothing to rest; its program only where nothing moves
   bool homes_may_go_ = false;
   std::vector<std::pair<int64_t, Aim>> beyond_;  // tried, and beyond the budget of the device: bytes, or at least

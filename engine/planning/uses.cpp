@@ -41,8 +41,9 @@ Uses::Uses(const Program& program)
     return (op.step_part == StepPart::forward || op.step_part == StepPart::backward) &&
            (!by_chunk || (op.microbatch >= 0 && !only_of_gradients(program, op)));
   };
-  const auto is_amid = [](const Op& op, const Op* before) {
-    return before && op.microbatch < 0 && op.block == before->block && op.step_part == before->step_part;
+  const auto is_amid = [&](const Op& op, const Op* before) {
+    return before && op.step_part == before->step_part &&
+           ((op.microbatch < 0 && op.block == before->block) || only_of_gradients(program, op));
   };
   const Op *before = nullptr, *begun = nullptr;
   for (int32_t i = 0, count = 0, whole = 0; i < int32_t(program.ops.size()); ++i) {

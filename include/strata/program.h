@@ -90,6 +90,9 @@ struct RestingForm {
   std::vector<Op> rest{};     // make what is kept from the tensor when it is given up; empty: nothing is kept
   std::vector<Op> restore{};  // write the tensor again, from what `rest` made and from tensors of the program
   When when = When::after_forward;
+  // Whether that writes the bits that were given up. Where not, tensors rest so whatever it saves: what a rank computes
+  // is not to hang on its shapes.
+  bool exact = true;
 };
 
 struct Program {

@@ -131,6 +131,25 @@ TEST_F(Offload, LargerThanBothBudgets) {
   EXPECT_EQ(log("small"), log("plain"));
 }
 
+// A block that is made again reads its parameters once for that and for its gradients.
+TEST_F(Offload, ParametersAreReadOnceAPass) {
+  for (const char* mode : {"none", "blocks"}) {
+    std::vector<std::string> sets{"plugins.offload.directory=\"" + (folder_ / "disk") + "\"",
+                                  "plugins.offload.parameters=nvme", "plugins.offload.minimum=0",
+                                  "plugins.offload.order=microbatch", "model.layers=4"};
+    if (mode != std::string("none")) sets.push_back("plugins.recompute.enabled=true");
+    const PlannedProgram planned = session("reads", sets).plan(Goal::train);
+    const Program& program = planned.program();
+    std::map<std::string, int> reads;
+    for (const Op& op : program.ops)
+      if (op.stream == Stream::read)
+        for (TensorId id : op.inputs) ++reads[program[program.whole(id)].name];
+    for (const auto& [name, count] : reads)
+      if (name.starts_with("block.") && !name.starts_with("block.3.") && program[program.find(name)].bytes() > 4096)
+        EXPECT_EQ(count, 2 * 2) << name << ", recompute " << mode;  // two passes, two microbatches
+  }
+}
+
 TEST_F(Offload, FixedFractionsSplitThreeWays) {
   auto sets = nvme();
   sets.insert(sets.end(), {"plugins.offload.device_fraction=0.3", "plugins.offload.host_fraction=0.5",

@@ -101,7 +101,8 @@ class Reversible final : public strata::Plugin {
     for (const Op& op : program.ops)
       if (op.step_part == StepPart::forward && op.block >= 0)
         for (TensorId id : op.outputs)
-          if (!streams[id.value]) program.forms[id.value].push_back({.name = "recompute", .restore = {op}});
+          if (!streams[id.value])
+            program.forms[id.value].push_back({.name = "recompute", .restore = {op}, .exact = false});
     // The first block's streams are one tensor, which only the second half gives back: its branch does not read it.
     std::reverse(halves_.begin(), halves_.end());
     for (const Half& half : halves_) {
@@ -111,7 +112,7 @@ class Reversible final : public strata::Plugin {
       inverse.inputs = {half.y, half.branch};
       inverse.outputs = {half.x};
       inverse.block = half.block;
-      program.forms[half.x.value].push_back({.name = "invert", .restore = {inverse}});
+      program.forms[half.x.value].push_back({.name = "invert", .restore = {inverse}, .exact = false});
     }
   }
 

@@ -2,6 +2,7 @@
 #include <cstring>
 #include <random>
 
+#include "tests/outcome.h"
 #include "tests/small_runs.h"
 
 namespace strata::reversible_test {
@@ -44,6 +45,20 @@ TEST(Reversible, NeedsNoMemoryForDepth) {
     return test::Runner(toml(4, "[plugins.reversible]\n", layers)).plan.device().at_peak[int(Role::activation)];
   };
   EXPECT_EQ(activations(4), activations(16));
+}
+
+// Also where that saves nothing, which hangs on a rank's shapes: ranks would compute with other bits.
+TEST(Reversible, OneBlockIsInvertedOnAnyRanks) {
+  for (const int micro_batch : {1, 2}) {
+    const std::string text = "[run]\nreproducible = true\n" + toml(micro_batch, "[plugins.reversible]\n", 1);
+    const test::Runner runner(text);
+    const std::vector<Op>& ops = runner.built.program.ops;
+    EXPECT_TRUE(std::any_of(ops.begin(), ops.end(), [](const Op& op) { return op.kind->name == "subtract"; }));
+    const test::Outcome one = test::outcome_of(text, 1, kBatch * kSequence, 64),
+                        two = test::outcome_of(text + "[plugins.zero]\n[mesh]\ndata = 2\n", 2, kBatch * kSequence, 64);
+    EXPECT_EQ(two.losses, one.losses);
+    EXPECT_TRUE(two.tensors == one.tensors);
+  }
 }
 
 }  // namespace

@@ -59,11 +59,12 @@ TEST(Zero, MemoryFollowsTheFormula) {
 // What a step hands to other ranks, counted where it is sent: 2Ψ(n-1)/n elements for stages 0 to 2 and 3Ψ(n-1)/n for
 // stage 3 (section 7), with one microbatch. Where ranks divide experts, what is no expert's crosses once among all, and
 // each rank's experts among those that have the same. A block's parameters are several buckets, one of which ends
-// between a weight and its bias.
+// between a weight and its bias. A block that is recomputed is gathered once for that and for its gradients.
 TEST(Zero, VolumeFollowsTheFormula) {
   constexpr int kRanks = 4;
   for (const int expert : {1, 2, 4})
-    for (int stage = 0; stage <= 3; ++stage) {
+    for (const auto& [stage, more] :
+         {std::pair(0, ""), {1, ""}, {2, ""}, {3, ""}, {3, "[plugins.recompute]\n"}, {3, "[plugins.reversible]\n"}}) {
       const std::string text =
           "[model]\nplugin = \"gpt\"\nlayers = 4\nhidden = 128\nheads = 4\nvocabulary = 256\ncontext = 8\ntied = "
           "false\n"
@@ -73,7 +74,8 @@ TEST(Zero, VolumeFollowsTheFormula) {
           (expert > 1 ? "[plugins.moe]\nexperts = 4\nffn = 100\nshared = 40\n" : "") +
           (stage == 0
                ? "[plugins.data_parallel]\n"
-               : "[plugins.zero]\nreshard = \"always\"\nbucket = \"256KiB\"\nstage = " + std::to_string(stage) + "\n");
+               : "[plugins.zero]\nreshard = \"always\"\nbucket = \"256KiB\"\nstage = " + std::to_string(stage) + "\n") +
+          more;
       SCOPED_TRACE(text);
       run_local(kRanks, [&](World& world) {
         test::Runner runner(text, {}, Goal::train, {}, &world);
