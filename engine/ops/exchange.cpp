@@ -10,8 +10,6 @@
 namespace strata {
 namespace {
 
-std::string axis_of(const OpView& v) { return v.attributes().string("axis"); }
-
 // Attributes of the exchange that carries gradients back.
 Attributes along(const OpView& v) {
   Attributes attributes{{"axis", axis_of(v)}};

@@ -15,12 +15,12 @@
 
 #include "engine/ops/expert_rounds.h"
 #include "engine/ops/registration.h"
+#include "engine/ops/shares.h"
 #include "strata/communicator.h"
 
 namespace strata::expert_exchange {
 namespace {
 
-std::string axis_of(const OpView& v) { return v.attributes().string("axis"); }
 bool to_experts(const OpView& v) { return v.attributes().string("to") == "experts"; }
 int64_t size_of_axis(const OpView& v) { return v.attributes().integer("size"); }
 

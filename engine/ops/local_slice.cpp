@@ -11,8 +11,6 @@
 namespace strata {
 namespace {
 
-std::string axis_of(const OpView& v) { return v.attributes().string("axis"); }
-
 bool in_rank_order(const OpView& v) { return v.attributes().has("order"); }
 
 // Rows of an output in its input: the slice is `outer` pieces of memory.

@@ -15,6 +15,8 @@ inline int dimension_of(const OpView& view, std::string_view attribute = "dimens
   return int(view.attributes().integer(attribute, 0));
 }
 
+inline std::string axis_of(const OpView& view) { return view.attributes().string("axis"); }
+
 // The layout without that split, and with one more.
 Layout without_split(const Tensor& tensor, int dimension, const std::string& axis);
 Layout with_split(Layout layout, int dimension, const std::string& axis, int64_t full);

@@ -4,7 +4,12 @@
 ccache=$1
 shift
 case "$*" in
-*c++-header*) for argument; do case $argument in *.gch) rm -f "$argument" ;; esac done ;;
+*c++-header*)
+  # It holds checksums of the headers it is made of, comments included: of other ones they would be read a second time. So
+  # comments count, also where what was found without them has been noted for the present headers.
+  export CCACHE_COMMENTS=1 CCACHE_NODIRECT=1
+  for argument; do case $argument in *.gch) rm -f "$argument" ;; esac done
+  ;;
 esac
 # The two things that it is to overlook are what precompiled headers cannot tell it.
 CCACHE_SLOPPINESS=pch_defines,time_macros exec "$ccache" "$@"
