@@ -172,8 +172,8 @@ void share_persistent(std::span<const SharingProgram> programs) {
       Tensor& first = all[at->second.first];
       if (!same(first, tensor))
         throw Error("the programs of a run share their persistent tensors, but \"" + tensor.name + "\" is " +
-                    type_and_role(first) + " in " + at->second.second + " and " + type_and_role(tensor) + " in " + name +
-                    "; plugins must declare it alike in all phases.");
+                    type_and_role(first) + " in " + at->second.second + " and " + type_and_role(tensor) + " in " +
+                    name + "; plugins must declare it alike in all phases.");
       // The program of validation knows nothing of who trains apart.
       const std::string own_over = std::max(first.lasting->own_over, tensor.lasting->own_over);
       if (first.lasting->rounded_from.empty()) first.lasting = tensor.lasting;
