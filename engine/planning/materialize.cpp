@@ -24,6 +24,8 @@ class Materializer {
     owner_.resize(count);
     in_chain_.resize(count);
     readers_.resize(count);
+    seen_.resize(count);
+    inverts_ = reads_what_comes_after();
     for (const auto& [tensor, forms] : program.forms)
       for (const RestingForm& form : forms)
         for (const Op& op : form.restore)
@@ -144,6 +146,7 @@ class Materializer {
   // A persistent tensor changes: what restores from its old value does so now, and is given up no more.
   void before_write(TensorId id, const Op& context) {
     for (TensorId reader : readers_[id.value]) {
+      ++looks_;
       if (given_up(reader) && needed_later(reader)) acquire(reader, Tier::device, context);
       copies(reader).pinned = true;
     }
@@ -160,8 +163,11 @@ class Materializer {
     if (next_use(id, position_) != kNever) return true;
     const auto& list = readers_[id.value];
     return std::any_of(list.begin(), list.end(),
-                       [&](TensorId reader) { return given_up(reader) && needed_later(reader); });
+                       [&](TensorId reader) { return is_new(reader) && given_up(reader) && needed_later(reader); });
   }
+
+  // Whether the present look has not come to the tensor yet: where forms invert, each of two may restore the other.
+  bool is_new(TensorId id) { return std::exchange(seen_[size_t(id.value)], looks_) != looks_; }
 
   // Notes that the op being placed uses the tensor there.
   void touch(TensorId id, Tier tier) {
@@ -325,7 +331,7 @@ class Materializer {
       if (all_uses_.whole_visit[size_t(next)] == all_uses_.whole_visit[size_t(position_)]) return;
     }
     if (!c.at[1] && !c.at[2]) {
-      if (decision.form >= 0 && c.pinned) return;
+      if (decision.form >= 0 && (c.pinned || !can_restore(id, decision.form))) return;
       if (decision.form >= 0)
         keep(id, decision, context);
       else
@@ -334,10 +340,42 @@ class Materializer {
     c.at[0] = {};
   }
 
+  // Whether there is what the form restores from, and is not given up to be restored from this. Only inversion reads
+  // what comes after the tensor; elsewhere both are so.
+  bool can_restore(TensorId id, int form) {
+    if (!inverts_) return true;
+    ++looks_;
+    return has_what_restores(id, form, id);
+  }
+  bool has_what_restores(TensorId id, int form, TensorId without) {
+    const RestingForm& by = in_.forms.at(id.value)[size_t(form)];
+    if (!by.rest.empty()) return true;
+    for (const Op& op : by.restore)
+      for (TensorId input : op.inputs) {
+        if (!input) continue;
+        if (input == without) return false;
+        if (!nowhere(input) || !is_new(input)) continue;
+        if (copies(input).form < 0 || !has_what_restores(input, copies(input).form, without)) return false;
+      }
+    return true;
+  }
+  bool reads_what_comes_after() const {
+    for (const auto& [tensor, forms] : in_.forms)
+      for (const RestingForm& form : forms)
+        for (const Op& op : form.restore)
+          for (TensorId input : op.inputs)
+            if (form.rest.empty() && input && !in_[input].persistent && !all_uses_.of[size_t(tensor)].empty() &&
+                !all_uses_.of[size_t(input.value)].empty() &&
+                all_uses_.of[size_t(input.value)].front() > all_uses_.of[size_t(tensor)].front())
+              return true;
+    return false;
+  }
+
   // What stayed for the stretch of one block that is over.
   void drop_lingering() {
     for (TensorId id : lingering_)
-      if (Copies& c = copies(id); c.form >= 0 && !c.pinned && in_.forms.at(id.value)[size_t(c.form)].rest.empty())
+      if (Copies& c = copies(id);
+          c.form >= 0 && !c.pinned && in_.forms.at(id.value)[size_t(c.form)].rest.empty() && can_restore(id, c.form))
         c.at[0] = {};
     lingering_.clear();
   }
@@ -385,6 +423,9 @@ class Materializer {
   const Decisions& decisions_;
   const Uses& all_uses_;
   bool staged_;
+  bool inverts_ = false;        // some form restores from what comes after its tensor
+  std::vector<uint32_t> seen_;  // by tensor: the last look that came to it
+  uint32_t looks_ = 0;          // through what forms restore from, and who restores from what
   Materialized result_;
   std::vector<Copies> copies_;                      // by tensor of the original program
   std::vector<TensorId> owner_;                     // by tensor a form keeps: the tensor it was made from

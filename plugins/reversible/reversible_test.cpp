@@ -47,6 +47,34 @@ TEST(Reversible, NeedsNoMemoryForDepth) {
   EXPECT_EQ(activations(4), activations(16));
 }
 
+// What inversion reads comes after what it gives back: under a budget nothing is given up before that is there, nor
+// both of two tensors of which each is made from the other.
+TEST(Reversible, FitsBudgets) {
+  for (const int layers : {1, 3})
+    for (const char* beside : {"", "[plugins.recompute]\nmode = \"budget\"\n"}) {
+      const std::string text = toml(2, std::string("[plugins.reversible]\n") + beside, layers);
+      test::Runner free(text);
+      const SmallRun expected = small_run(free);
+      for (const double share : {2.0, 1.0, 0.9, 0.5, 0.0}) {
+        SCOPED_TRACE(std::to_string(layers) + " layers, " + beside + std::to_string(share));
+        const int64_t budget = int64_t(share * double(free.plan.device().total_bytes())) + 1;
+        std::string within = text;
+        within.insert(within.find("[data]"), "[device]\nmemory = " + std::to_string(budget) + "\n");
+        try {
+          test::Runner runner(within);
+          runner.poisoned = true;
+          EXPECT_LE(runner.plan.device().total_bytes(), budget);
+          const SmallRun actual = small_run(runner);
+          for (size_t i = 0; i < expected.losses.size(); ++i)
+            EXPECT_NEAR(actual.losses[i], expected.losses[i], 1e-5 * expected.losses[i]) << i;
+        } catch (const Error& error) {
+          EXPECT_LT(share, 1) << error.what();
+          EXPECT_NE(std::string(error.what()).find("device.memory"), std::string::npos) << error.what();
+        }
+      }
+    }
+}
+
 // Also where that saves nothing, which hangs on a rank's shapes: ranks would compute with other bits.
 TEST(Reversible, OneBlockIsInvertedOnAnyRanks) {
   for (const int micro_batch : {1, 2}) {
