@@ -285,7 +285,7 @@ for i in $(seq $((20 * kills))); do
   : >error  # that of the run before
   "$strata" train config.toml --resume --set run.directory=often --set run.steps=1000000 --set run.checkpoint_every=1 --set run.save_behind=$behind --set run.validate_every=0 >out 2>error &
   launcher=$!
-  for _ in $(seq 500); do ! grep -q 'resuming after step' error || break; sleep 0.02; done
+  for _ in $(seq 3000); do ! grep -q 'resuming after step' error || break; sleep 0.02; done
   grep -q 'resuming after step' error || fail "kill $i: the newest checkpoint does not load: $(cat error)"
   sleep 0.0$((RANDOM % 100))
   sleep $((i / kills)).$((RANDOM % 4))
