@@ -25,12 +25,14 @@ class Materializer {
     in_chain_.resize(count);
     readers_.resize(count);
     seen_.resize(count);
-    inverts_ = reads_what_comes_after();
     for (const auto& [tensor, forms] : program.forms)
       for (const RestingForm& form : forms)
         for (const Op& op : form.restore)
           for (TensorId id : op.inputs)
-            if (id) readers_[id.value].push_back({tensor});
+            if (id) {
+              readers_[id.value].push_back({tensor});
+              inverts_ |= !all_uses_.of[size_t(id.value)].empty() && next_use(id, 0) > next_use({tensor}, 0);
+            }
     for (size_t t = 0; t < count; ++t)
       if ((program.tensors[t].persistent && !program.tensors[t].part_of) || program.tensors[t].role == Role::data)
         copies_[t].at[int(program.tensors[t].home)] = {int32_t(t)};
@@ -358,17 +360,6 @@ class Materializer {
         if (copies(input).form < 0 || !has_what_restores(input, copies(input).form, without)) return false;
       }
     return true;
-  }
-  bool reads_what_comes_after() const {
-    for (const auto& [tensor, forms] : in_.forms)
-      for (const RestingForm& form : forms)
-        for (const Op& op : form.restore)
-          for (TensorId input : op.inputs)
-            if (form.rest.empty() && input && !in_[input].persistent && !all_uses_.of[size_t(tensor)].empty() &&
-                !all_uses_.of[size_t(input.value)].empty() &&
-                all_uses_.of[size_t(input.value)].front() > all_uses_.of[size_t(tensor)].front())
-              return true;
-    return false;
   }
 
   // What stayed for the stretch of one block that is over.
