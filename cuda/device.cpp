@@ -54,6 +54,7 @@ class CudaDevice final : public Device {
   ~CudaDevice() override {
     cudaSetDevice(index_);
     for (cudaStream_t stream : streams_) cudaStreamSynchronize(stream);
+    cudaStreamSynchronize(own_);
     for (cudaGraphExec_t graph : graphs_) cudaGraphExecDestroy(graph);
     for (cudaEvent_t event : events_) cudaEventDestroy(event);
     for (cudaStream_t stream : streams_) cudaStreamDestroy(stream);
@@ -144,6 +145,7 @@ class CudaDevice final : public Device {
   }
 
   void* queue(Stream stream) override { return streams_[size_t(stream)]; }
+  void* queue() override { return own_; }
   int make_event(bool timed) override {
     events_.emplace_back();
     must(cudaEventCreateWithFlags(&events_.back(), timed ? cudaEventDefault : cudaEventDisableTiming),
@@ -213,8 +215,8 @@ class CudaDevice final : public Device {
   int index_;
   cudaDeviceProp properties_{};
   std::array<cudaStream_t, kStreams> streams_{};
-  // What is over when a call returns: cudaMemcpy returns before what it has staged is on the device, and nothing else
-  // waits for that.
+  // Of what is over when a call returns, and of kernels that such copies come after. cudaMemcpy does not do: it returns
+  // before what it has staged is on the device, and nothing else waits for that.
   cudaStream_t own_ = nullptr;
   std::vector<cudaEvent_t> events_;
   std::vector<cudaGraphExec_t> graphs_;

@@ -1,5 +1,5 @@
-// Embeddings, forward and backward. The weight's gradient sums the rows of a token in their order, without atomics, so
-// that runs repeat bit for bit.
+// Embeddings, forward and backward. The weight's gradient sums the rows of a token in their order, so that runs repeat
+// bit for bit.
 #include "cuda/bind.h"
 #include "strata/layout.h"
 
@@ -43,35 +43,113 @@ STRATA_KERNEL clear(float* out, int64_t count) {
   if (i < count) out[i] = 0;
 }
 
-// A block a row: that of a token's first row sums all rows of the token; the others leave.
+// What rows are of a token: a counting sort. Numbers of places are handed out by atomics, so rows of a token come in
+// any order; whoever sums them puts them in theirs.
+struct Places {
+  uint32_t *count, *end, *given, *row;  // of a token of this rank: how many, where they end in `row`; in all; by token
+  Places(void* memory, int64_t own)
+      : count(static_cast<uint32_t*>(memory)), end(count + own), given(end + own), row(given + 1) {}
+  static int64_t bytes(int64_t own, int64_t rows) { return (2 * own + 1 + rows) * 4; }
+};
+constexpr int kPlaceBlock = 256;
+
+STRATA_KERNEL count_tokens(const int32_t* tokens, int64_t rows, int64_t first, int64_t own, Places at) {
+  const int64_t row = int64_t(blockIdx.x) * kPlaceBlock + threadIdx.x;
+  if (row >= rows) return;
+  const int64_t token = tokens[row] - first;
+  if (token >= 0 && token < own) atomicAdd(&at.count[token], 1u);
+}
+// A block hands out the places of its tokens; `end` is where they begin until rows are put there.
+STRATA_KERNEL give_places(int64_t own, Places at) {
+  __shared__ uint32_t sums[kPlaceBlock], base;
+  const int thread = int(threadIdx.x);
+  const int64_t token = int64_t(blockIdx.x) * kPlaceBlock + thread;
+  const uint32_t mine = token < own ? at.count[token] : 0;
+  uint32_t sum = mine;  // with those of the threads before
+  for (int apart = 1; apart < kPlaceBlock; apart *= 2) {
+    sums[thread] = sum;
+    __syncthreads();
+    if (thread >= apart) sum += sums[thread - apart];
+    __syncthreads();
+  }
+  if (thread == kPlaceBlock - 1) base = atomicAdd(at.given, sum);
+  __syncthreads();
+  if (token < own) at.end[token] = base + sum - mine;
+}
+STRATA_KERNEL place_rows(const int32_t* tokens, int64_t rows, int64_t first, int64_t own, Places at) {
+  const int64_t row = int64_t(blockIdx.x) * kPlaceBlock + threadIdx.x;
+  if (row >= rows) return;
+  const int64_t token = tokens[row] - first;
+  if (token >= 0 && token < own) at.row[atomicAdd(&at.end[token], 1u)] = uint32_t(row);
+}
+
+// Adds the columns from i on of `count` rows of dx, in the order of the list; several are under way at once.
 template <class T>
-STRATA_KERNEL embedding_gradient(const T* dx, const int32_t* tokens, float* dw, int64_t rows, int64_t columns,
-                                 int64_t first, int64_t own) {
-  __shared__ int earlier;
-  const int64_t row = blockIdx.x;
-  const int32_t token = tokens[row];
-  const int64_t to = token - first;
-  if (to < 0 || to >= own) return;
-  if (threadIdx.x == 0) earlier = 0;
-  __syncthreads();
-  for (int64_t r = threadIdx.x; r < row; r += kBlock)
-    if (tokens[r] == token) earlier = 1;
-  __syncthreads();
-  if (earlier) return;
-  const int lane = int(threadIdx.x) % 32;
-  for (int64_t base = 0; base < columns; base += kBlock * kEach) {
-    const int64_t i = base + int64_t(threadIdx.x) * kEach;
-    float sum[kEach], v[kEach];
-    load(static_cast<const float*>(dw) + to * columns, i, columns, sum);
-    for (int64_t r = row; r < rows; r += 32) {
-      unsigned same = __ballot_sync(0xFFFFFFFFu, r + lane < rows && tokens[r + lane] == token);
-      for (; same; same &= same - 1) {
-        load(dx + (r + __ffs(same) - 1) * columns, i, columns, v);
+STRATA_DEVICE void add_rows(float (&sum)[kEach], const T* dx, const uint32_t* list, int count, int64_t i,
+                            int64_t columns) {
+  constexpr int kAhead = 8;
+  for (int first = 0; first < count; first += kAhead) {
+    float v[kAhead][kEach];
 #pragma unroll
-        for (int e = 0; e < kEach; ++e) sum[e] += v[e];
+    for (int a = 0; a < kAhead; ++a)
+      if (first + a < count) load(dx + int64_t(list[first + a]) * columns, i, columns, v[a]);
+#pragma unroll
+    for (int a = 0; a < kAhead; ++a)
+      if (first + a < count)
+#pragma unroll
+        for (int e = 0; e < kEach; ++e) sum[e] += v[a][e];
+  }
+}
+
+// A block a token of this rank. Up to kListed rows are put in order by how many are before each; of more, all tokens
+// are looked through, kBlock at a time.
+template <class T>
+STRATA_KERNEL __launch_bounds__(kBlock) embedding_gradient(const T* dx, const int32_t* tokens, float* dw, int64_t rows,
+                                                           int64_t columns, int64_t first, Places at, bool onto) {
+  constexpr int kListed = 8 * kBlock;
+  __shared__ uint32_t list[kListed], found[kListed];
+  __shared__ int of_warp[kBlock / 32];
+  const int64_t token = blockIdx.x;
+  const int thread = int(threadIdx.x), count = int(at.count[token]);
+  if (count == 0 && onto) return;
+  if (count <= kListed) {
+    const uint32_t* const from = at.row + (at.end[token] - uint32_t(count));
+    for (int i = thread; i < count; i += kBlock) found[i] = from[i];
+    __syncthreads();
+    for (int i = thread; i < count; i += kBlock) {
+      int before = 0;
+      for (int j = 0; j < count; ++j) before += found[j] < found[i];
+      list[before] = found[i];
+    }
+    __syncthreads();
+  }
+  for (int64_t base = 0; base < columns; base += kBlock * kEach) {
+    const int64_t i = base + int64_t(thread) * kEach;
+    float sum[kEach] = {};
+    if (onto) load(static_cast<const float*>(dw) + token * columns, i, columns, sum);
+    if (count <= kListed) {
+      add_rows(sum, dx, list, count, i, columns);
+    } else {
+      int listed = 0;
+      for (int64_t row = thread; row - thread < rows; row += kBlock) {
+        const bool same = row < rows && tokens[row] - first == token;
+        const unsigned bits = __ballot_sync(0xFFFFFFFFu, same);
+        if (thread % 32 == 0) of_warp[thread / 32] = __popc(bits);
+        __syncthreads();
+        int place = listed + __popc(bits & ((1u << thread % 32) - 1));
+        for (int w = 0; w < kBlock / 32; ++w) {
+          if (w < thread / 32) place += of_warp[w];
+          listed += of_warp[w];
+        }
+        if (same) list[place] = uint32_t(row);
+        __syncthreads();
+        if (listed + kBlock <= kListed && row - thread + kBlock < rows) continue;
+        add_rows(sum, dx, list, listed, i, columns);
+        listed = 0;
+        __syncthreads();
       }
     }
-    store(dw + to * columns, i, columns, sum);
+    store(dw + token * columns, i, columns, sum);
   }
 }
 
@@ -82,6 +160,7 @@ STRATA_KERNEL position_gradient(const T* dx, float* dp, int64_t batch, int64_t t
   float sum[kEach], v[kEach];
   for (int64_t i = int64_t(threadIdx.x) * kEach; i < columns; i += kBlock * kEach) {
     load(static_cast<const float*>(dp), i, columns, sum);
+#pragma unroll 8
     for (int64_t n = 0; n < batch; ++n) {
       load(dx + (n * time + t) * columns, i, columns, v);
 #pragma unroll
@@ -127,18 +206,27 @@ const Registration forward("embedding", [](const Binding& b) -> Launch {
         };
   });
 });
-const Registration backward("embedding_gradient", [](const Binding& b) -> Launch {
-  return with_type(b.input(0).dtype, [&](auto zero) -> Launch {
-    using T = decltype(zero);
-    return
-        [=, dx = b.in<T>(0), tokens = b.in<int32_t>(1), dw = b.out<float>(0), rows = b.rows(0), columns = b.columns(0),
-         all = count(b.output(0)), own = OwnRows(b.output(0)), onto = b.accumulates(0), queue = b.queue()] {
-          if (!onto) launch(clear, dim3(blocks(all, 256)), 256, 0, queue, dw, all);
-          launch(embedding_gradient<T>, dim3(unsigned(rows)), kBlock, 0, queue, dx, tokens, dw, rows, columns,
-                 own.first, own.count);
+const Registration backward(
+    "embedding_gradient",
+    [](const Binding& b) -> Launch {
+      return with_type(b.input(0).dtype, [&](auto zero) -> Launch {
+        using T = decltype(zero);
+        const OwnRows own(b.output(0));
+        return [=, dx = b.in<T>(0), tokens = b.in<int32_t>(1), dw = b.out<float>(0), rows = b.rows(0),
+                columns = b.columns(0), at = Places(b.workspace<void>(), own.count), onto = b.accumulates(0),
+                queue = b.queue()] {
+          const int64_t cleared = 2 * own.count + 1;
+          const dim3 of_rows(blocks(rows, kPlaceBlock)), of_tokens(blocks(own.count, kPlaceBlock));
+          launch(clear, dim3(blocks(cleared, 256)), 256, 0, queue, reinterpret_cast<float*>(at.count), cleared);
+          launch(count_tokens, of_rows, kPlaceBlock, 0, queue, tokens, rows, own.first, own.count, at);
+          launch(give_places, of_tokens, kPlaceBlock, 0, queue, own.count, at);
+          launch(place_rows, of_rows, kPlaceBlock, 0, queue, tokens, rows, own.first, own.count, at);
+          launch(embedding_gradient<T>, dim3(unsigned(own.count)), kBlock, 0, queue, dx, tokens, dw, rows, columns,
+                 own.first, at, onto);
         };
-  });
-});
+      });
+    },
+    [](const OpView& v, int) { return Places::bytes(v.output(0).shape[0], v.rows(0)); });
 const Registration positions("position_gradient", [](const Binding& b) -> Launch {
   return with_type(b.input(0).dtype, [&](auto zero) -> Launch {
     using T = decltype(zero);

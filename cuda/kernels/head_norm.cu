@@ -110,8 +110,7 @@ const Registration gradient_kind(
                 onto_q = b.accumulates(1), onto_k = b.accumulates(2), parts = b.workspace<float>(), count = parts_of(b),
                 queue = b.queue()] {
           launch(gradient<T>, dim3(unsigned(count)), 32, 0, queue, dy, x, wq, wk, statistics, dx, parts, s.heads(), s);
-          launch_sum_parts(parts, count, 2 * s.size, dwq, s.size, onto_q, queue);
-          launch_sum_parts(parts + s.size, count, 2 * s.size, dwk, s.size, onto_k, queue);
+          launch_sum_parts(parts, count, s.size, {{dwq, dwk}, {onto_q, onto_k}}, queue);
         };
       });
     },

@@ -262,8 +262,7 @@ Launch bind_gradient(const Binding& b) {
           const int shared = of.at_once > 1 ? int((columns + kEach - 1) / kEach * kEach) * 2 * 4 : 0;
           launch(kernel, dim3(unsigned(count)), of.per_row * of.at_once, shared, queue, dy, x, w, s, dx, parts, rows,
                  int(columns), of.per_row, whole, layer, onto[0], offset);
-          launch_sum_parts(parts, count, 2 * columns, dw, columns, onto[1], queue);
-          if (layer) launch_sum_parts(parts + columns, count, 2 * columns, db, columns, onto[2], queue);
+          launch_sum_parts(parts, count, columns, {{dw, db}, {onto[1], onto[2]}}, queue);
         };
   });
 }

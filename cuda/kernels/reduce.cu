@@ -8,7 +8,7 @@ namespace {
 
 constexpr int kBlock = 256, kEach = 8;
 constexpr int kGroups = 16, kLanes = kBlock / kGroups;  // of a block: columns in groups of kEach, rows in lanes
-constexpr int kParts = 64;
+constexpr int kParts = 64, kRead = 4;                   // rows of a lane that are under way at once
 
 // Columns in blockIdx.x, rows of part blockIdx.y, into parts (gridDim.y, columns).
 template <class T>
@@ -17,11 +17,17 @@ STRATA_KERNEL sum_rows(const T* x, float* parts, int64_t rows, int64_t columns) 
   const int group = int(threadIdx.x) % kGroups, lane = int(threadIdx.x) / kGroups;
   const int64_t i = (int64_t(blockIdx.x) * kGroups + group) * kEach;
   const int64_t begin = rows * blockIdx.y / gridDim.y, end = rows * (blockIdx.y + 1) / gridDim.y;
-  float sum[kEach] = {}, v[kEach];
-  for (int64_t r = begin + lane; r < end && i < columns; r += kLanes) {
-    load(x + r * columns, i, columns, v);
+  float sum[kEach] = {};
+  for (int64_t first = begin + lane; first < end && i < columns; first += kLanes * kRead) {
+    float v[kRead][kEach];
 #pragma unroll
-    for (int e = 0; e < kEach; ++e) sum[e] += v[e];
+    for (int a = 0; a < kRead; ++a)
+      if (first + a * kLanes < end) load(x + (first + a * kLanes) * columns, i, columns, v[a]);
+#pragma unroll
+    for (int a = 0; a < kRead; ++a)
+      if (first + a * kLanes < end)
+#pragma unroll
+        for (int e = 0; e < kEach; ++e) sum[e] += v[a][e];
   }
 #pragma unroll
   for (int e = 0; e < kEach; ++e) sums[(lane * kGroups + group) * kEach + e] = sum[e];
@@ -45,7 +51,7 @@ const Registration rows(
                 onto = b.accumulates(0), parts = b.workspace<float>(), count = parts_of(b), queue = b.queue()] {
           launch(sum_rows<T>, dim3(blocks(columns, kGroups * kEach), unsigned(count)), kBlock, 0, queue, x, parts, rows,
                  columns);
-          launch_sum_parts(parts, count, columns, y, columns, onto, queue);
+          launch_sum_parts(parts, count, columns, y, onto, queue);
         };
       });
     },
@@ -102,12 +108,13 @@ STRATA_DEVICE void write_sum(uint64_t* digits, double* out) {
 }
 
 // The digits of this block's warps: the result where there is but one block, or a part of it.
+template <int kThreads>
 STRATA_DEVICE void write_digits(uint64_t mine, uint64_t* parts, double* out) {
-  __shared__ uint64_t digits[kSumBlock];
+  __shared__ uint64_t digits[kThreads];
   digits[threadIdx.x] = mine;
   __syncthreads();
   uint64_t sum = 0;
-  for (int w = 0; w < kSumBlock / 32 && threadIdx.x < kExactSum; ++w) sum += digits[w * 32 + int(threadIdx.x)];
+  for (int w = 0; w < kThreads / 32 && threadIdx.x < kExactSum; ++w) sum += digits[w * 32 + int(threadIdx.x)];
   __syncthreads();
   if (threadIdx.x < kExactSum) (gridDim.x > 1 ? parts + blockIdx.x * kExactSum : digits)[threadIdx.x] = sum;
   if (gridDim.x == 1) write_sum(digits, out);
@@ -144,19 +151,22 @@ STRATA_KERNEL __launch_bounds__(kSumBlock)
     const int64_t row = unit / of_row, first = unit % of_row * kUnit, left = length - first;
     add_digit(mine, unit_squares(x + row * length + first, int(left < kUnit ? left : kUnit)));
   }
-  write_digits(mine, parts, out);
+  write_digits<kSumBlock>(mine, parts, out);
 }
 
+// A warp looks at each of 32 elements in turn, which takes long: a block has as many warps as it can.
+constexpr int kVectorBlock = 1024;
 template <class T>
-STRATA_KERNEL __launch_bounds__(kSumBlock) add_vector_squares(const T* x, int64_t count, uint64_t* parts, double* out) {
+STRATA_KERNEL __launch_bounds__(kVectorBlock)
+    add_vector_squares(const T* x, int64_t count, uint64_t* parts, double* out) {
   uint64_t mine = 0;
-  for (int64_t first = int64_t(blockIdx.x) * kSumBlock + threadIdx.x / 32 * 32; first < count;
-       first += int64_t(gridDim.x) * kSumBlock) {
+  for (int64_t first = int64_t(blockIdx.x) * kVectorBlock + threadIdx.x / 32 * 32; first < count;
+       first += int64_t(gridDim.x) * kVectorBlock) {
     const int64_t i = first + threadIdx.x % 32;
     const double value = i < count ? double(to_float(x[i])) : 0.0;
     for (int lane = 0; lane < 32; ++lane) add_digit(mine, __shfl_sync(0xFFFFFFFFu, value * value, lane));
   }
-  write_digits(mine, parts, out);
+  write_digits<kVectorBlock>(mine, parts, out);
 }
 
 STRATA_KERNEL add_digits(const uint64_t* parts, int count, double* out) {
@@ -181,7 +191,8 @@ struct Rows {
         count(x.shape.empty() ? 1 : x.shape[0]),
         length(elements(x.shape) / std::max<int64_t>(1, count)) {}
   unsigned blocks() const {
-    const int64_t units = vector ? (count + 31) / 32 : count * ((length + kUnit - 1) / kUnit), warps = kSumBlock / 32;
+    const int64_t units = vector ? (count + 31) / 32 : count * ((length + kUnit - 1) / kUnit),
+                  warps = (vector ? kVectorBlock : kSumBlock) / 32;
     return units <= 4 * warps ? 1 : unsigned(std::min<int64_t>(kSumBlocks, (units + warps - 1) / warps));
   }
 };
@@ -195,7 +206,7 @@ const Registration squares(
                 queue = b.queue()] {
           const unsigned blocks = rows.blocks();
           if (rows.vector)
-            launch(add_vector_squares<T>, dim3(blocks), kSumBlock, 0, queue, x, rows.count, parts, out);
+            launch(add_vector_squares<T>, dim3(blocks), kVectorBlock, 0, queue, x, rows.count, parts, out);
           else
             launch(add_squares<T>, dim3(blocks), kSumBlock, 0, queue, x, rows.count, rows.length, parts, out);
           if (blocks > 1) launch(add_digits, dim3(1), kSumLanes * kExactSum, 0, queue, parts, int(blocks), out);

@@ -790,6 +790,41 @@ TEST(Ops, LargeShapes) {
   }
 }
 
+// Rows of a token are added in their order, however many there are.
+TEST(Ops, EmbeddingGradientsAreSumsInOrder) {
+  STRATA_NEEDS_GPU();
+  constexpr int64_t kRows = 3000, kColumns = 1030, kVocabulary = 7;
+  Threads threads(2);
+  std::mt19937 random(5);
+  std::vector<int32_t> tokens;  // of 0 more rows than are listed, of 1 about as many, of 6 none
+  for (int64_t row = 0; row < kRows; ++row)
+    tokens.push_back(random() % 2 == 0 ? 0 : random() % 3 != 0 ? 1 : 2 + int(random() % 4));
+  std::normal_distribution<float> normal;
+  std::vector<float> slopes(size_t(kRows * kColumns));
+  for (float& slope : slopes) slope = normal(random);
+  std::vector<float> expected(size_t(kVocabulary * kColumns));
+  for (int64_t row = 0; row < kRows; ++row)
+    for (int64_t i = 0; i < kColumns; ++i)
+      expected[size_t(tokens[size_t(row)] * kColumns + i)] += slopes[size_t(row * kColumns + i)];
+  for (const std::string& backend : kBackends) {
+    SCOPED_TRACE(backend);
+    Program program;
+    Builder build(program);
+    const TensorId dx = build.data("dx", {2, kRows / 2, kColumns}, DType::f32),
+                   at = build.data("tokens", {2, kRows / 2}, DType::i32);
+    const TensorId dw = build.emit("embedding_gradient", {dx, at}, {{"rows", kVocabulary}});
+    program[dw].step_output = true;
+    const MemoryPlan plan = plan_memory(program, backend, 2);
+    Storage storage(program, plan, {}, {}, test::device_of(backend));
+    Executor executor(program, plan, storage, backend, threads);
+    std::copy(slopes.begin(), slopes.end(), static_cast<float*>(executor.pointer(dx)));
+    std::copy(tokens.begin(), tokens.end(), static_cast<int32_t*>(executor.pointer(at)));
+    for (int run = 0; run < 2; ++run) executor.run();
+    const auto* made = static_cast<const float*>(executor.pointer(dw));
+    EXPECT_TRUE(std::equal(expected.begin(), expected.end(), made));
+  }
+}
+
 TEST(Ops, DropoutMaskIsGlobal) {
   Threads threads(2);
   const auto mask = [&](int64_t n, int microbatch) {

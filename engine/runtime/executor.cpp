@@ -206,7 +206,7 @@ Launch Executor::bind(int32_t index, size_t parity, Threads& compute, uint64_t* 
       w < 0 ? nullptr : storage_.transient(plan_.buffers[size_t(w)].tier) + plan_.buffers[size_t(w)].offset;
   if (kernel.workspace)
     STRATA_CHECK(kernel.workspace(view, threads.count()) <= (w < 0 ? 0 : plan_.buffers[size_t(w)].bytes));
-  void* const queue = in_queue(op.stream) ? device_->queue(op.stream) : nullptr;
+  void* const queue = !device_ ? nullptr : in_queue(op.stream) ? device_->queue(op.stream) : device_->queue();
   try {
     Launch launch = with_addends(
         kernel.bind(Binding(view, inputs_of(index, parity), outputs, workspace, threads, group_of(op), queue, fault)),

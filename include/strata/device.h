@@ -49,6 +49,8 @@ class Device {
 
   // The queue of a stream of the program, as kernels take it (Binding::queue).
   virtual void* queue(Stream stream) = 0;
+  // The queue of what a thread of the host runs: copies that return when done come after the kernels in it.
+  virtual void* queue() = 0;
   // Events: numbered marks in queues.
   virtual int make_event(bool timed = false) = 0;
   virtual double seconds_between(int first, int second) const = 0;  // of timed events that are done

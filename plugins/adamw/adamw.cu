@@ -10,6 +10,8 @@ namespace strata::cuda::adamw_kernels {
 namespace {
 
 constexpr int kBlock = 256, kEach = 8;
+constexpr int kBlocks = 1056;  // eight a multiprocessor of the largest GPUs; a block goes on where others have ended
+dim3 grid_of(int64_t count) { return dim3(std::min<unsigned>(kBlocks, blocks(count, kBlock * kEach))); }
 
 struct Settings : UpdateScalars {
   double beta1, beta2, epsilon;
@@ -17,93 +19,129 @@ struct Settings : UpdateScalars {
   GlobalIndex global;
 };
 
-// As to_bf16_stochastically: eight numbers of 16 bits a block of Philox.
-STRATA_DEVICE bf16 round_stochastically(float x, uint64_t seed, uint64_t stream, int64_t index) {
-#ifdef STRATA_EMULATE
-  const uint32_t bits = std::bit_cast<uint32_t>(x);
-#else
-  const uint32_t bits = __float_as_uint(x);
-#endif
-  const uint32_t lane = uint32_t(uint64_t(index) % 8);
-  const uint32_t word = pick(random_words(seed, stream, uint64_t(index) / 8), lane / 2);
-  const bool finite = (bits & 0x7F800000u) != 0x7F800000u;
-  return {uint16_t(finite ? (bits + (word >> (lane % 2 * 16) & 0xFFFF)) >> 16
-                          : bits >> 16 | ((bits & 0x7FFFFFu) ? 0x40 : 0))};
+// Numbers of a step in f64, made by one thread of a block: powers in f64 take a GPU longer than the rest of an update.
+struct Rates {
+  float step_size, root, decay;
+};
+// `gradient_scale`: what the first moment still lacks. `exponent`: of the second moment's correction.
+STRATA_DEVICE Rates rates_of(const Settings& s, double gradient_scale, double exponent) {
+  __shared__ Rates rates;
+  if (threadIdx.x == 0) {
+    const double rate = s.rate();
+    rates.step_size = float(rounded_product(rate, gradient_scale) / (1 - pow(s.beta1, s.step())));
+    rates.decay = float(1 - rounded_product(rate, s.weight_decay));
+  }
+  if (threadIdx.x == 32) rates.root = float(1 / sqrt(1 - pow(s.beta2, exponent)));
+  __syncthreads();
+  return rates;
+}
+
+// As to_bf16_stochastically: eight numbers of 16 bits a block of Philox, which neighbours share.
+struct Rounding {
+  uint64_t seed, stream, block = ~uint64_t{0};
+  Words words{};
+  STRATA_DEVICE Rounding(uint64_t seed, uint64_t stream) : seed(seed), stream(stream) {}
+  STRATA_DEVICE bf16 operator()(float x, uint64_t index) {
+    const uint32_t bits = float_bits(x);
+    if (index / 8 != block) {
+      block = index / 8;
+      words = random_words(seed, stream, block);
+    }
+    const uint32_t lane = uint32_t(index % 8), word = pick(words, lane / 2);
+    const bool finite = (bits & 0x7F800000u) != 0x7F800000u;
+    return {uint16_t(finite ? (bits + (word >> (lane % 2 * 16) & 0xFFFF)) >> 16
+                            : bits >> 16 | ((bits & 0x7FFFFFu) ? 0x40 : 0))};
+  }
+};
+
+STRATA_DEVICE void store_as_is(bf16* to, int64_t i, int64_t count, const Pack<bf16>& from) {
+  if (i + kEach <= count && reinterpret_cast<uintptr_t>(to + i) % 16 == 0) {
+    *reinterpret_cast<Pack<bf16>*>(to + i) = from;
+  } else {
+#pragma unroll
+    for (int e = 0; e < kEach; ++e)
+      if (i + e < count) to[i + e] = from.value[e];
+  }
 }
 
 template <class Gradient, class Moment>
-STRATA_KERNEL update(float* parameter, const Gradient* gradient, Moment* m, Moment* v, int64_t count, Settings s) {
-  const int64_t i = (int64_t(blockIdx.x) * kBlock + threadIdx.x) * kEach;
-  if (i >= count || s.skips()) return;
-  const double step = s.step(), rate = s.rate();
-  const float step_size = float(rate / (1 - pow(s.beta1, step))), root = float(1 / sqrt(1 - pow(s.beta2, step)));
-  const float decay = float(1 - rounded_product(rate, s.weight_decay)), weight1 = float(1 - s.beta1),
-              weight2 = float(1 - s.beta2), beta2 = float(s.beta2), epsilon = float(s.epsilon),
-              factor = float(s.gradient_scale());
-  float p[kEach], g[kEach], first[kEach], second[kEach];
-  load(static_cast<const float*>(parameter), i, count, p);
-  load(gradient, i, count, g);
-  load(static_cast<const Moment*>(m), i, count, first);
-  load(static_cast<const Moment*>(v), i, count, second);
+STRATA_KERNEL __launch_bounds__(kBlock)
+    update(float* parameter, const Gradient* gradient, Moment* m, Moment* v, int64_t count, Settings s) {
+  if (s.skips()) return;
+  const Rates rates = rates_of(s, 1, s.step());
+  const float weight1 = float(1 - s.beta1), weight2 = float(1 - s.beta2), beta2 = float(s.beta2),
+              epsilon = float(s.epsilon), factor = float(s.gradient_scale());
+  for (int64_t i = (int64_t(blockIdx.x) * kBlock + threadIdx.x) * kEach; i < count;
+       i += int64_t(gridDim.x) * kBlock * kEach) {
+    float p[kEach], g[kEach], first[kEach], second[kEach];
+    load(static_cast<const float*>(parameter), i, count, p);
+    load(gradient, i, count, g);
+    load(static_cast<const Moment*>(m), i, count, first);
+    load(static_cast<const Moment*>(v), i, count, second);
 #pragma unroll
-  for (int e = 0; e < kEach; ++e) {
-    g[e] = rounded_product(g[e], factor);
-    first[e] = rounded_sum(first[e], rounded_product(weight1, g[e] - first[e]));
-    second[e] = rounded_sum(rounded_product(beta2, second[e]), rounded_product(rounded_product(weight2, g[e]), g[e]));
-    const float under = rounded_sum(rounded_product(sqrtf(second[e]), root), epsilon);
-    p[e] = rounded_sum(rounded_product(p[e], decay), -(rounded_product(step_size, first[e]) / under));
-  }
-  store(parameter, i, count, p);
-  if constexpr (sizeof(Moment) == 2) {
-    const uint64_t seed = s.seed(), m_stream = s.in_step(s.m_stream), v_stream = s.in_step(s.v_stream);
-    for (int e = 0; e < kEach && i + e < count; ++e) {
-      m[i + e] = round_stochastically(first[e], seed, m_stream, s.global(i + e));
-      v[i + e] = round_stochastically(second[e], seed, v_stream, s.global(i + e));
+    for (int e = 0; e < kEach; ++e) {
+      g[e] = rounded_product(g[e], factor);
+      first[e] = rounded_sum(first[e], rounded_product(weight1, g[e] - first[e]));
+      second[e] = rounded_sum(rounded_product(beta2, second[e]), rounded_product(rounded_product(weight2, g[e]), g[e]));
+      const float under = rounded_sum(rounded_product(sqrtf(second[e]), rates.root), epsilon);
+      p[e] = rounded_sum(rounded_product(p[e], rates.decay), -(rounded_product(rates.step_size, first[e]) / under));
     }
-  } else {
-    store(m, i, count, first);
-    store(v, i, count, second);
+    store(parameter, i, count, p);
+    if constexpr (sizeof(Moment) == 2) {
+      Rounding of_first(s.seed(), s.in_step(s.m_stream)), of_second(s.seed(), s.in_step(s.v_stream));
+      Pack<bf16> rounded[2];
+#pragma unroll
+      for (int e = 0; e < kEach; ++e) {
+        const auto index = uint64_t(s.global(i + e));  // beyond the end, too, where nothing is written
+        rounded[0].value[e] = of_first(first[e], index);
+        rounded[1].value[e] = of_second(second[e], index);
+      }
+      store_as_is(m, i, count, rounded[0]);
+      store_as_is(v, i, count, rounded[1]);
+    } else {
+      store(m, i, count, first);
+      store(v, i, count, second);
+    }
   }
 }
 
 const Registration kind("adamw", [](const Binding& b) -> Launch {
   const Update u(b);
   const Attributes& a = u.attributes();
-  const Settings s{u.scalars(),      a.real("beta1"), a.real("beta2"), a.real("epsilon"), u.stream(0),
-                   u.stream(1), GlobalIndex(u.parameter())};
+  const Settings s{u.scalars(), a.real("beta1"), a.real("beta2"),           a.real("epsilon"),
+                   u.stream(0), u.stream(1),     GlobalIndex(u.parameter())};
   return with_type(u.gradient().dtype, [&](auto zero) -> Launch {
     using Gradient = decltype(zero);
     const auto bind = [&](auto moment) -> Launch {
       using Moment = decltype(moment);
       return [=, p = u.parameter<float>(), g = u.gradient<Gradient>(), m = u.state<Moment>(0), v = u.state<Moment>(1),
-              n = u.count(), queue = u.queue()] {
-        launch(update<Gradient, Moment>, dim3(blocks(n, kBlock * kEach)), kBlock, 0, queue, p, g, m, v, n, s);
-      };
+              n = u.count(),
+              queue = u.queue()] { launch(update<Gradient, Moment>, grid_of(n), kBlock, 0, queue, p, g, m, v, n, s); };
     };
     return u.state(0).dtype == DType::f32 ? bind(float{}) : bind(bf16{});
   });
 });
 
 // 1-bit Adam's steps with a frozen second moment: what crosses is the next first moment (adamw_kernel.h).
-STRATA_KERNEL frozen_update(float* parameter, const float* exchanged, float* m, const float* v, int64_t count,
-                            Settings s, double frozen) {
-  const int64_t i = (int64_t(blockIdx.x) * kBlock + threadIdx.x) * kEach;
-  if (i >= count || s.skips()) return;
-  const double rate = s.rate();
-  const float step_size = float(rounded_product(rate, double(s.gradient_scale())) / (1 - pow(s.beta1, s.step()))),
-              root = float(1 / sqrt(1 - pow(s.beta2, frozen))),
-              decay = float(1 - rounded_product(rate, s.weight_decay)), epsilon = float(s.epsilon);
-  float p[kEach], first[kEach], second[kEach];
-  load(static_cast<const float*>(parameter), i, count, p);
-  load(exchanged, i, count, first);
-  load(v, i, count, second);
+STRATA_KERNEL __launch_bounds__(kBlock) frozen_update(float* parameter, const float* exchanged, float* m,
+                                                      const float* v, int64_t count, Settings s, double frozen) {
+  if (s.skips()) return;
+  const Rates rates = rates_of(s, double(s.gradient_scale()), frozen);
+  const float epsilon = float(s.epsilon);
+  for (int64_t i = (int64_t(blockIdx.x) * kBlock + threadIdx.x) * kEach; i < count;
+       i += int64_t(gridDim.x) * kBlock * kEach) {
+    float p[kEach], first[kEach], second[kEach];
+    load(static_cast<const float*>(parameter), i, count, p);
+    load(exchanged, i, count, first);
+    load(v, i, count, second);
 #pragma unroll
-  for (int e = 0; e < kEach; ++e) {
-    const float under = rounded_sum(rounded_product(sqrtf(second[e]), root), epsilon);
-    p[e] = rounded_sum(rounded_product(p[e], decay), -(rounded_product(step_size, first[e]) / under));
+    for (int e = 0; e < kEach; ++e) {
+      const float under = rounded_sum(rounded_product(sqrtf(second[e]), rates.root), epsilon);
+      p[e] = rounded_sum(rounded_product(p[e], rates.decay), -(rounded_product(rates.step_size, first[e]) / under));
+    }
+    store(parameter, i, count, p);
+    store(m, i, count, first);
   }
-  store(parameter, i, count, p);
-  store(m, i, count, first);
 }
 
 const Registration frozen_kind("adamw_frozen", [](const Binding& b) -> Launch {
@@ -111,9 +149,8 @@ const Registration frozen_kind("adamw_frozen", [](const Binding& b) -> Launch {
   const Attributes& a = u.attributes();
   const Settings s{u.scalars(), a.real("beta1"), a.real("beta2"), a.real("epsilon"), 0, 0, GlobalIndex(u.parameter())};
   return [=, p = u.parameter<float>(), g = u.gradient<float>(), m = u.state<float>(0), v = u.state<float>(1),
-          n = u.count(), frozen = double(a.integer("frozen")), queue = u.queue()] {
-    launch(frozen_update, dim3(blocks(n, kBlock * kEach)), kBlock, 0, queue, p, g, m, v, n, s, frozen);
-  };
+          n = u.count(), frozen = double(a.integer("frozen")),
+          queue = u.queue()] { launch(frozen_update, grid_of(n), kBlock, 0, queue, p, g, m, v, n, s, frozen); };
 });
 
 struct Contribution {

@@ -153,8 +153,8 @@ Coded coded(const Binding& b, const quantized::List& list, const void* from, con
   return result;
 }
 
-// A group that exchanges through the host's memory has no queue: its copies wait for the kernels before them, on its
-// device, and nobody else does.
+// A group that exchanges through the host's memory has no queue: its copies come after the kernels that this thread has
+// put into the device's, and nobody else waits for those.
 void wait_for_kernels(Communicator& group, const std::byte* codes) {
   uint32_t any;
   if (!group.asynchronous()) group.copy_bytes(&any, codes, sizeof any);
