@@ -8,7 +8,6 @@ namespace {
 
 constexpr int kBlock = 256, kEach = 8;
 constexpr int kGroups = 16, kLanes = kBlock / kGroups;  // of a block: columns in groups of kEach, rows in lanes
-constexpr int kParts = 64, kRead = 4;                   // rows of a lane that are under way at once
 
 // Columns in blockIdx.x, rows of part blockIdx.y, into parts (gridDim.y, columns).
 template <class T>
@@ -17,17 +16,11 @@ STRATA_KERNEL sum_rows(const T* x, float* parts, int64_t rows, int64_t columns) 
   const int group = int(threadIdx.x) % kGroups, lane = int(threadIdx.x) / kGroups;
   const int64_t i = (int64_t(blockIdx.x) * kGroups + group) * kEach;
   const int64_t begin = rows * blockIdx.y / gridDim.y, end = rows * (blockIdx.y + 1) / gridDim.y;
-  float sum[kEach] = {};
-  for (int64_t first = begin + lane; first < end && i < columns; first += kLanes * kRead) {
-    float v[kRead][kEach];
+  float sum[kEach] = {}, v[kEach];
+  for (int64_t r = begin + lane; r < end && i < columns; r += kLanes) {
+    load(x + r * columns, i, columns, v);
 #pragma unroll
-    for (int a = 0; a < kRead; ++a)
-      if (first + a * kLanes < end) load(x + (first + a * kLanes) * columns, i, columns, v[a]);
-#pragma unroll
-    for (int a = 0; a < kRead; ++a)
-      if (first + a * kLanes < end)
-#pragma unroll
-        for (int e = 0; e < kEach; ++e) sum[e] += v[a][e];
+    for (int e = 0; e < kEach; ++e) sum[e] += v[e];
   }
 #pragma unroll
   for (int e = 0; e < kEach; ++e) sums[(lane * kGroups + group) * kEach + e] = sum[e];
@@ -40,7 +33,12 @@ STRATA_KERNEL sum_rows(const T* x, float* parts, int64_t rows, int64_t columns) 
   parts[blockIdx.y * columns + at] = total;
 }
 
-int parts_of(const OpView& v) { return int(std::min<int64_t>(kParts, (v.rows(0) + kLanes - 1) / kLanes)); }
+// At least 64, and enough that narrow matrices, too, are read by every multiprocessor with all the warps it has.
+int parts_of(const OpView& v) {
+  constexpr int kBlocks = 1056;
+  const int across = int(blocks(v.columns(0), kGroups * kEach));
+  return int(std::min<int64_t>(std::max(64, kBlocks / across), (v.rows(0) + kLanes - 1) / kLanes));
+}
 
 const Registration rows(
     "sum_rows",

@@ -36,23 +36,32 @@ STRATA_DEVICE Rates rates_of(const Settings& s, double gradient_scale, double ex
   return rates;
 }
 
-// As to_bf16_stochastically: eight numbers of 16 bits a block of Philox, which neighbours share.
-struct Rounding {
-  uint64_t seed, stream, block = ~uint64_t{0};
-  Words words{};
-  STRATA_DEVICE Rounding(uint64_t seed, uint64_t stream) : seed(seed), stream(stream) {}
-  STRATA_DEVICE bf16 operator()(float x, uint64_t index) {
-    const uint32_t bits = float_bits(x);
-    if (index / 8 != block) {
-      block = index / 8;
-      words = random_words(seed, stream, block);
+// As to_bf16_stochastically, with 16 random bits.
+STRATA_DEVICE bf16 rounded(float x, uint32_t random) {
+  const uint32_t bits = float_bits(x);
+  const bool finite = (bits & 0x7F800000u) != 0x7F800000u;
+  return {uint16_t(finite ? (bits + (random & 0xFFFF)) >> 16 : bits >> 16 | ((bits & 0x7FFFFFu) ? 0x40 : 0))};
+}
+// kEach numbers from element i on. A block of Philox has eight numbers of 16 bits, which neighbours share.
+STRATA_DEVICE Pack<bf16> rounded(const float (&x)[kEach], uint64_t seed, uint64_t stream, const GlobalIndex& global,
+                                 int64_t i) {
+  static_assert(kEach == 8 && kPack<bf16> == kEach);
+  Pack<bf16> result;
+  const auto first = uint64_t(global(i)), last = uint64_t(global(i + kEach - 1));
+  if (first % kEach == 0 && last == first + kEach - 1) {
+    const Words words = random_words(seed, stream, first / kEach);
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) result.value[e] = rounded(x[e], words.word[e / 2] >> (e % 2 * 16));
+  } else {
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) {
+      const auto index = uint64_t(global(i + e));  // beyond the end, too, where nothing is written
+      const uint32_t word = pick(random_words(seed, stream, index / 8), uint32_t(index % 8 / 2));
+      result.value[e] = rounded(x[e], word >> (index % 2 * 16));
     }
-    const uint32_t lane = uint32_t(index % 8), word = pick(words, lane / 2);
-    const bool finite = (bits & 0x7F800000u) != 0x7F800000u;
-    return {uint16_t(finite ? (bits + (word >> (lane % 2 * 16) & 0xFFFF)) >> 16
-                            : bits >> 16 | ((bits & 0x7FFFFFu) ? 0x40 : 0))};
   }
-};
+  return result;
+}
 
 STRATA_DEVICE void store_as_is(bf16* to, int64_t i, int64_t count, const Pack<bf16>& from) {
   if (i + kEach <= count && reinterpret_cast<uintptr_t>(to + i) % 16 == 0) {
@@ -88,16 +97,8 @@ STRATA_KERNEL __launch_bounds__(kBlock)
     }
     store(parameter, i, count, p);
     if constexpr (sizeof(Moment) == 2) {
-      Rounding of_first(s.seed(), s.in_step(s.m_stream)), of_second(s.seed(), s.in_step(s.v_stream));
-      Pack<bf16> rounded[2];
-#pragma unroll
-      for (int e = 0; e < kEach; ++e) {
-        const auto index = uint64_t(s.global(i + e));  // beyond the end, too, where nothing is written
-        rounded[0].value[e] = of_first(first[e], index);
-        rounded[1].value[e] = of_second(second[e], index);
-      }
-      store_as_is(m, i, count, rounded[0]);
-      store_as_is(v, i, count, rounded[1]);
+      store_as_is(m, i, count, rounded(first, s.seed(), s.in_step(s.m_stream), s.global, i));
+      store_as_is(v, i, count, rounded(second, s.seed(), s.in_step(s.v_stream), s.global, i));
     } else {
       store(m, i, count, first);
       store(v, i, count, second);
