@@ -790,6 +790,55 @@ TEST(Ops, LargeShapes) {
   }
 }
 
+// More rows than a device has logits of at once, and more than it has gradients of.
+TEST(Ops, LossOfManyRowsAndWords) {
+  STRATA_NEEDS_GPU();
+#ifdef STRATA_GPU
+  constexpr int64_t kVocabulary = 90001;
+#else
+  constexpr int64_t kVocabulary = 1001;
+#endif
+  constexpr int64_t kRows = 900, kHidden = 8;
+  Threads threads(2);
+  std::map<std::string, Values> results;
+  for (const std::string& backend : {std::string("cpu"), kBackends.back()}) {
+    Program program;
+    Builder build(program);
+    const TensorId x = build.data("x", {kRows, kHidden}, DType::bf16),
+                   w = build.data("w", {kVocabulary, kHidden}, DType::bf16),
+                   targets = build.data("targets", {kRows}, DType::i32);
+    const std::vector<TensorId> made =
+        build.emit_all("lm_head_loss_with_gradient", {x, w, targets}, {{"scale", 1.0 / kRows}});
+    for (TensorId id : made) program[id].step_output = true;
+    const MemoryPlan plan = plan_memory(program, backend, 2);
+    Storage storage(program, plan, {}, {}, test::device_of(backend));
+    Executor executor(program, plan, storage, backend, threads);
+    std::mt19937 random(5);
+    std::normal_distribution<float> normal;
+    for (TensorId id : {x, w}) {
+      std::vector<float> values(size_t(elements(program[id].shape)));
+      for (float& value : values) value = normal(random);
+      from_f32(DType::bf16, values.data(), executor.pointer(id), int64_t(values.size()));
+    }
+    for (int64_t row = 0; row < kRows; ++row)
+      static_cast<int32_t*>(executor.pointer(targets))[row] = row % 7 == 3 ? -1 : int32_t(random() % kVocabulary);
+    executor.run();
+    for (TensorId id : made) {
+      std::vector<float> values(size_t(elements(program[id].shape)));
+      to_f32(program[id].dtype, executor.pointer(id), values.data(), int64_t(values.size()));
+      results[backend].emplace_back(values.begin(), values.end());
+    }
+  }
+  const Values &expected = results["cpu"], &actual = results[kBackends.back()];
+  for (size_t r = 0; r < expected.size(); ++r) {
+    double largest = 0;
+    for (double value : expected[r]) largest = std::max(largest, std::abs(value));
+    EXPECT_GT(largest, 0);
+    for (size_t i = 0; i < expected[r].size(); ++i)
+      ASSERT_NEAR(actual[r][i], expected[r][i], 1e-2 * largest) << "output " << r << ", " << i;
+  }
+}
+
 // Rows of a token are added in their order, however many there are.
 TEST(Ops, EmbeddingGradientsAreSumsInOrder) {
   STRATA_NEEDS_GPU();
