@@ -97,9 +97,13 @@ struct Gemm::Plan {
   cublasLtMatmulDesc_t what = nullptr;
   cublasLtMatrixLayout_t a = nullptr, b = nullptr, c = nullptr;
   cublasLtMatmulAlgo_t algorithm;
+  // Products of one shape share a plan, and ranks that are threads multiply at once: from where pointers are put into the
+  // descriptor until cuBLASLt has read them, it is one product's.
+  mutable std::mutex mutex;
 
   cublasStatus_t run(const GemmShape& s, const cublasLtMatmulAlgo_t& with, const GemmMemory& at, void* queue) const {
     const float alpha = 1, beta = s.accumulate ? 1 : 0;
+    const std::lock_guard lock(mutex);
     if (s.bias) library().set(what, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &at.bias, sizeof at.bias);
     if (s.gelu_gradient) library().set(what, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &at.x, sizeof at.x);
     const auto lowest = reinterpret_cast<uintptr_t>(at.workspace);

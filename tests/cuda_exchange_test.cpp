@@ -124,6 +124,39 @@ TEST(CudaExchange, CodesAndBitsAreTheCpus) {
     }
 }
 
+// Ranks that are threads multiply at once, numbers of one shape: each adds its own bias.
+TEST(CudaExchange, ProductsOfRanksTakeTheirOwnBias) {
+  STRATA_NEEDS_GPU();
+  constexpr int64_t kRows = 16, kColumns = 24;
+  run_local(
+      3,
+      [&](World& world) {
+        const std::unique_ptr<Device> device = test::rank_device(world.rank());
+        const float own = float(world.rank() + 1);
+        for (int round = 0; round < 20; ++round) {
+          Program program;
+          Builder build(program);
+          const TensorId x = build.data("x", {kRows, kColumns}, DType::f32),
+                         w = build.data("w", {kColumns, kColumns}, DType::f32),
+                         bias = build.data("bias", {kColumns}, DType::f32);
+          TensorId y = x;
+          for (int k = 0; k < 20; ++k) y = build.emit("linear", {x, w, bias});
+          program[y].step_output = true;
+          const MemoryPlan plan = plan_memory(program, "cuda", 1);
+          Storage storage(program, plan, {}, {}, device.get());
+          Threads threads(1);
+          Executor executor(program, plan, storage, "cuda", threads);
+          for (const auto& [id, value] : {std::pair(x, 0.0f), {w, 1.0f}, {bias, own}})
+            std::fill_n(static_cast<float*>(executor.pointer(id)), elements(program[id].shape), value);
+          world.gather("");
+          for (int step = 0; step < 2; ++step) executor.run();
+          const auto* made = static_cast<const float*>(executor.pointer(y));
+          EXPECT_TRUE(std::all_of(made, made + kRows * kColumns, [&](float value) { return value == own; })) << round;
+        }
+      },
+      30);
+}
+
 constexpr DType kTypes[] = {DType::f32, DType::bf16, DType::f16};
 
 struct Gathering {

@@ -522,7 +522,7 @@ STRATA_DEVICE void slopes(Scores<M, N>& scores, Scores<M, N>& ds, const Sizes& s
 }
 
 template <int D>
-constexpr int kQueryStep = 32;  // keys that a warp takes at once
+constexpr int kQueryStep = D == 64 ? 32 : 64;  // keys that a warp takes at once
 template <int D>
 constexpr int kQueryShared = kKeyTile<D> + std::max(kKeyTile<D>, 2 * kRows<D> * kRowBytes<D>);
 
@@ -630,7 +630,7 @@ STRATA_KERNEL __launch_bounds__(kBlock* kSets<D>)
   __shared__ int all_noted[kSets<D> * 2 * Keys::kPlaces];
   const Sizes& s = of.s;
   const Lane at;
-  const int set = int(threadIdx.x) / kBlock;
+  const int set = kSets<D> == 1 ? 0 : int(threadIdx.x) / kBlock;
   auto& statistics = all_statistics[set];
   int* const noted = all_noted + set * 2 * Keys::kPlaces;
   const int group = int(blockIdx.y), n = int(blockIdx.z), of_block = int(blockIdx.x) * kRows<D>;
@@ -655,27 +655,31 @@ STRATA_KERNEL __launch_bounds__(kBlock* kSets<D>)
     start_tile<D, kRows<D>>(values, kv + of_keys + of.value(group), of.width(), of_block, of.keys());
   const uint32_t rows = uint32_t(at.warp * 16 * M * kRowBytes<D>) + place_a<D>(at.lane);
   typename Keys::template SeenBy<M> seen(of, n, first);
-  const int heads_end = (group + 1) * s.per_group(), of_head = (end - begin + N - 1) / N,
-            rounds = of_head > 0 ? (of_head * s.per_group() + kSets<D> - 1) / kSets<D> : 0;
+  const int heads_end = (group + 1) * s.per_group();
   int head = group * s.per_group(), query = begin;
-  const auto advance = [&](int tiles) {
-    for (query += tiles * N; query >= end && head < heads_end; ++head) query -= of_head * N;
+  const auto advance = [&](int& head, int& query, int tiles) {
+    for (; tiles > 0; --tiles) {
+      const bool ends = query + N >= end;
+      head += ends ? 1 : 0, query = ends ? begin : query + N;
+    }
   };
-  if (rounds > 0) {
-    advance(set);
-    if (head < heads_end) start(head, query, 0);
-  }
+  advance(head, query, set);
+  if (head < heads_end) start(head, query, 0);
   commit_copies();
   wait_copies<0>();
   __syncthreads();
   float dk[M][D / 8][4] = {}, dv[M][D / 8][4] = {};
-  for (int round = 0; round < rounds; ++round) {
-    const int which = round & 1, round_head = head, round_query = query;
-    const bool there = head < heads_end;
-    advance(kSets<D>);
-    if (head < heads_end) start(head, query, which ^ 1);
+  // As long as the first set has a tile: the others, of which one may have none in the last round, stay for barriers.
+  const int a_head = begin < end ? (end - begin + N - 1) / N : 1,
+            rounds = (a_head * s.per_group() + kSets<D> - 1) / kSets<D>;
+  const auto goes_on = [&](int round) { return kSets<D> == 1 ? head < heads_end : round < rounds; };
+  for (int which = 0, round = 0; goes_on(round); which ^= 1, ++round) {
+    int next_head = head, next_query = query;
+    advance(next_head, next_query, kSets<D>);
+    if (next_head < heads_end) start(next_head, next_query, which ^ 1);
     commit_copies();
-    if (there) seen.look(round_query, noted + which * 2 * N);
+    const bool there = kSets<D> == 1 || head < heads_end;
+    if (there) seen.look(query, noted + which * 2 * N);
     if (there && seen.any()) {
       const SharedAddress tile = tiles + uint32_t(which * kQueryTile<D>);
       float p[M][N / 8][4], ds[M][N / 8][4];
@@ -684,7 +688,7 @@ STRATA_KERNEL __launch_bounds__(kBlock* kSets<D>)
       uint32_t kept[M] = {};
       if (!Keys::kApart && s.dropped.threshold > 0) {
 #pragma unroll
-        for (int m = 0; m < M; ++m) kept[m] = kept_of_keys<N>(s.dropped, n, round_head, round_query, first + 16 * m);
+        for (int m = 0; m < M; ++m) kept[m] = kept_of_keys<N>(s.dropped, n, head, query, first + 16 * m);
         drop<M, N>(ds, kept, s.dropped.factor);
       }
       float shift[N / 8][2];
@@ -709,8 +713,9 @@ STRATA_KERNEL __launch_bounds__(kBlock* kSets<D>)
     }
     wait_copies<0>();
     __syncthreads();
+    head = next_head, query = next_query;
   }
-  if constexpr (kSets < D >> 1) {  // where keys and tiles were: this thread's numbers are those of its fellow
+  if constexpr (kSets<D> != 1) {  // where keys and tiles were: this thread's numbers are those of its fellow
     constexpr int kEach = M * D / 8 * 4;
     static_assert(kSets<D> == 2 && 2 * kEach * kBlock * 4 <= kKeyShared<D>);
     float* const others = dynamic_shared<float>() + thread_of_set();
