@@ -74,6 +74,13 @@ PY
 "$strata" train config.toml --set run.directory=offloaded --set plugins.mixed_precision.dtype=bf16 --set plugins.offload.optimizer=host \
   --set plugins.offload.activations=nvme --set plugins.offload.directory=. --set plugins.offload.minimum=0 >out 2>&1 || fail "offload: $(cat out)"
 grep -q "waiting for NVMe" out || fail "offload shows no stalls: $(cat out)"
+# Updates on the host's threads are planned by what those reach, from the first plan on.
+XDG_CACHE_HOME=$work/new "$strata" plan config.toml --set plugins.offload.optimizer=host --set plugins.offload.minimum=0 --json >out 2>error &&
+  python3 - <<'PY' || fail "the host's memory is not measured: $(cat error)"
+import json
+rates = json.load(open("out"))["rates"]
+assert "host_memory" not in rates["assumed"] and rates["host_memory"] not in (0, 20e9), rates
+PY
 # Steps overlap then: the same losses as with a barrier after each.
 "$strata" train config.toml --set run.directory=ended --set run.checkpoint_every=1 --set plugins.mixed_precision.dtype=bf16 \
   --set plugins.offload.optimizer=host --set plugins.offload.activations=nvme --set plugins.offload.directory=. \

@@ -75,6 +75,14 @@ std::string machine_key(const RatesWanted& wanted) {
   if (wanted.ranks_here > 1) key += fmt::format(", one of {} ranks", wanted.ranks_here);
   return key;
 }
+// What updates on the host's threads beside a device reach; empty where there are none.
+std::string host_key(const RatesWanted& wanted) {
+  const auto on_host = [](const Op& op) { return op.stream == Stream::host; };
+  if (!is_asynchronous(wanted.backend) || !wanted.program ||
+      std::none_of(wanted.program->ops.begin(), wanted.program->ops.end(), on_host))
+    return "";
+  return fmt::format("{}, {} threads beside a device", machine_name(), std::max(1, wanted.host_threads));
+}
 std::string link_key(const RatesWanted& wanted, int ranks) {
   return fmt::format("{}, {} ranks, {} here, by {}", machine_name(), ranks, std::min(ranks, wanted.ranks_here),
                      wanted.provider);
@@ -245,6 +253,7 @@ class Inquiry {
         asynchronous_(is_asynchronous(wanted.backend)),
         cache_(cache),
         machine_(machine_key(wanted)),
+        host_(host_key(wanted)),
         disks_(disk_keys(wanted)),
         axes_(exchanged_over(wanted)) {}
 
@@ -310,6 +319,8 @@ class Inquiry {
   bool machine_due() const {  // a device that is not there cannot be measured, however often
     return figure_due(machine_, "flops") && wanted_.backend != "reference";
   }
+  // Of the machine that has the device: of another's host nothing is known here.
+  bool host_due() const { return !host_.empty() && !machine_due() && figure_due(host_, "host_memory"); }
   bool disk_due(const std::string& disk) const { return !disk.empty() && figure_due(disk, "read"); }
   bool any_disk_due() const {
     return std::any_of(disks_.begin(), disks_.end(), [&](const std::string& disk) { return disk_due(disk); });
@@ -341,7 +352,7 @@ class Inquiry {
 
   bool anything_due() const {
     const std::vector<int> sizes = links();
-    return machine_due() || any_disk_due() || !kernels_due().empty() ||
+    return machine_due() || host_due() || any_disk_due() || !kernels_due().empty() ||
            std::any_of(sizes.begin(), sizes.end(), [&](int ranks) { return link_due(ranks); });
   }
 
@@ -354,6 +365,8 @@ class Inquiry {
                                                 &Rates::launch, &Rates::peak, &Rates::half_peak}));
       }
     }
+    if (host_due())
+      cache_.add(host_, {{.name = "host_memory", .value = measure_triad_bandwidth(std::max(1, wanted_.host_threads))}});
     for (size_t d = 0; d < disks_.size(); ++d)
       if (disk_due(disks_[d])) try {
           cache_.add(disks_[d],
@@ -397,7 +410,7 @@ class Inquiry {
     take(cache_.of(machine_), rates);
     if (asynchronous_ && rates.assumed.contains("flops")) assume_device(rates);
     take_disks(rates);
-    if (asynchronous_) rates.assumed.erase("host_memory");
+    if (!host_.empty()) take(cache_.of(host_), rates);
     for (const Axis& axis : axes_) {
       Link& link = rates.links[axis.name];
       link.ranks = axis.size;
@@ -463,7 +476,7 @@ class Inquiry {
   const RatesWanted& wanted_;
   const bool asynchronous_;
   RatesCache& cache_;
-  std::string machine_;
+  std::string machine_, host_;
   std::vector<std::string> disks_;  // by directory: what its rates are kept by
   std::vector<Axis> axes_;
   double began_ = 0;
