@@ -97,8 +97,8 @@ struct Gemm::Plan {
   cublasLtMatmulDesc_t what = nullptr;
   cublasLtMatrixLayout_t a = nullptr, b = nullptr, c = nullptr;
   cublasLtMatmulAlgo_t algorithm;
-  // Products of one shape share a plan, and ranks that are threads multiply at once: from where pointers are put into the
-  // descriptor until cuBLASLt has read them, it is one product's.
+  // Products of one shape share a plan, and ranks that are threads multiply at once: from where pointers are put into
+  // the descriptor until cuBLASLt has read them, it is one product's.
   mutable std::mutex mutex;
 
   cublasStatus_t run(const GemmShape& s, const cublasLtMatmulAlgo_t& with, const GemmMemory& at, void* queue) const {

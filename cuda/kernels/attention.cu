@@ -164,7 +164,7 @@ Launch bind_gradient(const Binding& b) {
             d_qkv = b.out<Half>(0), dots = b.workspace<float>(), queue = b.queue()] {
       launch(flash::query_gradient<Half, D, flash::OwnKeys>, dim3(tiles, heads, batch), flash::kBlock,
              flash::kQueryShared<D>, queue, d_out, qkv, qkv, out, lse, dots, d_qkv, false, flash::OwnKeys{s});
-      launch(flash::key_gradient<Half, D, flash::OwnKeys>, dim3(tiles, groups, batch), flash::kBlock * flash::kSets<D>,
+      launch(flash::key_gradient<Half, D, flash::OwnKeys>, dim3(tiles, groups, batch), flash::kBlock,
              flash::kKeyShared<D>, queue, d_out, qkv, qkv, lse, dots, d_qkv, flash::OwnKeys{s});
     };
   });

@@ -152,7 +152,7 @@ struct ApartKeys {
   }
   STRATA_DEVICE int end_of_queries(int, int, int) const { return s.time; }
   STRATA_DEVICE void note_queries(int* to, int n, int query) const {
-    const int i = flash::thread_of_set();
+    const int i = int(threadIdx.x);
     if (i < kQueries) to[i] = b.query_at(there(query + i)), to[kQueries + i] = b.begin(n, there(query + i));
   }
   template <int M>
@@ -412,7 +412,7 @@ Launch bind_gradient(const Binding& b) {
         clear_others();
         launch(flash::query_gradient<Half, D, ApartKeys>, dim3(by_query, heads, batch), flash::kBlock,
                flash::kQueryShared<D>, queue, d_out, qkv, kv, out, lse, dots, d_qkv, onto, ApartKeys(block));
-        launch(flash::key_gradient<Half, D, ApartKeys>, dim3(by_key, groups, batch), flash::kBlock * flash::kSets<D>,
+        launch(flash::key_gradient<Half, D, ApartKeys>, dim3(by_key, groups, batch), flash::kBlock,
                flash::kKeyShared<D>, queue, d_out, qkv, kv, lse, dots, d_kv, ApartKeys(block));
       };
     });

@@ -43,22 +43,16 @@ constexpr int kKeyTile = 2 * kKeys* kRowBytes<D>;  // bytes, with the values
 template <int D>
 constexpr int kQueryTile = 2 * kQueries* kRowBytes<D>;  // with the slopes
 
-// Sets of kBlock threads, each over tiles of its own, that one block of keys' gradients has. A block walks over the
-// queries of all heads that share its keys: few blocks of many steps, the first of them twice the mean.
-template <int D>
-constexpr int kSets = D == 64 ? 1 : 2;
-
-STRATA_DEVICE int thread_of_set() { return int(threadIdx.x) % kBlock; }
 struct Lane {
-  int warp = thread_of_set() / 32, lane = int(threadIdx.x) % 32;
+  int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
   int g = lane / 4, t = lane % 4;
 };
 
-// A set starts the copy of rows [first, first + kCount) of a slice D wide; zeros from row `rows` on.
+// Starts the copy of rows [first, first + kCount) of a slice D wide; zeros from row `rows` on.
 template <int D, int kCount, class T>
 STRATA_DEVICE void start_tile(SharedAddress tile, const T* from, int64_t stride, int first, int rows) {
-  constexpr int kStep = kBlock * 8 / D;  // rows that are copied at once
-  const int row = thread_of_set() / (D / 8), column = thread_of_set() % (D / 8) * 8;
+  constexpr int kStep = kBlock * 8 / D;  // rows that a block copies at once
+  const int row = int(threadIdx.x) / (D / 8), column = int(threadIdx.x) % (D / 8) * 8;
   const T* source = from + int64_t(first + row) * stride + column;
   tile += uint32_t(row * kRowBytes<D> + column * 2);
 #pragma unroll
@@ -522,7 +516,7 @@ STRATA_DEVICE void slopes(Scores<M, N>& scores, Scores<M, N>& ds, const Sizes& s
 }
 
 template <int D>
-constexpr int kQueryStep = D == 64 ? 32 : 64;  // keys that a warp takes at once
+constexpr int kQueryStep = D == 64 ? 32 : 64;  // keys that a warp takes at once, as far as registers go
 template <int D>
 constexpr int kQueryShared = kKeyTile<D> + std::max(kKeyTile<D>, 2 * kRows<D> * kRowBytes<D>);
 
@@ -618,69 +612,52 @@ STRATA_KERNEL __launch_bounds__(kBlock) query_gradient(const T* d_out, const T* 
 }
 
 template <int D>
-constexpr int kKeyShared = 2 * kRows<D>* kRowBytes<D> + kSets<D> * 2 * kQueryTile<D>;
+constexpr int kKeyShared = 2 * kRows<D>* kRowBytes<D> + 2 * kQueryTile<D>;
 
-// Rows are keys here, and columns queries. Of the tiles, one after the other and head by head, set i has every
-// kSets-th from the i-th on; sums of the sets are added in their order at the end.
+// Rows are keys here, and columns queries.
 template <class T, int D, class Keys>
-STRATA_KERNEL __launch_bounds__(kBlock* kSets<D>)
+STRATA_KERNEL __launch_bounds__(kBlock)
     key_gradient(const T* d_out, const T* qkv, const T* kv, const float* lse, const float* dots, T* d_kv, Keys of) {
   constexpr int M = kTall<D>, N = kQueries;
-  __shared__ float all_statistics[kSets<D>][2][2][N];  // of the queries of two tiles of a set: lse, dots
-  __shared__ int all_noted[kSets<D> * 2 * Keys::kPlaces];
+  __shared__ float statistics[2][2][N];  // of the queries of two tiles: lse, dots
+  __shared__ int noted[2 * Keys::kPlaces];
   const Sizes& s = of.s;
   const Lane at;
-  const int set = kSets<D> == 1 ? 0 : int(threadIdx.x) / kBlock;
-  auto& statistics = all_statistics[set];
-  int* const noted = all_noted + set * 2 * Keys::kPlaces;
   const int group = int(blockIdx.y), n = int(blockIdx.z), of_block = int(blockIdx.x) * kRows<D>;
   const int first = of_block + at.warp * 16 * M;
   const int64_t width = int64_t(s.heads) * D, of_keys = int64_t(n) * of.keys() * of.width();
   const SharedAddress keys = shared_address(dynamic_shared<T>()), values = keys + uint32_t(kRows<D> * kRowBytes<D>),
-                      tiles = values + uint32_t(kRows<D> * kRowBytes<D> + set * 2 * kQueryTile<D>);
+                      tiles = values + uint32_t(kRows<D> * kRowBytes<D>);
   const int begin = of.first_query(of_block, kRows<D>), end = of.end_of_queries(n, of_block, kRows<D>);
   const auto start = [&](int head, int query, int which) {
     const SharedAddress to = tiles + uint32_t(which * kQueryTile<D>);
     start_tile<D, N>(to, qkv + int64_t(n) * s.time * s.width + s.query(head), s.width, query, s.time);
     start_tile<D, N>(to + uint32_t(kQueryTile<D> / 2), d_out + int64_t(n) * s.time * width + head * D, width, query,
                      s.time);
-    const int thread = thread_of_set(), i = thread % N;
-    if (thread < 2 * N)
-      copy_async<4>(shared_address(&statistics[which][thread / N][i]),
-                    (thread < N ? lse : dots) + (int64_t(n) * s.heads + head) * s.time + query + i, query + i < s.time);
+    const int i = int(threadIdx.x) % N;
+    if (threadIdx.x < 2 * N)
+      copy_async<4>(shared_address(&statistics[which][threadIdx.x / N][i]),
+                    (threadIdx.x < N ? lse : dots) + (int64_t(n) * s.heads + head) * s.time + query + i,
+                    query + i < s.time);
     of.note_queries(noted + which * 2 * N, n, query);
+    commit_copies();
   };
-  if (set == 0) start_tile<D, kRows<D>>(keys, kv + of_keys + of.key(group), of.width(), of_block, of.keys());
-  if (set == kSets<D> - 1)
-    start_tile<D, kRows<D>>(values, kv + of_keys + of.value(group), of.width(), of_block, of.keys());
+  start_tile<D, kRows<D>>(keys, kv + of_keys + of.key(group), of.width(), of_block, of.keys());
+  start_tile<D, kRows<D>>(values, kv + of_keys + of.value(group), of.width(), of_block, of.keys());
   const uint32_t rows = uint32_t(at.warp * 16 * M * kRowBytes<D>) + place_a<D>(at.lane);
   typename Keys::template SeenBy<M> seen(of, n, first);
   const int heads_end = (group + 1) * s.per_group();
   int head = group * s.per_group(), query = begin;
-  const auto advance = [&](int& head, int& query, int tiles) {
-    for (; tiles > 0; --tiles) {
-      const bool ends = query + N >= end;
-      head += ends ? 1 : 0, query = ends ? begin : query + N;
-    }
-  };
-  advance(head, query, set);
-  if (head < heads_end) start(head, query, 0);
-  commit_copies();
+  start(head, query, 0);
   wait_copies<0>();
   __syncthreads();
   float dk[M][D / 8][4] = {}, dv[M][D / 8][4] = {};
-  // As long as the first set has a tile: the others, of which one may have none in the last round, stay for barriers.
-  const int a_head = begin < end ? (end - begin + N - 1) / N : 1,
-            rounds = (a_head * s.per_group() + kSets<D> - 1) / kSets<D>;
-  const auto goes_on = [&](int round) { return kSets<D> == 1 ? head < heads_end : round < rounds; };
-  for (int which = 0, round = 0; goes_on(round); which ^= 1, ++round) {
-    int next_head = head, next_query = query;
-    advance(next_head, next_query, kSets<D>);
+  for (int which = 0; head < heads_end; which ^= 1) {
+    const bool ends = query + N >= end;
+    const int next_head = ends ? head + 1 : head, next_query = ends ? begin : query + N;
     if (next_head < heads_end) start(next_head, next_query, which ^ 1);
-    commit_copies();
-    const bool there = kSets<D> == 1 || head < heads_end;
-    if (there) seen.look(query, noted + which * 2 * N);
-    if (there && seen.any()) {
+    seen.look(query, noted + which * 2 * N);
+    if (seen.any()) {
       const SharedAddress tile = tiles + uint32_t(which * kQueryTile<D>);
       float p[M][N / 8][4], ds[M][N / 8][4];
       products<D, M, N, T>(p, tile + place_b<D>(at.lane), in_tile<D>(keys + rows));
@@ -714,20 +691,6 @@ STRATA_KERNEL __launch_bounds__(kBlock* kSets<D>)
     wait_copies<0>();
     __syncthreads();
     head = next_head, query = next_query;
-  }
-  if constexpr (kSets<D> != 1) {  // where keys and tiles were: this thread's numbers are those of its fellow
-    constexpr int kEach = M * D / 8 * 4;
-    static_assert(kSets<D> == 2 && 2 * kEach * kBlock * 4 <= kKeyShared<D>);
-    float* const others = dynamic_shared<float>() + thread_of_set();
-    const auto over = [&](auto body) {
-      each<M, D>(dk, [&](int m, int c, int i) { body(dk[m][c][i], others[((m * D / 8 + c) * 4 + i) * kBlock]); });
-      each<M, D>(dv,
-                 [&](int m, int c, int i) { body(dv[m][c][i], others[(kEach + (m * D / 8 + c) * 4 + i) * kBlock]); });
-    };
-    if (set == 1) over([](float mine, float& other) { other = mine; });
-    __syncthreads();
-    if (set == 1) return;
-    over([](float& mine, float other) { mine += other; });
   }
   float scale[M][2], one[M][2];
 #pragma unroll
