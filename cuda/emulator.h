@@ -11,6 +11,7 @@
 #include <functional>
 #include <memory>
 #include <new>
+#include <stdexcept>
 #include <utility>
 #include <vector>
 
@@ -76,8 +77,8 @@ class Emulator {
   }
   void* shared() { return reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(shared_.data()) + 127) / 128 * 128); }
   // Waits until every thread of the block, or of the warp, that has not ended is here.
-  void block_barrier() { wait(block_, live_); }
-  void warp_barrier() { wait(warps_[size_t(thread_index.x / 32)], warp_live_[size_t(thread_index.x / 32)]); }
+  void block_barrier() { wait(block_); }
+  void warp_barrier() { wait(warps_[size_t(thread_index.x / 32)]); }
   // What each lane of this warp gave, by lane; there until the next but one call.
   template <class T>
   const T* publish(const T& value) {
@@ -135,13 +136,20 @@ class Emulator {
     int groups = 0;
   };
   struct Barrier {
-    int arrived = 0;
+    int arrived = 0, live = 0;  // threads that are here, and that have not ended
     int64_t generation = 0;
+    void release_if_all() {
+      if (arrived < live || arrived == 0) return;
+      arrived = 0;
+      ++generation;
+    }
   };
   struct Fiber {
     std::byte* stack;    // below it a page that cannot be touched: a kernel that needs more ends there, not in the heap
     void* at = nullptr;  // where it stopped
     bool done = false;
+    const Barrier* waits = nullptr;  // until its generation is another than that
+    int64_t generation = 0;
     Fiber() {
       void* const memory = mmap(nullptr, kPage + kStack, PROT_READ | PROT_WRITE,
                                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_STACK, -1, 0);
@@ -153,7 +161,7 @@ class Emulator {
     Fiber(const Fiber&) = delete;
     // The first switch "returns" into entry, with the stack as a call leaves it.
     void start(void (*entry)()) {
-      done = false;
+      done = false, waits = nullptr;
       auto* top = reinterpret_cast<void**>((reinterpret_cast<uintptr_t>(stack) + kStack) / 16 * 16);
       *(top - 1) = nullptr;
       *(top - 2) = reinterpret_cast<void*>(entry);
@@ -162,55 +170,51 @@ class Emulator {
   };
   static constexpr size_t kPage = 4096, kStack = 256 << 10;
 
-  void wait(Barrier& barrier, const int& live) {
-    const int64_t generation = barrier.generation;
-    const dim3 me = thread_index;
-    if (++barrier.arrived >= live) {
-      barrier.arrived = 0;
-      ++barrier.generation;
-    } else {
-      while (barrier.generation == generation) {
-        strata_switch(&fibers_[me.x]->at, main_);
-        if (barrier.arrived >= live && barrier.generation == generation) {  // others ended meanwhile
-          barrier.arrived = 0;
-          ++barrier.generation;
-        }
-      }
+  void wait(Barrier& barrier) {
+    Fiber& me = *fibers_[thread_index.x];
+    ++barrier.arrived;
+    me.waits = &barrier, me.generation = barrier.generation;
+    barrier.release_if_all();
+    if (barrier.generation != me.generation) return;
+    strata_switch(&me.at, next());
+  }
+  // Where the next thread that may go on has stopped, which is the thread from now on; main_ where there is none.
+  void* next() {
+    for (unsigned n = 0, t = thread_index.x; n < block_size.x; ++n) {
+      t = t + 1 < block_size.x ? t + 1 : 0;
+      const Fiber& fiber = *fibers_[t];
+      if (fiber.done || (fiber.waits && fiber.waits->generation == fiber.generation)) continue;
+      thread_index = dim3(t);
+      return fiber.at;
     }
-    thread_index = me;
+    return main_;
   }
   static void entry() {
     Emulator& e = get();
     (*e.kernel_)();
     const unsigned t = e.thread_index.x;
     e.fibers_[t]->done = true;
-    --e.live_;
-    --e.warp_live_[t / 32];
-    strata_switch(&e.fibers_[t]->at, e.main_);
+    for (Barrier* barrier : {&e.block_, &e.warps_[t / 32]}) {
+      --barrier->live;
+      barrier->release_if_all();
+    }
+    strata_switch(&e.fibers_[t]->at, e.next());
   }
   void run_block(int block) {
     while (int(fibers_.size()) < block) fibers_.push_back(std::make_unique<Fiber>());
-    live_ = block;
-    block_ = {};
+    block_ = {.live = block};
     warps_.assign(size_t(block + 31) / 32, {});
-    warp_live_.assign(warps_.size(), 0);
     parity_.assign(size_t(block), 0);
     copies_.assign(size_t(block), {});
     for (auto& area : published_) area.resize(size_t(block + 31) / 32 * 32 * kPublished);
     for (auto& slots : slots_) slots.assign(size_t(block + 31) / 32 * 32, 0);
     for (int t = 0; t < block; ++t) {
-      ++warp_live_[size_t(t / 32)];
+      ++warps_[size_t(t / 32)].live;
       fibers_[size_t(t)]->start(entry);
     }
-    for (int left = block; left > 0;) {
-      left = 0;
-      for (int t = 0; t < block; ++t) {
-        if (fibers_[size_t(t)]->done) continue;
-        thread_index = dim3(unsigned(t), 0, 0);
-        strata_switch(&main_, fibers_[size_t(t)]->at);
-        left += !fibers_[size_t(t)]->done;
-      }
-    }
+    thread_index = dim3(unsigned(block) - 1);
+    strata_switch(&main_, next());
+    if (block_.live > 0) throw std::logic_error("a kernel's threads wait for each other for ever");
   }
 
   const std::function<void()>* kernel_ = nullptr;
@@ -219,8 +223,7 @@ class Emulator {
   std::vector<std::byte> shared_;
   Barrier block_;
   std::vector<Barrier> warps_;
-  int live_ = 0;
-  std::vector<int> warp_live_, parity_;
+  std::vector<int> parity_;
   std::vector<Copies> copies_;
   std::vector<uint64_t> slots_[2];
   static constexpr size_t kPublished = 64;
@@ -248,8 +251,10 @@ T __shfl_sync(unsigned, T value, int lane) {
   return Emulator::get().exchange(value, unsigned(lane));
 }
 inline unsigned __ballot_sync(unsigned, bool bit) {
+  const int* const of_lanes = Emulator::get().publish(int(bit));
   unsigned bits = 0;
-  for (unsigned lane = 0; lane < 32; ++lane) bits |= unsigned(Emulator::get().exchange(int(bit), lane)) << lane;
+  const unsigned lanes = Emulator::get().block_size.x - Emulator::get().thread_index.x / 32 * 32;
+  for (unsigned lane = 0; lane < std::min(32u, lanes); ++lane) bits |= unsigned(of_lanes[lane]) << lane;
   return bits;
 }
 inline unsigned atomicAdd(unsigned* to, unsigned x) { return std::exchange(*to, *to + x); }

@@ -4,37 +4,18 @@
 #include "cuda/bind.h"
 #include "cuda/elementwise.h"
 #include "cuda/philox.h"
+#include "plugins/adamw/adamw_rates.h"
 #include "strata/optimizer.h"
 
 namespace strata::cuda::adamw_kernels {
 namespace {
 
 constexpr int kBlock = 256, kEach = 8;
-constexpr int kBlocks = 1056;  // eight a multiprocessor of the largest GPUs; a block goes on where others have ended
-dim3 grid_of(int64_t count) { return dim3(std::min<unsigned>(kBlocks, blocks(count, kBlock * kEach))); }
-
 struct Settings : UpdateScalars {
   double beta1, beta2, epsilon;
   uint64_t m_stream, v_stream;
   GlobalIndex global;
 };
-
-// Numbers of a step in f64, made by one thread of a block: powers in f64 take a GPU longer than the rest of an update.
-struct Rates {
-  float step_size, root, decay;
-};
-// `gradient_scale`: what the first moment still lacks. `exponent`: of the second moment's correction.
-STRATA_DEVICE Rates rates_of(const Settings& s, double gradient_scale, double exponent) {
-  __shared__ Rates rates;
-  if (threadIdx.x == 0) {
-    const double rate = s.rate();
-    rates.step_size = float(rounded_product(rate, gradient_scale) / (1 - pow(s.beta1, s.step())));
-    rates.decay = float(1 - rounded_product(rate, s.weight_decay));
-  }
-  if (threadIdx.x == 32) rates.root = float(1 / sqrt(1 - pow(s.beta2, exponent)));
-  __syncthreads();
-  return rates;
-}
 
 // As to_bf16_stochastically, with 16 random bits.
 STRATA_DEVICE bf16 rounded(float x, uint32_t random) {
@@ -77,7 +58,7 @@ template <class Gradient, class Moment>
 STRATA_KERNEL __launch_bounds__(kBlock)
     update(float* parameter, const Gradient* gradient, Moment* m, Moment* v, int64_t count, Settings s) {
   if (s.skips()) return;
-  const Rates rates = rates_of(s, 1, s.step());
+  const AdamRates rates = adam_rates(s, 1, s.step());
   const float weight1 = float(1 - s.beta1), weight2 = float(1 - s.beta2), beta2 = float(s.beta2),
               epsilon = float(s.epsilon), factor = float(s.gradient_scale());
   for (int64_t i = (int64_t(blockIdx.x) * kBlock + threadIdx.x) * kEach; i < count;
@@ -116,8 +97,9 @@ const Registration kind("adamw", [](const Binding& b) -> Launch {
     const auto bind = [&](auto moment) -> Launch {
       using Moment = decltype(moment);
       return [=, p = u.parameter<float>(), g = u.gradient<Gradient>(), m = u.state<Moment>(0), v = u.state<Moment>(1),
-              n = u.count(),
-              queue = u.queue()] { launch(update<Gradient, Moment>, grid_of(n), kBlock, 0, queue, p, g, m, v, n, s); };
+              n = u.count(), queue = u.queue()] {
+        launch(update<Gradient, Moment>, adam_grid(blocks(n, kBlock * kEach)), kBlock, 0, queue, p, g, m, v, n, s);
+      };
     };
     return u.state(0).dtype == DType::f32 ? bind(float{}) : bind(bf16{});
   });
@@ -127,7 +109,7 @@ const Registration kind("adamw", [](const Binding& b) -> Launch {
 STRATA_KERNEL __launch_bounds__(kBlock) frozen_update(float* parameter, const float* exchanged, float* m,
                                                       const float* v, int64_t count, Settings s, double frozen) {
   if (s.skips()) return;
-  const Rates rates = rates_of(s, double(s.gradient_scale()), frozen);
+  const AdamRates rates = adam_rates(s, double(s.gradient_scale()), frozen);
   const float epsilon = float(s.epsilon);
   for (int64_t i = (int64_t(blockIdx.x) * kBlock + threadIdx.x) * kEach; i < count;
        i += int64_t(gridDim.x) * kBlock * kEach) {
@@ -150,8 +132,9 @@ const Registration frozen_kind("adamw_frozen", [](const Binding& b) -> Launch {
   const Attributes& a = u.attributes();
   const Settings s{u.scalars(), a.real("beta1"), a.real("beta2"), a.real("epsilon"), 0, 0, GlobalIndex(u.parameter())};
   return [=, p = u.parameter<float>(), g = u.gradient<float>(), m = u.state<float>(0), v = u.state<float>(1),
-          n = u.count(), frozen = double(a.integer("frozen")),
-          queue = u.queue()] { launch(frozen_update, grid_of(n), kBlock, 0, queue, p, g, m, v, n, s, frozen); };
+          n = u.count(), frozen = double(a.integer("frozen")), queue = u.queue()] {
+    launch(frozen_update, adam_grid(blocks(n, kBlock * kEach)), kBlock, 0, queue, p, g, m, v, n, s, frozen);
+  };
 });
 
 struct Contribution {

@@ -1,6 +1,7 @@
 // AdamW with 8-bit moments on the GPU: a block of threads decodes, updates and encodes one block of 256 elements; the
 // mathematics is in adamw8bit_kernel.h.
 #include "cuda/bind.h"
+#include "plugins/adamw/adamw_rates.h"
 #include "plugins/adamw8bit/adamw8bit_codec.h"
 #include "strata/optimizer.h"
 
@@ -25,11 +26,8 @@ struct Moments {
     second = float(s.beta2) * second + float(1 - s.beta2) * g * g;
   }
   STRATA_DEVICE Moments() : first(0), second(0) {}
-  STRATA_DEVICE void change(const Settings& s, float& parameter) const {
-    const double step = s.step(), rate = s.rate();
-    const float root = float(1 / sqrt(1 - pow(s.beta2, step)));
-    parameter = parameter * float(1 - rate * s.weight_decay) -
-                float(rate / (1 - pow(s.beta1, step))) * first / (sqrtf(second) * root + float(s.epsilon));
+  STRATA_DEVICE void change(const AdamRates& rates, float epsilon, float& parameter) const {
+    parameter = parameter * rates.decay - rates.step_size * first / (sqrtf(second) * rates.root + epsilon);
   }
   STRATA_DEVICE float size() const { return first < 0 ? -first : first; }
   STRATA_DEVICE void encode(float to_m, float to_v, uint8_t& m, uint8_t& v) const {
@@ -39,22 +37,25 @@ struct Moments {
 };
 
 STRATA_KERNEL update(float* parameter, const float* gradient, uint8_t* m, float* m_scale, uint8_t* v, float* v_scale,
-                     int64_t columns, int64_t of_row, Settings s) {
+                     int64_t columns, int64_t of_row, int64_t all, Settings s) {
   __shared__ float scratch[32];
   if (s.skips()) return;
-  const int64_t block = blockIdx.x, in_row = block % of_row * kBlock + threadIdx.x,
-                i = block / of_row * columns + in_row;
-  const bool there = in_row < columns;
-  Moments now;
-  if (there) {
-    now = Moments(s, gradient[i], m[i], m_scale[block], v[i], v_scale[block]);
-    now.change(s, parameter[i]);
-  }
-  const float to_m = block_max(now.size(), scratch), to_v = block_max(now.second, scratch);
-  if (there) now.encode(to_m, to_v, m[i], v[i]);
-  if (threadIdx.x == 0) {
-    m_scale[block] = to_m;
-    v_scale[block] = to_v;
+  const AdamRates rates = adam_rates(s, 1, s.step());
+  for (int64_t block = blockIdx.x; block < all; block += gridDim.x) {
+    const int64_t in_row = block % of_row * kBlock + threadIdx.x, i = block / of_row * columns + in_row;
+    const bool there = in_row < columns;
+    Moments now;
+    if (there) {
+      now = Moments(s, gradient[i], m[i], m_scale[block], v[i], v_scale[block]);
+      now.change(rates, float(s.epsilon), parameter[i]);
+    }
+    const float to_m = block_max(now.size(), scratch),
+                to_v = block_max(now.second, scratch);  // and all have read scales
+    if (there) now.encode(to_m, to_v, m[i], v[i]);
+    if (threadIdx.x == 0) {
+      m_scale[block] = to_m;
+      v_scale[block] = to_v;
+    }
   }
 }
 
@@ -81,11 +82,12 @@ STRATA_KERNEL largest(const float* gradient, const uint8_t* m, const float* m_sc
 STRATA_KERNEL update_part(float* parameter, const float* gradient, uint8_t* m, float* m_scale, uint8_t* v,
                           float* v_scale, const float* largest, Cut cut, Settings s) {
   if (s.skips()) return;
+  const AdamRates rates = adam_rates(s, 1, s.step());
   const int64_t block = blockIdx.x, in_row = cut.in_row(), i = cut.at(in_row);
   const float to_m = largest[block], to_v = largest[cut.of_moment + block];
   if (cut.has(in_row)) {
     const Moments now(s, gradient[i], m[i], m_scale[block], v[i], v_scale[block]);
-    now.change(s, parameter[i]);
+    now.change(rates, float(s.epsilon), parameter[i]);
     now.encode(to_m, to_v, m[i], v[i]);
   }
   __syncthreads();  // all have read the old scales
@@ -113,8 +115,8 @@ const Registration kind("adamw_8bit", [](const Binding& b) -> Launch {
                 columns = u.count() / std::max<int64_t>(1, rows);
   return [=, p = u.parameter<float>(), g = u.gradient<float>(), m = u.state<uint8_t>(0), ms = u.state<float>(1),
           v = u.state<uint8_t>(2), vs = u.state<float>(3), queue = u.queue()] {
-    const int64_t of_row = (columns + kBlock - 1) / kBlock;
-    launch(update, dim3(unsigned(rows * of_row)), kBlock, 0, queue, p, g, m, ms, v, vs, columns, of_row, s);
+    const int64_t of_row = (columns + kBlock - 1) / kBlock, all = rows * of_row;
+    launch(update, adam_grid(all), kBlock, 0, queue, p, g, m, ms, v, vs, columns, of_row, all, s);
   };
 });
 
