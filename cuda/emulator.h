@@ -68,9 +68,10 @@ class Emulator {
     grid_size = grid, block_size = dim3(unsigned(block));
     shared_.assign(size_t(shared) + 256, std::byte{0xFF});
     kernel_ = &kernel;
-    for (unsigned z = 0; z < grid.z; ++z)
-      for (unsigned y = 0; y < grid.y; ++y)
-        for (unsigned x = 0; x < grid.x; ++x) {
+    // The last block first: a GPU promises no order, and whoever relies on one gets this.
+    for (unsigned z = grid.z; z-- > 0;)
+      for (unsigned y = grid.y; y-- > 0;)
+        for (unsigned x = grid.x; x-- > 0;) {
           block_index = dim3(x, y, z);
           run_block(block);
         }

@@ -28,6 +28,7 @@ if ! nvidia-smi >/dev/null 2>&1 && grep -q '^STRATA_CUDA_CODE:STRING=$' "$1/CMak
   for file in *.ptx; do "$ptxas" -arch=sm_90 -O0 "$file" -o one.cubin || { echo "gpu_check: cuda.so has PTX that is wrong"; exit 1; }; done
 fi
 "$root/tools/gpu-check" bundle bundle.tar.xz --build "$1"
+expect 2 "no shape has one of these in its name: GPT-5." "$root/tools/gpu-check" run --bundle bundle.tar.xz --shape GPT-5
 (($(stat -c %s bundle.tar.xz) < 60 << 20))
 if nvidia-smi >/dev/null 2>&1; then
   "$root/tools/gpu-check" run --bundle bundle.tar.xz --quick

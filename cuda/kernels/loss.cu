@@ -1,5 +1,6 @@
-// The output layer with its cross-entropy: logits of a chunk of rows at a time, turned into their gradient where they
-// lie. Where an axis splits the vocabulary, what ranks exchange of each row instead (engine/ops/vocabulary_loss.cpp).
+// The output layer with its cross-entropy: logits of a few rows at a time, turned into their gradient where they lie or,
+// with 16 bits, beside those of the rows before. Where an axis splits the vocabulary, what ranks exchange of each row
+// instead (engine/ops/vocabulary_loss.cpp).
 #include <map>
 #include <memory>
 

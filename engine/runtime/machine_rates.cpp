@@ -81,7 +81,8 @@ std::string host_key(const RatesWanted& wanted) {
   if (!is_asynchronous(wanted.backend) || !wanted.program ||
       std::none_of(wanted.program->ops.begin(), wanted.program->ops.end(), on_host))
     return "";
-  return fmt::format("{}, {} threads beside a device", machine_name(), std::max(1, wanted.host_threads));
+  return fmt::format("{}, {} threads beside a device, one of {} ranks", machine_name(), std::max(1, wanted.host_threads),
+                     wanted.ranks_here);
 }
 std::string link_key(const RatesWanted& wanted, int ranks) {
   return fmt::format("{}, {} ranks, {} here, by {}", machine_name(), ranks, std::min(ranks, wanted.ranks_here),
@@ -365,8 +366,11 @@ class Inquiry {
                                                 &Rates::launch, &Rates::peak, &Rates::half_peak}));
       }
     }
-    if (host_due())
-      cache_.add(host_, {{.name = "host_memory", .value = measure_triad_bandwidth(std::max(1, wanted_.host_threads))}});
+    if (host_due()) {
+      const auto bandwidth = [&] { return measure_triad_bandwidth(std::max(1, wanted_.host_threads)); };
+      const Companions companions(companions_of(wanted_), bandwidth);
+      cache_.add(host_, {{.name = "host_memory", .value = bandwidth()}});
+    }
     for (size_t d = 0; d < disks_.size(); ++d)
       if (disk_due(disks_[d])) try {
           cache_.add(disks_[d],
