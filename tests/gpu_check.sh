@@ -13,6 +13,7 @@ for pair in 'libnccl.so.2 STRATA_NCCL\(nccl[A-Za-z]*\)' 'libcublasLt.so "cublasL
   there=$(nm -D --defined-only "$file" | sed 's/.* //; s/@.*//')
   for name in $(names "$pattern"); do grep -qx "$name" <<<"$there" || { echo "gpu_check: $file lacks $name"; exit 1; }; done
 done
+. "$root/tests/common.sh"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 cd "$work"

@@ -1,5 +1,5 @@
-// The output layer with its cross-entropy: logits of a few rows at a time, turned into their gradient where they lie or,
-// with 16 bits, beside those of the rows before. Where an axis splits the vocabulary, what ranks exchange of each row
+// The output layer with its cross-entropy: logits of a few rows at a time, turned into their gradient where they lie,
+// or with 16 bits beside that of rows before. Where an axis splits the vocabulary, what ranks exchange of each row
 // instead (engine/ops/vocabulary_loss.cpp).
 #include <map>
 #include <memory>

@@ -81,8 +81,8 @@ std::string host_key(const RatesWanted& wanted) {
   if (!is_asynchronous(wanted.backend) || !wanted.program ||
       std::none_of(wanted.program->ops.begin(), wanted.program->ops.end(), on_host))
     return "";
-  return fmt::format("{}, {} threads beside a device, one of {} ranks", machine_name(), std::max(1, wanted.host_threads),
-                     wanted.ranks_here);
+  return fmt::format("{}, {} threads beside a device, one of {} ranks", machine_name(),
+                     std::max(1, wanted.host_threads), wanted.ranks_here);
 }
 std::string link_key(const RatesWanted& wanted, int ranks) {
   return fmt::format("{}, {} ranks, {} here, by {}", machine_name(), ranks, std::min(ranks, wanted.ranks_here),
