@@ -30,5 +30,7 @@ void enqueue(void* stream, std::function<void()> work, std::function<bool()> rea
 bool copy_now(void* to, const void* from, size_t bytes);
 // Tells the runtime that an answer of `ready` may have changed.
 void look_again();
+// Changes under the runtime's lock what `ready` or work looks at, and tells.
+void change(const std::function<void()>& how);
 
 }  // namespace strata::cuda

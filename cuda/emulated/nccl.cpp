@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -38,7 +39,7 @@ struct Batch {
 struct Clique {
   int size = 0, joined = 0;
   std::vector<std::vector<Batch*>> arrived;  // by rank: batches at the head of streams, not done yet
-  bool aborted = false;
+  std::set<size_t> aborted;  // ranks: their operations end without having been, those of others go on waiting
 };
 
 std::mutex registry_mutex;
@@ -134,20 +135,20 @@ ncclResult_t close(Open& open) {
     if (part) batch->ranks.push_back(r);
   }
   const auto ready = [batch, clique, rank] {
-    if (!batch->arrived && !clique->aborted) {
+    if (!batch->arrived && !clique->aborted.contains(rank)) {
       batch->arrived = true;
       clique->arrived[rank].push_back(batch.get());
       strata::cuda::look_again();
     }
-    if (clique->aborted) return true;
+    if (clique->aborted.contains(rank)) return true;
     if (clique->arrived[rank].empty() || clique->arrived[rank].front() != batch.get()) return true;  // others ran it
     for (size_t r : batch->ranks)
       if (clique->arrived[r].empty()) return false;
     return true;
   };
   const auto work = [batch, clique, rank] {
-    if (!clique->aborted && !clique->arrived[rank].empty() && clique->arrived[rank].front() == batch.get())
-      run(*clique, *batch);
+    const auto& arrived = clique->arrived[rank];
+    if (!clique->aborted.contains(rank) && !arrived.empty() && arrived.front() == batch.get()) run(*clique, *batch);
     batch->arrived = false;
   };
   strata::cuda::enqueue(open.stream, work, ready);
@@ -188,8 +189,10 @@ ncclResult_t ncclCommDestroy(ncclComm_t comm) {
   return ncclSuccess;
 }
 ncclResult_t ncclCommAbort(ncclComm_t comm) {
-  comm->clique->aborted = true;
-  strata::cuda::look_again();
+  strata::cuda::change([&, rank = size_t(comm->rank)] {
+    comm->clique->aborted.insert(rank);
+    comm->clique->arrived[rank].clear();
+  });
   return ncclCommDestroy(comm);
 }
 ncclResult_t ncclCommGetAsyncError(ncclComm_t, ncclResult_t* state) {

@@ -183,6 +183,11 @@ void enqueue(void* stream, std::function<void()> work, std::function<bool()> rea
 }
 
 void look_again() { Runtime::get().changed.notify_all(); }
+void change(const std::function<void()>& how) {
+  const std::lock_guard lock(Runtime::get().mutex);
+  how();
+  look_again();
+}
 
 }  // namespace strata::cuda
 
