@@ -66,7 +66,7 @@ class Emulator {
   }
   void run(dim3 grid, int block, int shared, const std::function<void()>& kernel) {
     grid_size = grid, block_size = dim3(unsigned(block));
-    shared_.assign(size_t(shared) + 256, std::byte{0xFF});
+    shared_.assign(size_t(shared) + 2 * kSharedAlignment, std::byte{0xFF});
     kernel_ = &kernel;
     // The last block first: a GPU promises no order, and whoever relies on one gets this.
     for (unsigned z = grid.z; z-- > 0;)
@@ -76,7 +76,11 @@ class Emulator {
           run_block(block);
         }
   }
-  void* shared() { return reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(shared_.data()) + 127) / 128 * 128); }
+  // At a multiple of 128, not of 1024, as on a GPU where a block has static shared memory, too.
+  void* shared() {
+    const uintptr_t first = reinterpret_cast<uintptr_t>(shared_.data()) + kSharedAlignment - 1;
+    return reinterpret_cast<void*>(first / kSharedAlignment * kSharedAlignment + 128);
+  }
   // Waits until every thread of the block, or of the warp, that has not ended is here.
   void block_barrier() { wait(block_); }
   void warp_barrier() { wait(warps_[size_t(thread_index.x / 32)]); }
@@ -169,7 +173,7 @@ class Emulator {
       at = top - 8;
     }
   };
-  static constexpr size_t kPage = 4096, kStack = 256 << 10;
+  static constexpr size_t kPage = 4096, kStack = 256 << 10, kSharedAlignment = 1024;
 
   void wait(Barrier& barrier) {
     Fiber& me = *fibers_[thread_index.x];
@@ -235,6 +239,8 @@ template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), dim3 grid, int block, int shared, void* queue, Arguments... arguments) {
   enqueue(queue, [=] { Emulator::get().run(grid, block, shared, [=] { kernel(Parameters(arguments)...); }); });
 }
+
+inline int multiprocessors() { return 4; }
 
 template <class T>
 T* dynamic_shared() {

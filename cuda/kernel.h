@@ -35,6 +35,15 @@ void launch(void (*kernel)(Parameters...), dim3 grid, int block, int shared, voi
     throw Error(std::string("CUDA refuses to launch a kernel: ") + cudaGetErrorString(error) + ".", ExitCode::failed);
 }
 
+// Of the GPU in use.
+inline int multiprocessors() {
+  int device = 0, count = 0;
+  if (cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) != cudaSuccess)
+    throw Error("CUDA does not tell how many multiprocessors the device has.", ExitCode::failed);
+  return count;
+}
+
 template <class T>
 STRATA_DEVICE T* dynamic_shared() {
   extern __shared__ __align__(128) unsigned char strata_shared[];

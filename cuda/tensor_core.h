@@ -17,6 +17,7 @@ uint32_t pack(float low, float high) {
   return uint32_t(from_float<T>(low).bits) | uint32_t(from_float<T>(high).bits) << 16;
 }
 inline float fast_exp2(float x) { return std::exp2(x); }
+inline float fast_log2(float x) { return std::log2(x); }
 inline float fast_inverse(float x) { return 1 / x; }
 
 template <class T>
@@ -77,10 +78,16 @@ STRATA_DEVICE uint32_t pack<f16>(float low, float high) {
   return both;
 }
 
-// One instruction each, to 2^-22 and to 1 in 2^-23; beyond the range of f32 zero and infinity.
+// One instruction each, to 2^-22 (the logarithm beside 1: of itself) and to 1 in 2^-23; beyond the range of f32 zero and
+// infinity.
 STRATA_DEVICE float fast_exp2(float x) {
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+STRATA_DEVICE float fast_log2(float x) {
+  float result;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
   return result;
 }
 STRATA_DEVICE float fast_inverse(float x) {

@@ -136,10 +136,10 @@ Launch bind_forward(const Binding& b) {
   const auto fast = on_tensor_cores<T>(s, [&](auto zero, auto size) -> Launch {
     using Half = decltype(zero);
     constexpr int D = decltype(size)::value;
-    const dim3 grid(blocks(s.time, flash::kRows<D>), heads, batch);
+    const flash::Order order(blocks(s.time, flash::kRows<D>), heads, batch, 4 * D * int64_t(s.time));
     return [=, qkv = b.in<Half>(0), out = b.out<Half>(0), lse = b.out<float>(1), queue = b.queue()] {
-      launch(flash::forward<Half, D, flash::OwnKeys>, grid, flash::kBlock, flash::kForwardShared<D>, queue, qkv, qkv,
-             nullptr, nullptr, out, nullptr, lse, flash::OwnKeys{s});
+      launch(flash::forward<Half, D, flash::OwnKeys>, order.grid(), flash::kBlock, flash::kForwardShared<D>, queue, qkv,
+             qkv, nullptr, nullptr, out, nullptr, lse, flash::OwnKeys{s}, order);
     };
   });
   if (fast) return fast;
@@ -160,12 +160,14 @@ Launch bind_gradient(const Binding& b) {
     using Half = decltype(zero);
     constexpr int D = decltype(size)::value;
     const unsigned tiles = blocks(s.time, flash::kRows<D>);
+    const flash::Order by_query(tiles, heads, batch, 4 * D * int64_t(s.time)),
+        by_key(tiles, groups, batch, 4 * D * int64_t(s.time) * s.queries);
     return [=, d_out = b.in<Half>(0), qkv = b.in<Half>(1), out = b.in<Half>(2), lse = b.in<float>(3),
             d_qkv = b.out<Half>(0), dots = b.workspace<float>(), queue = b.queue()] {
-      launch(flash::query_gradient<Half, D, flash::OwnKeys>, dim3(tiles, heads, batch), flash::kBlock,
-             flash::kQueryShared<D>, queue, d_out, qkv, qkv, out, lse, dots, d_qkv, false, flash::OwnKeys{s});
-      launch(flash::key_gradient<Half, D, flash::OwnKeys>, dim3(tiles, groups, batch), flash::kBlock,
-             flash::kKeyShared<D>, queue, d_out, qkv, qkv, lse, dots, d_qkv, flash::OwnKeys{s});
+      launch(flash::query_gradient<Half, D, flash::OwnKeys>, by_query.grid(), flash::kBlock,
+             flash::kQueryShared<D>, queue, d_out, qkv, qkv, out, lse, dots, d_qkv, false, flash::OwnKeys{s}, by_query);
+      launch(flash::key_gradient<Half, D, flash::OwnKeys>, by_key.grid(), flash::kBlock,
+             flash::kKeyShared<D>, queue, d_out, qkv, qkv, lse, dots, d_qkv, flash::OwnKeys{s}, by_key);
     };
   });
   if (fast) return fast;

@@ -60,8 +60,8 @@ struct Block {
 // The same for kernels on tensor cores (flash::OwnKeys says what they ask): what is noted of a tile are positions.
 struct ApartKeys {
   static constexpr bool kApart = true;
-  static constexpr int kPlaces = 64, kNowhere = 0x7FFFFFFF;
-  static constexpr int kKeys = flash::kKeys, kQueries = flash::kQueries;
+  static constexpr int kPlaces = 128, kNowhere = 0x7FFFFFFF;
+  static constexpr int kKeys = flash::kKeys;
   Block b;
   Sizes s;
   explicit ApartKeys(const Block& b) : b(b), s(b.s) {}
@@ -89,12 +89,11 @@ struct ApartKeys {
     int position, at[M][2], from[M][2];
     const int* places = nullptr;
     int low = 0, high = 0;  // of the tile
-    STRATA_DEVICE Seen(const ApartKeys& k, int n, int first) {
+    STRATA_DEVICE Seen(const ApartKeys& k, int n, int first, flash::Span span) {
       const flash::Lane lane;
-      const int last = k.there(first + 16 * M - 1);
-      position = k.b.query_at(k.there(first)), highest = k.b.query_at(last), border = k.b.begin(n, last);
-      lowest = first < k.s.time ? k.b.begin(n, first) : kNowhere;
-      if (first >= k.s.time) highest = -1;
+      position = k.b.query_at(k.there(first)), border = k.b.begin(n, k.there(first + 16 * M - 1));
+      lowest = span.first < k.s.time ? k.b.begin(n, span.first) : kNowhere;
+      highest = span.first < k.s.time ? k.b.query_at(k.there(span.first + span.rows - 1)) : -1;
 #pragma unroll
       for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -140,53 +139,58 @@ struct ApartKeys {
     }
   };
   template <int M>
-  STRATA_DEVICE Seen<M> seen(int n, int first) const {
-    return Seen<M>(*this, n, first);
+  STRATA_DEVICE Seen<M> seen(int n, int first, flash::Span span) const {
+    return Seen<M>(*this, n, first, span);
   }
 
+  template <int N>
   STRATA_DEVICE int first_query(int first, int rows) const {
     const int low = b.lowest(first, rows);
     int q = 0;
-    while (q + kQueries < s.time && b.query_at(q + kQueries - 1) < low) q += kQueries;
+    while (q + N < s.time && b.query_at(q + N - 1) < low) q += N;
     return q;
   }
-  STRATA_DEVICE int end_of_queries(int, int, int) const { return s.time; }
-  STRATA_DEVICE void note_queries(int* to, int n, int query) const {
-    const int i = int(threadIdx.x);
-    if (i < kQueries) to[i] = b.query_at(there(query + i)), to[kQueries + i] = b.begin(n, there(query + i));
+  template <int>
+  STRATA_DEVICE int end_of_queries(int, int, int) const {
+    return s.time;
   }
-  template <int M>
+  template <int N>
+  STRATA_DEVICE void note_queries(int* to, int n, int query) const {
+    static_assert(2 * N <= kPlaces);
+    const int i = int(threadIdx.x);
+    if (i < N) to[i] = b.query_at(there(query + i)), to[N + i] = b.begin(n, there(query + i));
+  }
+  template <int M, int N>
   struct SeenBy {
     int at[M][2], low, high;
     bool there;
     const int* places = nullptr;
-    STRATA_DEVICE SeenBy(const ApartKeys& k, int, int first) : there(first < k.b.keys) {
+    STRATA_DEVICE SeenBy(const ApartKeys& k, int, int first, flash::Span span) : there(span.first < k.b.keys) {
       const flash::Lane lane;
-      low = kNowhere, high = -1;
+      const auto place = [&](int key) { return k.b.key_at(key < k.b.keys ? key : k.b.keys - 1); };
 #pragma unroll
       for (int m = 0; m < M; ++m)
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int key = first + 16 * m + lane.g + 8 * half;
-          at[m][half] = k.b.key_at(key < k.b.keys ? key : k.b.keys - 1);
-          low = min(low, at[m][half]), high = max(high, at[m][half]);
-        }
+        for (int half = 0; half < 2; ++half) at[m][half] = place(first + 16 * m + lane.g + 8 * half);
+      low = kNowhere, high = -1;
+      for (int i = lane.lane; i < span.rows; i += 32)
+        low = min(low, place(span.first + i)), high = max(high, place(span.first + i));
 #pragma unroll
-      for (int width = 4; width < 32; width *= 2) {
+      for (int width = 1; width < 32; width *= 2) {
         low = min(low, __shfl_xor_sync(0xFFFFFFFFu, low, width));
         high = max(high, __shfl_xor_sync(0xFFFFFFFFu, high, width));
       }
     }
     STRATA_DEVICE void look(int, const int* noted) { places = noted; }
-    STRATA_DEVICE bool any() const { return there && low <= places[kQueries - 1] && high >= places[kQueries]; }
-    STRATA_DEVICE bool all() const { return high <= places[0] && low >= places[2 * kQueries - 1]; }
-    STRATA_DEVICE void mask(flash::Scores<M, kQueries>& scores) const {
+    STRATA_DEVICE bool any() const { return there && low <= places[N - 1] && high >= places[N]; }
+    STRATA_DEVICE bool all() const { return high <= places[0] && low >= places[2 * N - 1]; }
+    STRATA_DEVICE void mask(flash::Scores<M, N>& scores) const {
       const flash::Lane lane;
 #pragma unroll
-      for (int c = 0; c < kQueries / 8; ++c)
+      for (int c = 0; c < N / 8; ++c)
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const int i = 8 * c + 2 * lane.t + e, query = places[i], begin = places[kQueries + i];
+          const int i = 8 * c + 2 * lane.t + e, query = places[i], begin = places[N + i];
 #pragma unroll
           for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -369,9 +373,10 @@ Launch bind_forward(const Binding& b) {
     const Launch on_cores = fast<T>(block, [&](auto half, auto size) -> Launch {
       constexpr int D = decltype(size)::value;
       using Half = decltype(half);
-      return [=, tiles = blocks(block.s.time, flash::kRows<D>), queue = b.queue()] {
-        launch(flash::forward<Half, D, ApartKeys>, dim3(tiles, heads, batch), flash::kBlock, flash::kForwardShared<D>,
-               queue, qkv, kv, before, lse_before, out, wide_out, lse, ApartKeys(block));
+      const flash::Order order(blocks(block.s.time, flash::kRows<D>), heads, batch, 4 * D * int64_t(block.keys));
+      return [=, queue = b.queue()] {
+        launch(flash::forward<Half, D, ApartKeys>, order.grid(), flash::kBlock, flash::kForwardShared<D>, queue, qkv,
+               kv, before, lse_before, out, wide_out, lse, ApartKeys(block), order);
       };
     });
     if (on_cores) return on_cores;
@@ -407,13 +412,15 @@ Launch bind_gradient(const Binding& b) {
     const Launch on_cores = fast<T>(block, [&](auto half, auto size) -> Launch {
       constexpr int D = decltype(size)::value;
       using Half = decltype(half);
-      return [=, by_query = blocks(block.s.time, flash::kRows<D>), by_key = blocks(block.keys, flash::kRows<D>),
-              queue = b.queue()] {
+      const flash::Order by_query(blocks(block.s.time, flash::kRows<D>), heads, batch, 4 * D * int64_t(block.keys)),
+          by_key(blocks(block.keys, flash::kRows<D>), groups, batch,
+                 4 * D * int64_t(block.s.time) * block.s.queries);
+      return [=, queue = b.queue()] {
         clear_others();
-        launch(flash::query_gradient<Half, D, ApartKeys>, dim3(by_query, heads, batch), flash::kBlock,
-               flash::kQueryShared<D>, queue, d_out, qkv, kv, out, lse, dots, d_qkv, onto, ApartKeys(block));
-        launch(flash::key_gradient<Half, D, ApartKeys>, dim3(by_key, groups, batch), flash::kBlock,
-               flash::kKeyShared<D>, queue, d_out, qkv, kv, lse, dots, d_kv, ApartKeys(block));
+        launch(flash::query_gradient<Half, D, ApartKeys>, by_query.grid(), flash::kBlock, flash::kQueryShared<D>,
+               queue, d_out, qkv, kv, out, lse, dots, d_qkv, onto, ApartKeys(block), by_query);
+        launch(flash::key_gradient<Half, D, ApartKeys>, by_key.grid(), flash::kBlock, flash::kKeyShared<D>, queue,
+               d_out, qkv, kv, lse, dots, d_kv, ApartKeys(block), by_key);
       };
     });
     if (on_cores) return on_cores;

@@ -1,0 +1,151 @@
+// Products that the four warps of a block make together (wgmma, on GPUs of compute capability 9.0 alone): PTX on a GPU,
+// their definition on the emulator. They run beside what follows, until wait_products; their sums and operands in
+// registers are not to be touched before. PTX specification, "Asynchronous warpgroup level matrix instructions".
+//
+// An operand in shared memory is a tile of rows of 64 numbers (128 bytes) at a multiple of 1024 bytes, of whose
+// addresses bits 4 to 6 are exchanged by bits 7 to 9: what would be at byte a lies at swizzled(a).
+#pragma once
+#include <type_traits>
+
+#include "cuda/tensor_core.h"
+
+namespace strata::cuda {
+
+STRATA_DEVICE SharedAddress swizzled(SharedAddress address) { return address ^ (address >> 3 & 0x70); }
+
+#ifdef STRATA_EMULATE
+
+// In tests one type takes these, the other the products of single warps.
+template <class T>
+constexpr bool kWarpgroups = std::is_same_v<T, bf16>;
+
+template <class T>
+float emulated_element(SharedAddress tile, int row, int column) {
+  return to_float(*reinterpret_cast<const T*>(swizzled(tile + uintptr_t(row) * 128 + uintptr_t(column) * 2)));
+}
+// This lane's sums: rows g and g + 8 of its warp's 16.
+template <class T, int N, class A>
+void emulated_products(float (*c)[4], A a, SharedAddress b, bool transposed, bool add) {
+  const int lane = int(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
+  for (int n = 0; n < N / 8; ++n)
+    for (int i = 0; i < 4; ++i) {
+      const int column = 8 * n + 2 * t + i % 2;
+      float sum = add ? c[n][i] : 0.0f;
+      for (int k = 0; k < 16; ++k)
+        sum += a(g + 8 * (i / 2), k) * (transposed ? emulated_element<T>(b, k, column) : emulated_element<T>(b, column, k));
+      c[n][i] = sum;
+    }
+}
+template <class T, int N>
+void group_mma(float (*c)[4], SharedAddress a, SharedAddress b, bool add) {
+  const int first = int(threadIdx.x) / 32 % 4 * 16;
+  emulated_products<T, N>(c, [&](int row, int k) { return emulated_element<T>(a, first + row, k); }, b, false, add);
+}
+template <class T, int N, bool kTransposed>
+void group_mma(float (*c)[4], const uint32_t (&a)[4], SharedAddress b, bool add) {
+  struct Registers {
+    uint32_t a[4];
+  };
+  const Registers* all = Emulator::get().publish(Registers{{a[0], a[1], a[2], a[3]}});
+  const auto element = [&](int row, int k) {
+    return to_float(T{uint16_t(all[row % 8 * 4 + k % 8 / 2].a[row / 8 + 2 * (k / 8)] >> (16 * (k % 2)))});
+  };
+  emulated_products<T, N>(c, element, b, kTransposed, add);
+}
+inline void begin_products() {}
+inline void commit_products() {}
+template <int kLeft>
+void wait_products() {}
+inline void keep_in_place(float&) {}
+inline void publish_to_products() {}
+
+#else
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+template <class T>
+constexpr bool kWarpgroups = true;
+#else
+template <class T>
+constexpr bool kWarpgroups = false;
+#endif
+
+// A tile for the unit that multiplies: where, 1024 bytes from eight rows to the next eight, swizzled by 128 bytes.
+STRATA_DEVICE uint64_t operand(SharedAddress tile) {
+  return uint64_t((tile & 0x3FFFF) >> 4) | uint64_t(1) << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
+}
+
+#define STRATA_FOUR(n) "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])
+#define STRATA_SUMS_32 STRATA_FOUR(0), STRATA_FOUR(1), STRATA_FOUR(2), STRATA_FOUR(3)
+#define STRATA_SUMS_64 STRATA_SUMS_32, STRATA_FOUR(4), STRATA_FOUR(5), STRATA_FOUR(6), STRATA_FOUR(7)
+#define STRATA_NAMES_32 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define STRATA_NAMES_64 \
+  STRATA_NAMES_32 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define STRATA_PRODUCT(N, TYPE, A, B, ADD, TRANSPOSED)                                                           \
+  "{\n.reg .pred add;\nsetp.ne.b32 add, " ADD ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE \
+  " {" STRATA_NAMES_##N "}, " A ", " B ", add, 1, 1, " TRANSPOSED ";\n}"
+#define STRATA_OF_TILES(N, TYPE, A, B, ADD) \
+  asm volatile(STRATA_PRODUCT(N, TYPE, A, B, ADD, "0, 0") : STRATA_SUMS_##N : "l"(operand(a)), "l"(operand(b)), "r"(int(add)))
+#define STRATA_OF_ROWS(N, TYPE, A, B, ADD, TRANSPOSED)              \
+  asm volatile(STRATA_PRODUCT(N, TYPE, A, B, ADD, TRANSPOSED)       \
+               : STRATA_SUMS_##N                                    \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(operand(b)), "r"(int(add)), "n"(int(kTransposed)))
+
+// c (64, N) = [c +] A B, 16 deep. A: rows of a tile, 16 for each warp; B: rows of a tile, transposed.
+template <class T, int N>
+STRATA_DEVICE void group_mma(float (*c)[4], SharedAddress a, SharedAddress b, bool add) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  static_assert(N == 32 || N == 64);
+  constexpr bool kBf16 = std::is_same_v<T, bf16>;
+  if constexpr (N == 32 && kBf16) STRATA_OF_TILES(32, "bf16", "%16", "%17", "%18");
+  if constexpr (N == 32 && !kBf16) STRATA_OF_TILES(32, "f16", "%16", "%17", "%18");
+  if constexpr (N == 64 && kBf16) STRATA_OF_TILES(64, "bf16", "%32", "%33", "%34");
+  if constexpr (N == 64 && !kBf16) STRATA_OF_TILES(64, "f16", "%32", "%33", "%34");
+#endif
+}
+// A: fragments (tensor_core.h) of 16 rows of each warp; B: rows of a tile, transposed, or 16 rows of it as they are.
+template <class T, int N, bool kTransposed>
+STRATA_DEVICE void group_mma(float (*c)[4], const uint32_t (&a)[4], SharedAddress b, bool add) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  static_assert(N == 32 || N == 64);
+  constexpr bool kBf16 = std::is_same_v<T, bf16>;
+  if constexpr (N == 32 && kBf16) STRATA_OF_ROWS(32, "bf16", "{%16,%17,%18,%19}", "%20", "%21", "%22");
+  if constexpr (N == 32 && !kBf16) STRATA_OF_ROWS(32, "f16", "{%16,%17,%18,%19}", "%20", "%21", "%22");
+  if constexpr (N == 64 && kBf16) STRATA_OF_ROWS(64, "bf16", "{%32,%33,%34,%35}", "%36", "%37", "%38");
+  if constexpr (N == 64 && !kBf16) STRATA_OF_ROWS(64, "f16", "{%32,%33,%34,%35}", "%36", "%37", "%38");
+#endif
+}
+
+#undef STRATA_OF_ROWS
+#undef STRATA_OF_TILES
+#undef STRATA_PRODUCT
+#undef STRATA_NAMES_64
+#undef STRATA_NAMES_32
+#undef STRATA_SUMS_64
+#undef STRATA_SUMS_32
+#undef STRATA_FOUR
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+// Before products that read registers written since the last ones.
+STRATA_DEVICE void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+STRATA_DEVICE void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Until at most kLeft of the groups committed are under way.
+template <int kLeft>
+STRATA_DEVICE void wait_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
+}
+// Keeps what the compiler does with a sum on its side of what stands around this.
+STRATA_DEVICE void keep_in_place(float& sum) { asm volatile("" : "+f"(sum)::"memory"); }
+// What this thread has put into shared memory; before the barrier that lets products read it.
+STRATA_DEVICE void publish_to_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+#else
+STRATA_DEVICE void begin_products() {}
+STRATA_DEVICE void commit_products() {}
+template <int kLeft>
+STRATA_DEVICE void wait_products() {}
+STRATA_DEVICE void keep_in_place(float&) {}
+STRATA_DEVICE void publish_to_products() {}
+#endif
+
+#endif
+
+}  // namespace strata::cuda
