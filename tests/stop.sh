@@ -3,6 +3,8 @@
 # finished and saved, the exit code is 0, and the resumed run equals one that was never stopped, bit for bit.
 # stop.sh BUILD_FOLDER; STRATA_STOP_CASES says how many random cases, STRATA_STOP_SEED which.
 set -euo pipefail
+# What a caller ignores (nohup: SIGHUP) is ignored by all that it starts, and a shell cannot take that back.
+[[ ${STRATA_STOP_SIGNALS:-} ]] || STRATA_STOP_SIGNALS=default exec env --default-signal bash "$0" "$@"
 set -- "$(realpath "$1")"
 strata=$1/bin/strata
 work=$(mktemp -d)
