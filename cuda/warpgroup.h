@@ -1,4 +1,4 @@
-// Products that the four warps of a block make together (wgmma, on GPUs of compute capability 9.0 alone): PTX on a GPU,
+// Products that four warps make together (wgmma, on GPUs of compute capability 9.0 alone): PTX on a GPU,
 // their definition on the emulator. They run beside what follows, until wait_products; their sums and operands in
 // registers are not to be touched before. PTX specification, "Asynchronous warpgroup level matrix instructions".
 //
@@ -19,6 +19,11 @@ STRATA_DEVICE SharedAddress swizzled(SharedAddress address) { return address ^ (
 template <class T>
 constexpr bool kWarpgroups = std::is_same_v<T, bf16>;
 
+template <class T, class Kernel>
+bool in_warpgroups(Kernel*) {
+  return kWarpgroups<T>;
+}
+
 template <class T>
 float emulated_element(SharedAddress tile, int row, int column) {
   return to_float(*reinterpret_cast<const T*>(swizzled(tile + uintptr_t(row) * 128 + uintptr_t(column) * 2)));
@@ -32,17 +37,19 @@ void emulated_products(float (*c)[4], A a, SharedAddress b, bool transposed, boo
       const int column = 8 * n + 2 * t + i % 2;
       float sum = add ? c[n][i] : 0.0f;
       for (int k = 0; k < 16; ++k)
-        sum += a(g + 8 * (i / 2), k) * (transposed ? emulated_element<T>(b, k, column) : emulated_element<T>(b, column, k));
+        sum += a(g + 8 * (i / 2), k) *
+               (transposed ? emulated_element<T>(b, k, column) : emulated_element<T>(b, column, k));
       c[n][i] = sum;
     }
 }
 template <class T, int N>
-void group_mma(float (*c)[4], SharedAddress a, SharedAddress b, bool add) {
-  const int first = int(threadIdx.x) / 32 % 4 * 16;
-  emulated_products<T, N>(c, [&](int row, int k) { return emulated_element<T>(a, first + row, k); }, b, false, add);
+void group_mma(float (*c)[4], SharedAddress a, uint32_t a_at, SharedAddress b, uint32_t b_at, bool add) {
+  const int first = int(threadIdx.x) / 32 % 4 * 16;  // of its warp
+  emulated_products<T, N>(
+      c, [&](int row, int k) { return emulated_element<T>(a + a_at, first + row, k); }, b + b_at, false, add);
 }
 template <class T, int N, bool kTransposed>
-void group_mma(float (*c)[4], const uint32_t (&a)[4], SharedAddress b, bool add) {
+void group_mma(float (*c)[4], const uint32_t (&a)[4], SharedAddress b, uint32_t b_at, bool add) {
   struct Registers {
     uint32_t a[4];
   };
@@ -50,7 +57,7 @@ void group_mma(float (*c)[4], const uint32_t (&a)[4], SharedAddress b, bool add)
   const auto element = [&](int row, int k) {
     return to_float(T{uint16_t(all[row % 8 * 4 + k % 8 / 2].a[row / 8 + 2 * (k / 8)] >> (16 * (k % 2)))});
   };
-  emulated_products<T, N>(c, element, b, kTransposed, add);
+  emulated_products<T, N>(c, element, b + b_at, kTransposed, add);
 }
 inline void begin_products() {}
 inline void commit_products() {}
@@ -69,30 +76,45 @@ template <class T>
 constexpr bool kWarpgroups = false;
 #endif
 
-// A tile for the unit that multiplies: where, 1024 bytes from eight rows to the next eight, swizzled by 128 bytes.
-STRATA_DEVICE uint64_t operand(SharedAddress tile) {
-  return uint64_t((tile & 0x3FFFF) >> 4) | uint64_t(1) << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
+// Whether the code that this GPU runs of a kernel, on numbers of type T, has them.
+template <class T, class Kernel>
+bool in_warpgroups(Kernel* kernel) {
+  cudaFuncAttributes of;
+  const cudaError_t error = cudaFuncGetAttributes(&of, reinterpret_cast<const void*>(kernel));
+  if (error != cudaSuccess)
+    throw Error(std::string("CUDA does not have a kernel: ") + cudaGetErrorString(error) + ".", ExitCode::failed);
+  return of.ptxVersion == 90;
+}
+
+// What is `at` bytes, a constant, into a tile, for the unit that multiplies: where, 1024 bytes from eight rows to the
+// next eight, swizzled by 128 bytes.
+STRATA_DEVICE uint64_t operand(SharedAddress tile, uint32_t at) {
+  const uint32_t where = (tile >> 4 & 0x3FFF | 1 << 16) + (at >> 4);
+  return uint64_t(1024 >> 4 | 1 << 30) << 32 | where;
 }
 
 #define STRATA_FOUR(n) "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])
 #define STRATA_SUMS_32 STRATA_FOUR(0), STRATA_FOUR(1), STRATA_FOUR(2), STRATA_FOUR(3)
 #define STRATA_SUMS_64 STRATA_SUMS_32, STRATA_FOUR(4), STRATA_FOUR(5), STRATA_FOUR(6), STRATA_FOUR(7)
 #define STRATA_NAMES_32 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
-#define STRATA_NAMES_64 \
-  STRATA_NAMES_32 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define STRATA_PRODUCT(N, TYPE, A, B, ADD, TRANSPOSED)                                                           \
+#define STRATA_NAMES_64 STRATA_NAMES_32 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define STRATA_PRODUCT(N, TYPE, A, B, ADD, TRANSPOSED)                                                              \
   "{\n.reg .pred add;\nsetp.ne.b32 add, " ADD ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE \
   " {" STRATA_NAMES_##N "}, " A ", " B ", add, 1, 1, " TRANSPOSED ";\n}"
-#define STRATA_OF_TILES(N, TYPE, A, B, ADD) \
-  asm volatile(STRATA_PRODUCT(N, TYPE, A, B, ADD, "0, 0") : STRATA_SUMS_##N : "l"(operand(a)), "l"(operand(b)), "r"(int(add)))
-#define STRATA_OF_ROWS(N, TYPE, A, B, ADD, TRANSPOSED)              \
-  asm volatile(STRATA_PRODUCT(N, TYPE, A, B, ADD, TRANSPOSED)       \
-               : STRATA_SUMS_##N                                    \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(operand(b)), "r"(int(add)), "n"(int(kTransposed)))
+#define STRATA_OF_TILES(N, TYPE, A, B, ADD)               \
+  asm volatile(STRATA_PRODUCT(N, TYPE, A, B, ADD, "0, 0") \
+               : STRATA_SUMS_##N                          \
+               : "l"(operand(a, a_at)), "l"(operand(b, b_at)), "r"(int(add)))
+#define STRATA_OF_ROWS(N, TYPE, A, B, ADD, TRANSPOSED)                                             \
+  asm volatile(STRATA_PRODUCT(N, TYPE, A, B, ADD, TRANSPOSED)                                      \
+               : STRATA_SUMS_##N                                                                   \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(operand(b, b_at)), "r"(int(add)), \
+                 "n"(int(kTransposed)))
 
-// c (64, N) = [c +] A B, 16 deep. A: rows of a tile, 16 for each warp; B: rows of a tile, transposed.
+// c (64, N) = [c +] A B, 16 deep. A: rows of a tile, 16 for each warp; B: rows of a tile, transposed; from a constant
+// number of bytes into each on.
 template <class T, int N>
-STRATA_DEVICE void group_mma(float (*c)[4], SharedAddress a, SharedAddress b, bool add) {
+STRATA_DEVICE void group_mma(float (*c)[4], SharedAddress a, uint32_t a_at, SharedAddress b, uint32_t b_at, bool add) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   static_assert(N == 32 || N == 64);
   constexpr bool kBf16 = std::is_same_v<T, bf16>;
@@ -104,7 +126,7 @@ STRATA_DEVICE void group_mma(float (*c)[4], SharedAddress a, SharedAddress b, bo
 }
 // A: fragments (tensor_core.h) of 16 rows of each warp; B: rows of a tile, transposed, or 16 rows of it as they are.
 template <class T, int N, bool kTransposed>
-STRATA_DEVICE void group_mma(float (*c)[4], const uint32_t (&a)[4], SharedAddress b, bool add) {
+STRATA_DEVICE void group_mma(float (*c)[4], const uint32_t (&a)[4], SharedAddress b, uint32_t b_at, bool add) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   static_assert(N == 32 || N == 64);
   constexpr bool kBf16 = std::is_same_v<T, bf16>;

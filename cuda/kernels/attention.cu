@@ -136,11 +136,15 @@ Launch bind_forward(const Binding& b) {
   const auto fast = on_tensor_cores<T>(s, [&](auto zero, auto size) -> Launch {
     using Half = decltype(zero);
     constexpr int D = decltype(size)::value;
-    const flash::Order order(blocks(s.time, flash::kRows<D>), heads, batch, 4 * D * int64_t(s.time));
-    return [=, qkv = b.in<Half>(0), out = b.out<Half>(0), lse = b.out<float>(1), queue = b.queue()] {
-      launch(flash::forward<Half, D, flash::OwnKeys>, order.grid(), flash::kBlock, flash::kForwardShared<D>, queue, qkv,
-             qkv, nullptr, nullptr, out, nullptr, lse, flash::OwnKeys{s}, order);
-    };
+    const auto kernel = flash::forward<Half, D, flash::OwnKeys>;
+    return flash::with_tiling<Half, D>(kernel, [&](auto tiling) -> Launch {
+      using Tiles = decltype(tiling);
+      const flash::Order order(blocks(s.time, Tiles::kRows), heads, batch, 4 * D * int64_t(s.time));
+      return [=, qkv = b.in<Half>(0), out = b.out<Half>(0), lse = b.out<float>(1), queue = b.queue()] {
+        launch(kernel, order.grid(), flash::kBlock, Tiles::kForwardShared, queue, qkv, qkv, nullptr, nullptr, out,
+               nullptr, lse, flash::OwnKeys{s}, order);
+      };
+    });
   });
   if (fast) return fast;
   return with_drops(s, [&](auto drops) -> Launch {
@@ -159,16 +163,21 @@ Launch bind_gradient(const Binding& b) {
   const auto fast = on_tensor_cores<T>(s, [&](auto zero, auto size) -> Launch {
     using Half = decltype(zero);
     constexpr int D = decltype(size)::value;
-    const unsigned tiles = blocks(s.time, flash::kRows<D>);
-    const flash::Order by_query(tiles, heads, batch, 4 * D * int64_t(s.time)),
-        by_key(tiles, groups, batch, 4 * D * int64_t(s.time) * s.queries);
-    return [=, d_out = b.in<Half>(0), qkv = b.in<Half>(1), out = b.in<Half>(2), lse = b.in<float>(3),
-            d_qkv = b.out<Half>(0), dots = b.workspace<float>(), queue = b.queue()] {
-      launch(flash::query_gradient<Half, D, flash::OwnKeys>, by_query.grid(), flash::kBlock,
-             flash::kQueryShared<D>, queue, d_out, qkv, qkv, out, lse, dots, d_qkv, false, flash::OwnKeys{s}, by_query);
-      launch(flash::key_gradient<Half, D, flash::OwnKeys>, by_key.grid(), flash::kBlock,
-             flash::kKeyShared<D>, queue, d_out, qkv, qkv, lse, dots, d_qkv, flash::OwnKeys{s}, by_key);
-    };
+    const auto queries = flash::query_gradient<Half, D, flash::OwnKeys>;
+    const auto keys = flash::key_gradient<Half, D, flash::OwnKeys>;
+    return flash::with_tiling<Half, D>(queries, [&](auto tiling) -> Launch {
+      using Tiles = decltype(tiling);
+      const unsigned tiles = blocks(s.time, Tiles::kRows);
+      const flash::Order by_query(tiles, heads, batch, 4 * D * int64_t(s.time)),
+          by_key(tiles, groups, batch, 4 * D * int64_t(s.time) * s.queries);
+      return [=, d_out = b.in<Half>(0), qkv = b.in<Half>(1), out = b.in<Half>(2), lse = b.in<float>(3),
+              d_qkv = b.out<Half>(0), dots = b.workspace<float>(), queue = b.queue()] {
+        launch(queries, by_query.grid(), flash::kBlock, Tiles::kQueryShared, queue, d_out, qkv, qkv, out, lse, dots,
+               d_qkv, false, flash::OwnKeys{s}, by_query);
+        launch(keys, by_key.grid(), flash::kBlock, Tiles::kKeyShared, queue, d_out, qkv, qkv, lse, dots, d_qkv,
+               flash::OwnKeys{s}, by_key);
+      };
+    });
   });
   if (fast) return fast;
   const dim3 by_head(blocks(s.time, kWarps), heads, batch), by_group(blocks(s.time, kWarps), groups, batch);

@@ -78,9 +78,8 @@ struct Sizes {
     return soft_cap > 0 ? scale * (1 - score / soft_cap * (score / soft_cap)) : scale;
   }
   STRATA_DEVICE int per_group() const { return queries; }
-  STRATA_DEVICE int query(int head) const {
-    return (head / per_group() * (per_group() + 2) + head % per_group()) * size;
-  }
+  STRATA_DEVICE int query(int group, int of_group) const { return (group * (per_group() + 2) + of_group) * size; }
+  STRATA_DEVICE int query(int head) const { return query(head / per_group(), head % per_group()); }
   STRATA_DEVICE int key(int group) const { return (group * (per_group() + 2) + per_group()) * size; }
   STRATA_DEVICE int value(int group) const { return key(group) + size; }
 };

@@ -89,11 +89,12 @@ struct ApartKeys {
     int position, at[M][2], from[M][2];
     const int* places = nullptr;
     int low = 0, high = 0;  // of the tile
-    STRATA_DEVICE Seen(const ApartKeys& k, int n, int first, flash::Span span) {
+    STRATA_DEVICE Seen(const ApartKeys& k, int n, int first) {
       const flash::Lane lane;
-      position = k.b.query_at(k.there(first)), border = k.b.begin(n, k.there(first + 16 * M - 1));
-      lowest = span.first < k.s.time ? k.b.begin(n, span.first) : kNowhere;
-      highest = span.first < k.s.time ? k.b.query_at(k.there(span.first + span.rows - 1)) : -1;
+      const int last = k.there(first + 16 * M - 1);
+      position = k.b.query_at(k.there(first)), highest = k.b.query_at(last), border = k.b.begin(n, last);
+      lowest = first < k.s.time ? k.b.begin(n, first) : kNowhere;
+      if (first >= k.s.time) highest = -1;
 #pragma unroll
       for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -139,8 +140,8 @@ struct ApartKeys {
     }
   };
   template <int M>
-  STRATA_DEVICE Seen<M> seen(int n, int first, flash::Span span) const {
-    return Seen<M>(*this, n, first, span);
+  STRATA_DEVICE Seen<M> seen(int n, int first) const {
+    return Seen<M>(*this, n, first);
   }
 
   template <int N>
@@ -165,18 +166,19 @@ struct ApartKeys {
     int at[M][2], low, high;
     bool there;
     const int* places = nullptr;
-    STRATA_DEVICE SeenBy(const ApartKeys& k, int, int first, flash::Span span) : there(span.first < k.b.keys) {
+    STRATA_DEVICE SeenBy(const ApartKeys& k, int, int first) : there(first < k.b.keys) {
       const flash::Lane lane;
-      const auto place = [&](int key) { return k.b.key_at(key < k.b.keys ? key : k.b.keys - 1); };
+      low = kNowhere, high = -1;
 #pragma unroll
       for (int m = 0; m < M; ++m)
 #pragma unroll
-        for (int half = 0; half < 2; ++half) at[m][half] = place(first + 16 * m + lane.g + 8 * half);
-      low = kNowhere, high = -1;
-      for (int i = lane.lane; i < span.rows; i += 32)
-        low = min(low, place(span.first + i)), high = max(high, place(span.first + i));
+        for (int half = 0; half < 2; ++half) {
+          const int key = first + 16 * m + lane.g + 8 * half;
+          at[m][half] = k.b.key_at(key < k.b.keys ? key : k.b.keys - 1);
+          low = min(low, at[m][half]), high = max(high, at[m][half]);
+        }
 #pragma unroll
-      for (int width = 1; width < 32; width *= 2) {
+      for (int width = 4; width < 32; width *= 2) {
         low = min(low, __shfl_xor_sync(0xFFFFFFFFu, low, width));
         high = max(high, __shfl_xor_sync(0xFFFFFFFFu, high, width));
       }
@@ -373,11 +375,15 @@ Launch bind_forward(const Binding& b) {
     const Launch on_cores = fast<T>(block, [&](auto half, auto size) -> Launch {
       constexpr int D = decltype(size)::value;
       using Half = decltype(half);
-      const flash::Order order(blocks(block.s.time, flash::kRows<D>), heads, batch, 4 * D * int64_t(block.keys));
-      return [=, queue = b.queue()] {
-        launch(flash::forward<Half, D, ApartKeys>, order.grid(), flash::kBlock, flash::kForwardShared<D>, queue, qkv,
-               kv, before, lse_before, out, wide_out, lse, ApartKeys(block), order);
-      };
+      const auto kernel = flash::forward<Half, D, ApartKeys>;
+      return flash::with_tiling<Half, D>(kernel, [&](auto tiling) -> Launch {
+        using Tiles = decltype(tiling);
+        const flash::Order order(blocks(block.s.time, Tiles::kRows), heads, batch, 4 * D * int64_t(block.keys));
+        return [=, queue = b.queue()] {
+          launch(kernel, order.grid(), flash::kBlock, Tiles::kForwardShared, queue, qkv, kv, before, lse_before, out,
+                 wide_out, lse, ApartKeys(block), order);
+        };
+      });
     });
     if (on_cores) return on_cores;
     return with_drops(block.s, [&](auto drops) -> Launch {
@@ -412,16 +418,20 @@ Launch bind_gradient(const Binding& b) {
     const Launch on_cores = fast<T>(block, [&](auto half, auto size) -> Launch {
       constexpr int D = decltype(size)::value;
       using Half = decltype(half);
-      const flash::Order by_query(blocks(block.s.time, flash::kRows<D>), heads, batch, 4 * D * int64_t(block.keys)),
-          by_key(blocks(block.keys, flash::kRows<D>), groups, batch,
-                 4 * D * int64_t(block.s.time) * block.s.queries);
-      return [=, queue = b.queue()] {
-        clear_others();
-        launch(flash::query_gradient<Half, D, ApartKeys>, by_query.grid(), flash::kBlock, flash::kQueryShared<D>,
-               queue, d_out, qkv, kv, out, lse, dots, d_qkv, onto, ApartKeys(block), by_query);
-        launch(flash::key_gradient<Half, D, ApartKeys>, by_key.grid(), flash::kBlock, flash::kKeyShared<D>, queue,
-               d_out, qkv, kv, lse, dots, d_kv, ApartKeys(block), by_key);
-      };
+      const auto queries = flash::query_gradient<Half, D, ApartKeys>;
+      const auto keys = flash::key_gradient<Half, D, ApartKeys>;
+      return flash::with_tiling<Half, D>(queries, [&](auto tiling) -> Launch {
+        using Tiles = decltype(tiling);
+        const flash::Order by_query(blocks(block.s.time, Tiles::kRows), heads, batch, 4 * D * int64_t(block.keys)),
+            by_key(blocks(block.keys, Tiles::kRows), groups, batch, 4 * D * int64_t(block.s.time) * block.s.queries);
+        return [=, queue = b.queue()] {
+          clear_others();
+          launch(queries, by_query.grid(), flash::kBlock, Tiles::kQueryShared, queue, d_out, qkv, kv, out, lse, dots,
+                 d_qkv, onto, ApartKeys(block), by_query);
+          launch(keys, by_key.grid(), flash::kBlock, Tiles::kKeyShared, queue, d_out, qkv, kv, lse, dots, d_kv,
+                 ApartKeys(block), by_key);
+        };
+      });
     });
     if (on_cores) return on_cores;
     return with_drops(block.s, [&](auto drops) -> Launch {

@@ -25,7 +25,7 @@ struct QueryBlock {
   const T *query, *key, *value;
   STRATA_DEVICE QueryBlock(const T* qkv, const T* kv, const Keys& keys, const Order& order) {
     const Order::Place at = order.place();
-    head = at.head, n = at.n, first = (order.tiles - 1 - at.tile) * kRows<D>;
+    head = at.head, n = at.n, first = (order.tiles - 1 - at.tile) * TilingOf<T, D>::kRows;
     const Sizes& s = keys.s;
     query = qkv + int64_t(n) * s.time * s.width + s.query(head);
     const T* const base = kv + int64_t(n) * keys.keys() * keys.width();
@@ -33,34 +33,34 @@ struct QueryBlock {
   }
 };
 
-template <int D>
-constexpr int kKeyTile = 2 * tile_bytes<D>(kKeys);  // with the values
-
-// Calls body(k, keys, places) for each tile of keys that the block's queries look at, its values behind them, while the
-// next is on its way. What the caller has started to copy before is there when it calls before(), and may be where the
-// second tile comes. places: what was noted of the tile, of `noted` for two of them.
+// Calls body(k, keys, places, start_next) for each tile of keys that the block's queries look at, its values behind
+// them. start_next() lets the next one come, which body calls. What the caller has started to copy before is there when
+// it calls before(), and may be where the second tile comes. places: what was noted of the tile, of `noted` for two of
+// them.
 template <int D, class T, class Keys, class Before, class Body>
 STRATA_DEVICE void over_keys(SharedAddress tiles, int* noted, const QueryBlock<T, D, Keys>& block, const Keys& keys,
                              Before before, Body body) {
+  using Tiles = TilingOf<T, D>;
   const auto start = [&](int k, int which) {
-    const SharedAddress to = tiles + uint32_t(which * kKeyTile<D>);
+    const SharedAddress to = tiles + uint32_t(which * Tiles::kKeyTile);
     start_tile<D, kKeys>(to, block.key, keys.width(), k, keys.keys());
-    start_tile<D, kKeys>(to + uint32_t(tile_bytes<D>(kKeys)), block.value, keys.width(), k, keys.keys());
+    start_tile<D, kKeys>(to + uint32_t(Tiles::tile(kKeys)), block.value, keys.width(), k, keys.keys());
     keys.note_keys(noted + which * kKeys, k);
     commit_copies();
   };
-  int k = keys.first_tile(block.n, block.first, kRows<D>);
+  int k = keys.first_tile(block.n, block.first, Tiles::kRows);
   start(k, 0);
   wait_copies<0>();
   publish_to_products();
   __syncthreads();
   before();
   __syncthreads();
-  const int end = keys.end(block.first, kRows<D>);
+  const int end = keys.end(block.first, Tiles::kRows);
   for (int which = 0; k < end; which ^= 1) {
-    const int next = keys.next_tile(k, block.first, kRows<D>);
-    if (next < end) start(next, which ^ 1);
-    body(k, tiles + uint32_t(which * kKeyTile<D>), noted + which * kKeys);
+    const int next = keys.next_tile(k, block.first, Tiles::kRows);
+    body(k, tiles + uint32_t(which * Tiles::kKeyTile), noted + which * kKeys, [&] {
+      if (next < end) start(next, which ^ 1);
+    });
     wait_copies<0>();
     publish_to_products();
     __syncthreads();  // the next is there, and nobody reads this one
@@ -71,33 +71,30 @@ STRATA_DEVICE void over_keys(SharedAddress tiles, int* noted, const QueryBlock<T
 // Products of queries and keys bent to the cap.
 template <int M, int N>
 STRATA_DEVICE void bend_scores(Scores<M, N>& p, const Sizes& s) {
-  each<M, N>(p, [&, by = s.scale / s.soft_cap](int m, int c, int i) {
-    p[m][c][i] = s.soft_cap * bend(p[m][c][i] * by);
-  });
+  each<M, N>(p,
+             [&, by = s.scale / s.soft_cap](int m, int c, int i) { p[m][c][i] = s.soft_cap * bend(p[m][c][i] * by); });
 }
-
-template <int D>
-constexpr int kForwardShared = kAligned + 2 * kKeyTile<D>;
 
 // Goes on from the softmax of other keys, which gave `before` and `lse_before`, where there are such.
 // The result is in `wide` instead of `out` where that is not null.
 template <class T, int D, class Keys>
-STRATA_KERNEL __launch_bounds__(kBlock) forward(const T* qkv, const T* kv, const float* before, const float* lse_before,
-                                                T* out, float* wide, float* lse, Keys of, Order order) {
-  constexpr int M = kTall<D>, N = kKeys;
-  static_assert(tile_bytes<D>(kRows<D>) <= kKeyTile<D>);
+STRATA_KERNEL __launch_bounds__(kBlock, TilingOf<T, D>::kForwardBlocks)
+    forward(const T* qkv, const T* kv, const float* before, const float* lse_before, T* out, float* wide, float* lse,
+            Keys of, Order order) {
+  using Tiles = TilingOf<T, D>;
+  constexpr int M = Tiles::kTall, N = kKeys;
   __shared__ int noted[2 * Keys::kPlaces];
   const Sizes& s = of.s;
   const Lane at;
   const QueryBlock<T, D, Keys> block(qkv, kv, of, order);
   const int head = block.head, n = block.n, first = block.first + at.warp * 16 * M;
-  const SharedAddress tiles = first_tile_at(dynamic_shared<T>()), queries = tiles + uint32_t(kKeyTile<D>);
-  start_tile<D, kRows<D>>(queries, block.query, s.width, block.first, s.time);
-  typename Keys::template Seen<M> seen = of.template seen<M>(n, first, span_of<T, D>(block.first, first));
+  const SharedAddress tiles = first_tile_at(dynamic_shared<T>()), queries = tiles + uint32_t(Tiles::kOwnRows);
+  start_tile<D, Tiles::kRows>(queries, block.query, s.width, block.first, s.time);
+  typename Keys::template Seen<M> seen = of.template seen<M>(n, first);
   const float factor = s.soft_cap > 0 ? kLog2e : s.scale * kLog2e;
   const int64_t width = int64_t(s.heads) * D, of_rows = int64_t(n) * s.time * width + head * D,
                 of_head = (int64_t(n) * s.heads + head) * s.time;
-  uint32_t q[M][D / 16][4];
+  OwnRows<T, D> q;
   float o[M][D / 8][4] = {}, top[M][2], sum[M][2];
 #pragma unroll
   for (int m = 0; m < M; ++m) top[m][0] = top[m][1] = -kInfinity, sum[m][0] = sum[m][1] = 0;
@@ -117,13 +114,19 @@ STRATA_KERNEL __launch_bounds__(kBlock) forward(const T* qkv, const T* kv, const
       }
   }
   over_keys<D>(
-      tiles, noted, block, of,
-      [&] { load_fragments<kRows<D>, M, D>(q, queries + uint32_t(at.warp * M * 2048)); },
-      [&](int k, SharedAddress keys, const int* places) {
-        seen.template look<N>(k, places);
-        if (!seen.template any<N>()) return;
+      tiles, noted, block, of, [&] { q.read(queries); },
+      [&](int k, SharedAddress keys, const int* places, auto start_next) {
         float p[M][N / 8][4];
-        start_products<D, kKeys, T>(p, Held<M, D>{q}, keys);
+        if constexpr (kWarpgroups<T>) {  // all warps, whatever each sees
+          start_products<D, kKeys, T>(p, q.rows, keys);
+          start_next();
+          seen.template look<N>(k, places);
+        } else {
+          start_next();
+          seen.template look<N>(k, places);
+          if (!seen.template any<N>()) return;
+          start_products<D, kKeys, T>(p, q.rows, keys);
+        }
         finish<0, T>(p);
         if (s.soft_cap > 0) bend_scores<M, N>(p, s);
         if (!seen.template all<N>()) seen.template mask<N>(p);
@@ -156,7 +159,7 @@ STRATA_KERNEL __launch_bounds__(kBlock) forward(const T* qkv, const T* kv, const
           drop<M, N>(p, kept, s.dropped.factor);
         }
         start_sums<kKeys, N, T>(
-            o, [&](int m, int c, int i) { return p[m][c][i]; }, keys + uint32_t(tile_bytes<D>(kKeys)));
+            o, [&](int m, int c, int i) { return p[m][c][i]; }, keys + uint32_t(Tiles::tile(kKeys)));
         finish<0, T>(o);
       });
   float inverse[M][2];
@@ -192,16 +195,14 @@ STRATA_DEVICE void bend_slopes(Scores<M, N>& slopes, const Scores<M, N>& p, cons
   });
 }
 
-template <int D>
-constexpr int kQueryShared = kAligned + kKeyTile<D> + std::max(kKeyTile<D>, 2 * tile_bytes<D>(kRows<D>));
-
 // Makes `dots` too, which key_gradient reads: do · o of each row.
 template <class T, int D, class Keys>
-STRATA_KERNEL __launch_bounds__(kBlock) query_gradient(const T* d_out, const T* qkv, const T* kv, const T* out,
-                                                       const float* lse, float* dots, T* d_qkv, bool onto, Keys of,
-                                                       Order order) {
-  constexpr int M = kTall<D>, N = kQueryStep<D>;
-  __shared__ float means[kRows<D>];
+STRATA_KERNEL __launch_bounds__(kBlock, TilingOf<T, D>::kQueryBlocks)
+    query_gradient(const T* d_out, const T* qkv, const T* kv, const T* out, const float* lse, float* dots, T* d_qkv,
+                   bool onto, Keys of, Order order) {
+  using Tiles = TilingOf<T, D>;
+  constexpr int M = Tiles::kTall, N = Tiles::kStep, kRows = Tiles::kRows;
+  __shared__ float means[kRows];
   __shared__ int noted[2 * Keys::kPlaces];
   const Sizes& s = of.s;
   const Lane at;
@@ -210,15 +211,15 @@ STRATA_KERNEL __launch_bounds__(kBlock) query_gradient(const T* d_out, const T* 
   const int64_t width = int64_t(s.heads) * D, of_head = (int64_t(n) * s.heads + head) * s.time;
   const int64_t of_rows = int64_t(n) * s.time * width + head * D;
   unsigned char* const memory = dynamic_shared<unsigned char>();
-  const SharedAddress tiles = first_tile_at(memory), queries = tiles + uint32_t(kKeyTile<D>),
-                      gradients = queries + uint32_t(tile_bytes<D>(kRows<D>));
-  start_tile<D, kRows<D>>(queries, block.query, s.width, block.first, s.time);
-  start_tile<D, kRows<D>>(gradients, d_out + of_rows, width, block.first, s.time);
-  typename Keys::template Seen<M> seen = of.template seen<M>(n, first, span_of<T, D>(block.first, first));
-  uint32_t q[M][D / 16][4], g[M][D / 16][4];
+  const SharedAddress tiles = first_tile_at(memory), queries = tiles + uint32_t(Tiles::kOwnRows),
+                      gradients = queries + uint32_t(Tiles::tile(kRows));
+  start_tile<D, kRows>(queries, block.query, s.width, block.first, s.time);
+  start_tile<D, kRows>(gradients, d_out + of_rows, width, block.first, s.time);
+  typename Keys::template Seen<M> seen = of.template seen<M>(n, first);
+  OwnRows<T, D> q, g;
   float dq[M][D / 8][4] = {}, shift[M][2], mean[M][2];
   // The rows of `out`, D / 8 lanes a row, and what the lanes' own rows have: under way beside the copies.
-  constexpr int kReads = kRows<D> * D / 8 / kBlock;
+  constexpr int kReads = kRows * D / 8 / kBlock;
   Raw<T> made[kReads];
 #pragma unroll
   for (int j = 0; j < kReads; ++j) {
@@ -238,7 +239,8 @@ STRATA_KERNEL __launch_bounds__(kBlock) query_gradient(const T* d_out, const T* 
     for (int j = 0; j < kReads; ++j) {
       const int i = int(threadIdx.x) + j * kBlock, row = i / (D / 8), column = i % (D / 8) * 8;
       const int piece = column / 8;
-      const Raw<T> slope(reinterpret_cast<const T*>(slopes + piece / 8 * kRows<D> * 128 + row * 128), (piece ^ row) % 8 * 8, 64, true);
+      const Raw<T> slope(reinterpret_cast<const T*>(slopes + piece / 8 * kRows * 128 + row * 128),
+                         (piece ^ row) % 8 * 8, 64, true);
       float dot = 0;
 #pragma unroll
       for (int e = 0; e < 8; ++e) dot += made[j][e] * slope[e];
@@ -248,26 +250,27 @@ STRATA_KERNEL __launch_bounds__(kBlock) query_gradient(const T* d_out, const T* 
       means[row] = dot;
       if (block.first + row < s.time) dots[of_head + block.first + row] = dot;
     }
-    load_fragments<kRows<D>, M, D>(q, queries + uint32_t(at.warp * M * 2048));
-    load_fragments<kRows<D>, M, D>(g, gradients + uint32_t(at.warp * M * 2048));
+    q.read(queries);
+    g.read(gradients);
     __syncthreads();
 #pragma unroll
     for (int m = 0; m < M; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) mean[m][half] = means[first + 16 * m + at.g + 8 * half - block.first];
   };
-  over_keys<D>(tiles, noted, block, of, before, [&](int tile, SharedAddress keys, const int* places) {
+  over_keys<D>(tiles, noted, block, of, before, [&](int k, SharedAddress keys, const int* places, auto start_next) {
+    start_next();
 #pragma unroll 1
-    for (int k = tile; k < tile + kKeys; k += N, keys += uint32_t(N * 128), places += N) {
+    for (int step = 0; step < kKeys / N; ++step, k += N, keys += uint32_t(N * 128), places += N) {
       seen.template look<N>(k, places);
-      if (!seen.template any<N>()) continue;
+      if (!kWarpgroups<T> && !seen.template any<N>()) continue;
       float p[M][N / 8][4], ds[M][N / 8][4];
+      start_products<D, kKeys, T>(p, q.rows, keys);
+      start_products<D, kKeys, T>(ds, g.rows, keys + uint32_t(Tiles::tile(kKeys)));
       uint32_t kept[M] = {};
       if (!Keys::kApart && s.dropped.threshold > 0)
 #pragma unroll
         for (int m = 0; m < M; ++m) kept[m] = kept_of_queries<N>(s.dropped, n, head, first + 16 * m, k);
-      start_products<D, kKeys, T>(p, Held<M, D>{q}, keys);
-      start_products<D, kKeys, T>(ds, Held<M, D>{g}, keys + uint32_t(tile_bytes<D>(kKeys)));
       const auto shift_of = [&](int m, int, int i) { return shift[m][i / 2]; };
       finish<1, T>(p);
       probabilities<M, N>(
@@ -292,33 +295,30 @@ STRATA_KERNEL __launch_bounds__(kBlock) query_gradient(const T* d_out, const T* 
                    Keys::kApart && onto);
 }
 
-template <int D>
-constexpr int kQueryTile = 2 * tile_bytes<D>(kQueries<D>);  // with the slopes
-template <int D>
-constexpr int kKeyShared = kAligned + 2 * tile_bytes<D>(kRows<D>) + 2 * kQueryTile<D>;
-
 // Rows are keys here, and columns queries.
 template <class T, int D, class Keys>
-STRATA_KERNEL __launch_bounds__(kBlock)
-    key_gradient(const T* d_out, const T* qkv, const T* kv, const float* lse, const float* dots, T* d_kv, Keys of,
-                 Order order) {
-  constexpr int M = kTall<D>, N = kQueries<D>;
+STRATA_KERNEL __launch_bounds__(kBlock) key_gradient(const T* d_out, const T* qkv, const T* kv, const float* lse,
+                                                     const float* dots, T* d_kv, Keys of, Order order) {
+  using Tiles = TilingOf<T, D>;
+  constexpr int M = Tiles::kTall, N = Tiles::kQueries, kRows = Tiles::kRows;
   __shared__ float statistics[2][2][N];  // of the queries of two tiles: lse, dots
   __shared__ int noted[2 * Keys::kPlaces];
   const Sizes& s = of.s;
   const Lane at;
   const Order::Place place = order.place();
-  const int group = place.head, n = place.n, of_block = place.tile * kRows<D>;
+  const int group = place.head, n = place.n, of_block = place.tile * kRows;
   const int first = of_block + at.warp * 16 * M;
   const int64_t width = int64_t(s.heads) * D, of_keys = int64_t(n) * of.keys() * of.width();
-  const SharedAddress keys = first_tile_at(dynamic_shared<T>()), values = keys + uint32_t(tile_bytes<D>(kRows<D>)),
-                      tiles = values + uint32_t(tile_bytes<D>(kRows<D>));
-  const int begin = of.template first_query<N>(of_block, kRows<D>),
-            end = of.template end_of_queries<N>(n, of_block, kRows<D>);
+  const SharedAddress keys = first_tile_at(dynamic_shared<T>()), values = keys + uint32_t(Tiles::tile(kRows)),
+                      tiles = values + uint32_t(Tiles::tile(kRows));
+  const int begin = of.template first_query<N>(of_block, kRows),
+            end = of.template end_of_queries<N>(n, of_block, kRows);
+  const int heads_begin = group * s.per_group(), heads_end = heads_begin + s.per_group();
   const auto start = [&](int head, int query, int which) {
-    const SharedAddress to = tiles + uint32_t(which * kQueryTile<D>);
-    start_tile<D, N>(to, qkv + int64_t(n) * s.time * s.width + s.query(head), s.width, query, s.time);
-    start_tile<D, N>(to + uint32_t(kQueryTile<D> / 2), d_out + int64_t(n) * s.time * width + head * D, width, query,
+    const SharedAddress to = tiles + uint32_t(which * Tiles::kQueryTile);
+    start_tile<D, N>(to, qkv + int64_t(n) * s.time * s.width + s.query(group, head - heads_begin), s.width, query,
+                     s.time);
+    start_tile<D, N>(to + uint32_t(Tiles::kQueryTile / 2), d_out + int64_t(n) * s.time * width + head * D, width, query,
                      s.time);
     const int i = int(threadIdx.x) % N;
     if (threadIdx.x < 2 * N)
@@ -328,31 +328,45 @@ STRATA_KERNEL __launch_bounds__(kBlock)
     of.template note_queries<N>(noted + which * 2 * N, n, query);
     commit_copies();
   };
-  constexpr bool kOwned = kWarpgroups<T>;
-  start_tile<D, kRows<D>, kOwned>(keys, kv + of_keys + of.key(group), of.width(), of_block, of.keys());
-  start_tile<D, kRows<D>, kOwned>(values, kv + of_keys + of.value(group), of.width(), of_block, of.keys());
-  typename Keys::template SeenBy<M, N> seen(of, n, first, span_of<T, D>(of_block, first));
-  const int heads_end = (group + 1) * s.per_group();
-  int head = group * s.per_group(), query = begin;
+  start_tile<D, kRows>(keys, kv + of_keys + of.key(group), of.width(), of_block, of.keys());
+  start_tile<D, kRows>(values, kv + of_keys + of.value(group), of.width(), of_block, of.keys());
+  typename Keys::template SeenBy<M, N> seen(of, n, first);
+  int head = heads_begin, query = begin;
   start(head, query, 0);
   wait_copies<0>();
   publish_to_products();
   __syncthreads();
   float dk[M][D / 8][4] = {}, dv[M][D / 8][4] = {};
   for (int which = 0; head < heads_end; which ^= 1) {
-    const bool ends = query + N >= end;
-    const int next_head = ends ? head + 1 : head, next_query = ends ? begin : query + N;
-    if (next_head < heads_end) start(next_head, next_query, which ^ 1);
-    seen.look(query, noted + which * 2 * N);
-    if (seen.any()) {
-      const SharedAddress tile = tiles + uint32_t(which * kQueryTile<D>), slopes = tile + uint32_t(kQueryTile<D> / 2);
-      float p[M][N / 8][4], ds[M][N / 8][4];
+    const int this_head = head, this_query = query;
+    const auto start_next = [&] {
+      query += N;
+      if (query >= end) query = begin, ++head;
+      if (head < heads_end) start(head, query, which ^ 1);
+    };
+    const SharedAddress tile = tiles + uint32_t(which * Tiles::kQueryTile),
+                        slopes = tile + uint32_t(Tiles::kQueryTile / 2);
+    float p[M][N / 8][4], ds[M][N / 8][4];
+    const auto start_both = [&] {
+      start_products<D, N, T>(p, InTile<M, kRows>{keys}, tile);
+      start_products<D, N, T>(ds, InTile<M, kRows>{values}, slopes);
+    };
+    bool any = true;
+    if constexpr (kWarpgroups<T>) {
+      start_both();
+      start_next();
+      seen.look(this_query, noted + which * 2 * N);
+    } else {
+      start_next();
+      seen.look(this_query, noted + which * 2 * N);
+      any = seen.any();
+      if (any) start_both();
+    }
+    if (any) {
       uint32_t kept[M] = {};
       if (!Keys::kApart && s.dropped.threshold > 0)
 #pragma unroll
-        for (int m = 0; m < M; ++m) kept[m] = kept_of_keys<N>(s.dropped, n, head, query, first + 16 * m);
-      start_products<D, N, T>(p, InTile<M, D>{keys}, tile);
-      start_products<D, N, T>(ds, InTile<M, D>{values}, slopes);
+        for (int m = 0; m < M; ++m) kept[m] = kept_of_keys<N>(s.dropped, n, this_head, this_query, first + 16 * m);
       const auto of_query = [&](int which_of, int c, int i) {
         return statistics[which][which_of][8 * c + 2 * at.t + i % 2];
       };
@@ -384,7 +398,6 @@ STRATA_KERNEL __launch_bounds__(kBlock)
     wait_copies<0>();
     publish_to_products();
     __syncthreads();
-    head = next_head, query = next_query;
   }
   float scale[M][2], one[M][2];
 #pragma unroll

@@ -7,26 +7,17 @@
 
 namespace strata::cuda::flash {
 
-// Rows that skip a tile together, since none of them sees it: a warp's, or the block's where its warps multiply together.
-struct Span {
-  int first, rows;
-};
-template <class T, int D>
-STRATA_DEVICE Span span_of(int of_block, int of_warp) {
-  return kWarpgroups<T> ? Span{of_block, kRows<D>} : Span{of_warp, 16 * kTall<D>};
-}
-
 // Of the rows of a warp, from `first` on, what they see: masks are looked at in tiles at its borders only.
 template <int M>
 struct Seen {
-  int lowest, highest, border;  // columns that any row of the span sees, and from where on all of the warp's do
+  int lowest, highest, border;  // columns that any row sees, and from where on all of them do
   int first, from[M][2];        // the lane's own rows: begin
-  STRATA_DEVICE Seen(const Sizes& s, int n, int first, Span span) : first(first) {
+  STRATA_DEVICE Seen(const Sizes& s, int n, int first) : first(first) {
     const Lane at;
     const auto begin = [&](int row) { return s.begin(n, row < s.time ? row : s.time - 1); };
-    highest = span.first + span.rows - 1;
-    lowest = span.first < s.time ? begin(span.first) : highest + 1;
-    border = begin(first + 16 * M - 1);
+    highest = first + 16 * M - 1;
+    lowest = first < s.time ? begin(first) : highest + 1;
+    border = begin(highest);
 #pragma unroll
     for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -123,8 +114,8 @@ struct OwnKeys {
   STRATA_DEVICE int key(int group) const { return s.key(group); }
   STRATA_DEVICE int value(int group) const { return s.value(group); }
   template <int M>
-  STRATA_DEVICE Seen<M> seen(int n, int first, Span span) const {
-    return Seen<M>(s, n, first, span);
+  STRATA_DEVICE Seen<M> seen(int n, int first) const {
+    return Seen<M>(s, n, first);
   }
   // Tiles for queries [first, first + rows): from the first of them to an end, each after the other.
   STRATA_DEVICE int first_tile(int n, int first, int) const { return s.begin(n, first) / kKeys * kKeys; }
@@ -148,18 +139,15 @@ struct OwnKeys {
   struct SeenBy {
     const Sizes& s;
     int n, first, last;
-    Span span;
     int query = 0, behind = 0;  // the tile, and what the last of it sees
-    STRATA_DEVICE SeenBy(const OwnKeys& own, int n, int first, Span span)
-        : s(own.s), n(n), first(first), last(first + 16 * M - 1), span(span) {}
+    STRATA_DEVICE SeenBy(const OwnKeys& own, int n, int first)
+        : s(own.s), n(n), first(first), last(first + 16 * M - 1) {}
     // Queries from `time` on are zeros, as their slopes are: nothing comes of them.
     STRATA_DEVICE void look(int tile, const int*) {
       query = tile;
       behind = s.begin(n, tile + N <= s.time ? tile + N - 1 : s.time - 1);
     }
-    STRATA_DEVICE bool any() const {
-      return span.first < s.time && query + N > span.first && s.begin(n, query) < span.first + span.rows;
-    }
+    STRATA_DEVICE bool any() const { return first < s.time && query + N > first && s.begin(n, query) <= last; }
     STRATA_DEVICE bool all() const { return query >= last && behind <= first; }
     STRATA_DEVICE void mask(Scores<M, N>& scores) const {
       const Lane at;
@@ -180,8 +168,9 @@ struct OwnKeys {
 };
 
 // The order of blocks, each for a tile of a slice (a head, or a group of heads that share keys, of a sequence): those
-// with most to do first, so that the last ones end together; as many slices at a time as a GPU's cache holds the tensors
-// of. Where all blocks run at once, two a multiprocessor, the one with most to do shares it with the one with least.
+// with most to do first, so that the last ones end together; as many slices at a time as a GPU's cache holds the
+// tensors of. Where all blocks run at once, in pairs, two a multiprocessor, the one with most to do shares it with that
+// with least.
 struct Order {
   int tiles, heads, slices, at_once, fold = 0;
   Order(unsigned tiles, unsigned heads, unsigned batch, int64_t slice_bytes)

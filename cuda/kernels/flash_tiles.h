@@ -1,10 +1,13 @@
 // What attention on tensor cores is made of (flash_attention.h): tiles of rows in shared memory, which fragments of a
-// warp are products of, and the two ways to multiply them: each warp its own rows (mma), or the four warps of a block
-// together (wgmma, where warpgroup.h has it), which reads what is in shared memory once for all four.
+// warp are products of, and the two ways to multiply them: each warp its own rows (mma), or four warps together (wgmma,
+// where warpgroup.h has it), which reads what is in shared memory once for all four.
 //
 // A tile of R rows of D numbers is D / 64 times R rows of 64, swizzled as warpgroup.h says, at a multiple of 1024
 // bytes. So eight rows of a column of 16 bytes fall into different banks, and both ways read the same tile.
 #pragma once
+#include <algorithm>
+#include <type_traits>
+
 #include "cuda/kernels/attention.h"
 #include "cuda/raw.h"
 #include "cuda/warpgroup.h"
@@ -17,23 +20,38 @@ using attention_kernels::Sizes;
 constexpr int kWarps = 4, kBlock = 32 * kWarps;
 constexpr int kKeys = 64;  // of a tile that queries walk over
 constexpr float kLog2e = 1.4426950408889634f, kInfinity = __builtin_huge_valf();
-
-// Queries of a tile that keys walk over, tiles of 16 rows that a warp owns, and keys that gradients of queries take at
-// once, by what accumulators leave of 255 registers.
-template <int D>
-constexpr int kQueries = D == 64 ? 32 : 64;
-template <int D>
-constexpr int kTall = D == 64 ? 2 : 1;
-template <int D>
-constexpr int kQueryStep = D == 64 ? 32 : 64;
-template <int D>
-constexpr int kRows = 16 * kTall<D>* kWarps;
-
-template <int D>
-constexpr int tile_bytes(int rows) {
-  return rows * D * 2;
-}
 constexpr int kAligned = 1024;
+
+// How blocks divide the work of heads of D, by what accumulators leave of a thread's 255 registers and tiles of shared
+// memory.
+template <int D, bool kTogether>
+struct Tiling {
+  static constexpr int kTall = kTogether || D == 128 ? 1 : 2;    // tiles of 16 rows that a warp owns
+  static constexpr int kQueries = kTogether ? 64 : 32;           // of a tile that keys walk over
+  static constexpr int kStep = kTogether || D == 128 ? 64 : 32;  // keys that gradients of queries take at once
+  static constexpr int kRows = 16 * kTall * kWarps;
+
+  // Blocks that a multiprocessor is to have room for, where registers would else go to fewer.
+  static constexpr int kForwardBlocks = kTogether && D == 64 ? 4 : 1, kQueryBlocks = kTogether && D == 64 ? 3 : 1;
+
+  static constexpr int tile(int rows) { return rows * D * 2; }                       // bytes
+  static constexpr int kKeyTile = 2 * tile(kKeys), kQueryTile = 2 * tile(kQueries);  // with the values; with the slopes
+  // Of shared memory. Rows that warps keep in registers are where the second tile comes.
+  static constexpr int kForwardShared = kAligned + 2 * kKeyTile + (kTogether ? tile(kRows) : 0);
+  static constexpr int kQueryShared =
+      kAligned + kKeyTile + (kTogether ? kKeyTile + 2 * tile(kRows) : std::max(kKeyTile, 2 * tile(kRows)));
+  static constexpr int kKeyShared = kAligned + 2 * tile(kRows) + 2 * kQueryTile;
+  static constexpr int kOwnRows = kTogether ? 2 * kKeyTile : kKeyTile;  // where queries are, behind the first tile
+  static_assert(kTogether || tile(kRows) <= kKeyTile);
+};
+template <class T, int D>
+using TilingOf = Tiling<D, kWarpgroups<T>>;
+// On the host, that of the code which the GPU runs of a kernel: body(Tiling).
+template <class T, int D, class Kernel, class Body>
+Launch with_tiling(Kernel* kernel, Body&& body) {
+  return in_warpgroups<T>(kernel) ? body(Tiling<D, true>{}) : body(Tiling<D, false>{});
+}
+
 STRATA_DEVICE SharedAddress first_tile_at(const void* shared) {
   return (shared_address(shared) + (kAligned - 1)) & ~SharedAddress(kAligned - 1);
 }
@@ -43,30 +61,25 @@ struct Lane {
   int g = lane / 4, t = lane % 4;
 };
 
-// Starts the copy of rows [first, first + kCount) of a slice D wide; zeros from row `rows` on. Where warps multiply
-// together, product m takes rows 64 m + 16 w for warp w: kOwned says that they are to be those that the warp owns,
-// 16 (kTall w + m).
-template <int D, int kCount, bool kOwned = false, class T>
+// Starts the copy of rows [first, first + kCount) of a slice D wide; zeros from row `rows` on.
+template <int D, int kCount, class T>
 STRATA_DEVICE void start_tile(SharedAddress tile, const T* from, int64_t stride, int first, int rows) {
-  constexpr int kStep = kBlock * 8 / D;  // rows that a block copies at once
+  constexpr int kStep = kBlock * 8 / D;  // rows that are copied at once
   const int row = int(threadIdx.x) / (D / 8), column = int(threadIdx.x) % (D / 8);
   const T* source = from + int64_t(first + row) * stride + column * 8;
   tile += uint32_t(column / 8 * kCount * 128 + row * 128 + ((column ^ row) % 8) * 16);
 #pragma unroll
   for (int r = 0; r < kCount; r += kStep) {
-    const int tall = r / 16, place = kOwned ? (tall % kTall<D> * kWarps + tall / kTall<D>) * 16 + r % 16 : r;
-    copy_async<16>(tile + uint32_t(place * 128), source, first + row + r < rows);
+    copy_async<16>(tile + uint32_t(r * 128), source, first + row + r < rows);
     source += kStep * stride;
   }
 }
 
-template <int M, int D>
-using Fragments = uint32_t[M][D / 16][4];
 template <int M, int N>
 using Scores = float[M][N / 8][4];
 
 // Where a lane reads fragments of rows from `rows` on: A of rows and B of X, whose 16 rows are the depth (transposed),
-// and B of X^T, two tiles of 8 rows of X. Column k of 16, where tiles have kOf rows.
+// and B of X^T, two tiles of 8 rows of X. Column k of 16, where tiles have kOf rows: in bytes, and for a lane.
 STRATA_DEVICE SharedAddress place_a(SharedAddress rows) {
   const int lane = int(threadIdx.x) % 32;
   return rows + uint32_t(lane % 16 * 128 + (lane / 16 ^ lane % 8) * 16);
@@ -76,43 +89,54 @@ STRATA_DEVICE SharedAddress place_b(SharedAddress rows) {
   return rows + uint32_t((lane % 8 + lane / 16 * 8) * 128 + (lane / 8 % 2 ^ lane % 8) * 16);
 }
 template <int kOf>
+STRATA_DEVICE uint32_t column_at(int k) {
+  return uint32_t(k % 4 * 32 + k / 4 * kOf * 128);
+}
+template <int kOf>
 STRATA_DEVICE SharedAddress column(SharedAddress place, int k) {
   return (place ^ uint32_t(k % 4 * 32)) + uint32_t(k / 4 * kOf * 128);
 }
 
-// Reads 16 M rows from `rows` on.
-template <int kOf, int M, int D>
-STRATA_DEVICE void load_fragments(Fragments<M, D>& a, SharedAddress rows) {
-#pragma unroll
-  for (int m = 0; m < M; ++m)
-#pragma unroll
-    for (int k = 0; k < D / 16; ++k) load_matrices(a[m][k], column<kOf>(place_a(rows), k) + uint32_t(m * 2048), false);
-}
-
-// Left operands of products: 16 M rows of each warp, whose fragments are in registers, or which are in a tile of kRows
-// of the block's, where they lie as start_tile puts what is owned.
-template <int M, int D>
+// Left operands of products: the rows of each warp in a tile of the block's kOf, 16 M each …
+template <int M, int kOf>
+struct InTile {
+  SharedAddress tile;
+  STRATA_DEVICE void load(int m, int k, uint32_t (&to)[4]) const {
+    load_matrices(to, column<kOf>(place_a(tile), k) + uint32_t((Lane().warp * M + m) * 16 * 128), false);
+  }
+  template <class T, int N>
+  STRATA_DEVICE void multiply(float (*c)[4], int k, SharedAddress b, uint32_t b_at) const {
+    static_assert(M == 1 && kOf == 64);
+    group_mma<T, N>(c, tile, column_at<kOf>(k), b, b_at, k > 0);
+  }
+};
+// … and the same read from there into registers once.
+template <int M, int kOf, int D>
 struct Held {
-  const Fragments<M, D>& fragments;
+  uint32_t fragments[M][D / 16][4];
+  STRATA_DEVICE void read(SharedAddress tile) {
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+      for (int k = 0; k < D / 16; ++k) InTile<M, kOf>{tile}.load(m, k, fragments[m][k]);
+  }
   STRATA_DEVICE void load(int m, int k, uint32_t (&to)[4]) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) to[i] = fragments[m][k][i];
   }
-  template <class T, int N>
-  STRATA_DEVICE void multiply(float (*c)[4], int m, int k, SharedAddress b) const {
-    group_mma<T, N, false>(c, fragments[m][k], b, k > 0);
-  }
 };
-template <int M, int D>
-struct InTile {
-  SharedAddress tile;
-  STRATA_DEVICE void load(int m, int k, uint32_t (&to)[4]) const {
-    const int warp = int(threadIdx.x) / 32;
-    load_matrices(to, column<kRows<D>>(place_a(tile), k) + uint32_t((warp * M + m) * 2048), false);
-  }
-  template <class T, int N>
-  STRATA_DEVICE void multiply(float (*c)[4], int m, int k, SharedAddress b) const {
-    group_mma<T, N>(c, column<kRows<D>>(tile, k) + uint32_t(m * 64 * 128), b, k > 0);
+// What kernels that walk over keys multiply: held, but for products that warps make together. (Those would read
+// registers as well, but the compiler, ptxas 13.0, then puts what it packs for the next product over rows that it has
+// in registers for all of the loop.)
+template <class T, int D>
+struct OwnRows {
+  using Tiles = TilingOf<T, D>;
+  std::conditional_t<kWarpgroups<T>, InTile<Tiles::kTall, Tiles::kRows>, Held<Tiles::kTall, Tiles::kRows, D>> rows;
+  STRATA_DEVICE void read(SharedAddress tile) {
+    if constexpr (kWarpgroups<T>)
+      rows.tile = tile;
+    else
+      rows.read(tile);
   }
 };
 
@@ -134,9 +158,7 @@ STRATA_DEVICE void start_products(float (&c)[M][kN][4], const Rows& rows, Shared
   if constexpr (kWarpgroups<T>) {
     begin_products();
 #pragma unroll
-    for (int m = 0; m < M; ++m)
-#pragma unroll
-      for (int k = 0; k < D / 16; ++k) rows.template multiply<T, N>(c[m], m, k, column<kOf>(b_rows, k));
+    for (int k = 0; k < D / 16; ++k) rows.template multiply<T, N>(c[0], k, b_rows, column_at<kOf>(k));
     commit_products();
   } else {
 #pragma unroll
@@ -164,8 +186,8 @@ STRATA_DEVICE void start_products(float (&c)[M][kN][4], const Rows& rows, Shared
   }
 }
 
-// Starts sum (16 M, D) += p (16 M, N) as 16-bit numbers times the N rows from `rows` on, of a tile of kOf; what(m, c, i)
-// gives p. Not to be touched until finished.
+// Starts sum (16 M, D) += p (16 M, N) as 16-bit numbers times the N rows from `rows` on, of a tile of kOf; what(m, c,
+// i) gives p. Not to be touched until finished.
 template <int kOf, int N, class T, int M, int kD, class What>
 STRATA_DEVICE void start_sums(float (&sum)[M][kD][4], What what, SharedAddress rows) {
   uint32_t a[M][N / 16][4];
@@ -182,10 +204,8 @@ STRATA_DEVICE void start_sums(float (&sum)[M][kD][4], What what, SharedAddress r
 #pragma unroll
     for (int k = 0; k < N / 16; ++k)
 #pragma unroll
-      for (int m = 0; m < M; ++m)
-#pragma unroll
-        for (int n = 0; n < kD; n += 8)
-          group_mma<T, 64, true>(sum[m] + n, a[m][k], rows + uint32_t(n / 8 * kOf * 128 + k * 2048), true);
+      for (int n = 0; n < kD; n += 8)
+        group_mma<T, 64, true>(sum[0] + n, a[0][k], rows, uint32_t(n / 8 * kOf * 128 + k * 2048), true);
     commit_products();
   } else {
 #pragma unroll
