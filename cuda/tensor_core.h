@@ -78,7 +78,7 @@ STRATA_DEVICE uint32_t pack<f16>(float low, float high) {
   return both;
 }
 
-// One instruction each, to 2^-22 (the logarithm beside 1: of itself) and to 1 in 2^-23; beyond the range of f32 zero and
+// One instruction each, to 2^-22 (the logarithm: absolute near 1) and to 1 in 2^-23; beyond the range of f32 zero and
 // infinity.
 STRATA_DEVICE float fast_exp2(float x) {
   float result;
