@@ -63,6 +63,13 @@ TEST(Price, FollowsWhatTheKernelTook) {
   EXPECT_NEAR(seconds_of(op.view(), rates), 3 * 12e-3, 1e-9);
   rates.kernels = {{"add bf16", {{0, 12e6, 1}}}};  // another kernel's
   EXPECT_NEAR(seconds_of(op.view(), rates), 12e-3, 1e-9);
+  // Where nothing is known of a kernel, all of them reach less than the figures say; what is known stays.
+  rates.reach = 0.5, rates.launch = 1e-3;
+  EXPECT_NEAR(seconds_of(op.view(), rates), 1e-3 + 24e-3, 1e-9);
+  EXPECT_NEAR(seconds_of(OneOp("add", {{1000, 1000}, {1000, 1000}}, DType::f32, {}, Stream::host).view(), rates),
+              1e-3 + 24e-3, 1e-9);  // at half the memory's rate, as it was
+  rates.kernels["add f32"] = {{0, 12e6, 20e-3}};
+  EXPECT_DOUBLE_EQ(seconds_of(op.view(), rates), 20e-3);
 }
 
 // Formats of one kind take different times: what one took must not be believed of another.

@@ -87,7 +87,8 @@ const Json& member(const Json& json, const char* name) {
   return *found;
 }
 
-constexpr std::pair<const char*, double Rates::*> kSettings[] = {{"copy_latency", &Rates::copy_latency},
+constexpr std::pair<const char*, double Rates::*> kSettings[] = {{"reach", &Rates::reach},
+                                                                 {"copy_latency", &Rates::copy_latency},
                                                                  {"storage_latency", &Rates::storage_latency},
                                                                  {"processors", &Rates::processors},
                                                                  {"compute_threads", &Rates::compute_threads},
@@ -185,7 +186,9 @@ double seconds_of(const OpView& view, const Rates& rates) {
       const bool half = size_of(dtype_of(view)) == 2, on_host = stream == Stream::host;
       const std::vector<Sample>* samples = find(rates.kernels, kernel_name(view));
       const Cost cost = cost_of(view);
-      return samples ? seconds_by(*samples, cost, half, on_host, rates) : ideal_seconds(cost, half, on_host, rates);
+      if (samples) return seconds_by(*samples, cost, half, on_host, rates);
+      const double ideal = ideal_seconds(cost, half, on_host, rates);
+      return on_host ? ideal : rates.launch + (ideal - rates.launch) / rates.reach;
   }
 }
 

@@ -46,6 +46,7 @@ struct Rates {
   double launch = 2e-6;        // seconds an op takes at least
   double peak = 0;             // FLOP/s that nothing in f32 exceeds; 0: not known
   double half_peak = 0;        // the same of 16-bit numbers
+  double reach = 1;            // share of the first three that kernels on the compute stream without samples reach
   double copy_latency = 5e-6;  // seconds before the first byte
   double storage_latency = 150e-6;
   // Processors that this rank's ops share, and how many each takes; 0: a device's, which share none.
@@ -87,7 +88,7 @@ double seconds_by(const std::vector<Sample>& samples, const Cost& cost, bool hal
 double wire_bytes(const OpView& view, const Rates& rates);
 
 // Predicted seconds of one op on its stream, alone on the machine: a move by its tiers, an exchange by the link of its
-// axis, any other by samples of its kernel at the nearest cost, and where there are none by its cost alone.
+// axis, any other by samples of its kernel at the nearest cost, and where there are none by its cost and `reach` alone.
 double seconds_of(const OpView& view, const Rates& rates);
 // Seconds that an exchange waits beforehand for ranks that come late (stragglers): as in runs those of its kind over
 // its axis, of the nearest size; where there were none of its kind, the average of all; 0 where nothing ran, and for

@@ -247,6 +247,10 @@ void assume_device(Rates& rates) {
     rates.assumed.insert(name);
 }
 
+// Of what a device's largest products and copies reach, the share of all ops of a step: 0.52, 0.58 and 0.58 of GPT-2
+// 124M and 1.56B and Qwen2.5-1.5B on an H200. A kernel that has run says itself what it takes.
+constexpr double kReach = 0.55;
+
 class Inquiry {
  public:
   Inquiry(const RatesWanted& wanted, RatesCache& cache)
@@ -412,7 +416,12 @@ class Inquiry {
     for (const auto& [name, figure] : kFigures)
       if (figure != &Rates::launch) rates.assumed.insert(std::string(name));
     take(cache_.of(machine_), rates);
-    if (asynchronous_ && rates.assumed.contains("flops")) assume_device(rates);
+    if (asynchronous_) {
+      if (rates.assumed.contains("flops"))
+        assume_device(rates);
+      else
+        rates.reach = kReach;
+    }
     take_disks(rates);
     if (!host_.empty()) take(cache_.of(host_), rates);
     for (const Axis& axis : axes_) {
