@@ -148,7 +148,7 @@ class Emulator {
     bool done = false;
     const Barrier* waits = nullptr;  // until its generation is another than that
     int64_t generation = 0;
-    size_t number;
+    size_t number;  // among the block's threads
     explicit Fiber(size_t number) : number(number) {
       void* const memory = mmap(nullptr, kPage + kStack, PROT_READ | PROT_WRITE,
                                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_STACK, -1, 0);
@@ -158,11 +158,12 @@ class Emulator {
     }
     ~Fiber() { munmap(stack - kPage, kPage + kStack); }
     Fiber(const Fiber&) = delete;
-    // The first switch "returns" into entry, with the stack as a call leaves it. Stacks begin at different places within
-    // a page: at the same one, those of a warp would share a few sets of the processor's cache.
+    // The first switch "returns" into entry, with the stack as a call leaves it. Stacks begin at different places
+    // within a page: at the same one, those of a warp would share a few sets of the processor's cache.
     void start(void (*entry)()) {
       done = false, waits = nullptr;
-      auto* top = reinterpret_cast<void**>((reinterpret_cast<uintptr_t>(stack) + kStack - number * 320 % kPage) / 16 * 16);
+      const auto end = reinterpret_cast<uintptr_t>(stack) + kStack - number * 320 % kPage;
+      auto* top = reinterpret_cast<void**>(end / 16 * 16);
       *(top - 1) = nullptr;
       *(top - 2) = reinterpret_cast<void*>(entry);
       at = top - 8;

@@ -50,8 +50,8 @@ import functools, json, re, subprocess, sys
 @functools.cache
 def plan(budget):
     """Predicted seconds, share of the device lost and note; or the smallest budget that would do."""
-    run = subprocess.run([sys.argv[1], "plan", "large.toml", "--machine", sys.argv[2], "--set", f"device.memory={budget}", "--json"],
-                         capture_output=True, text=True)
+    command = [sys.argv[1], "plan", "large.toml", "--machine", sys.argv[2], "--json", "--set", f"device.memory={budget}"]
+    run = subprocess.run(command, capture_output=True, text=True)
     if run.returncode == 2:
         return int(re.search(r"smallest device.memory that would do here is (\d+) bytes", run.stderr)[1])
     assert run.returncode == 0, run.stderr
