@@ -60,10 +60,7 @@ struct dim3 {
 // One block at a time; threads in one dimension.
 class Emulator {
  public:
-  static Emulator& get() {
-    static Emulator emulator;
-    return emulator;
-  }
+  static Emulator& get() { return emulator_; }
   void run(dim3 grid, int block, int shared, const std::function<void()>& kernel) {
     grid_size = grid, block_size = dim3(unsigned(block));
     shared_.assign(size_t(shared) + 2 * kSharedAlignment, std::byte{0xFF});
@@ -155,7 +152,8 @@ class Emulator {
     bool done = false;
     const Barrier* waits = nullptr;  // until its generation is another than that
     int64_t generation = 0;
-    Fiber() {
+    size_t number;  // among the block's threads
+    explicit Fiber(size_t number) : number(number) {
       void* const memory = mmap(nullptr, kPage + kStack, PROT_READ | PROT_WRITE,
                                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_STACK, -1, 0);
       if (memory == MAP_FAILED) throw std::bad_alloc();
@@ -164,10 +162,12 @@ class Emulator {
     }
     ~Fiber() { munmap(stack - kPage, kPage + kStack); }
     Fiber(const Fiber&) = delete;
-    // The first switch "returns" into entry, with the stack as a call leaves it.
+    // The first switch "returns" into entry, with the stack as a call leaves it. Stacks begin at different places
+    // within a page: at the same one, those of a warp would share a few sets of the processor's cache.
     void start(void (*entry)()) {
       done = false, waits = nullptr;
-      auto* top = reinterpret_cast<void**>((reinterpret_cast<uintptr_t>(stack) + kStack) / 16 * 16);
+      const auto end = reinterpret_cast<uintptr_t>(stack) + kStack - number * 320 % kPage;
+      auto* top = reinterpret_cast<void**>(end / 16 * 16);
       *(top - 1) = nullptr;
       *(top - 2) = reinterpret_cast<void*>(entry);
       at = top - 8;
@@ -206,7 +206,7 @@ class Emulator {
     strata_switch(&e.fibers_[t]->at, e.next());
   }
   void run_block(int block) {
-    while (int(fibers_.size()) < block) fibers_.push_back(std::make_unique<Fiber>());
+    while (int(fibers_.size()) < block) fibers_.push_back(std::make_unique<Fiber>(fibers_.size()));
     block_ = {.live = block};
     warps_.assign(size_t(block + 31) / 32, {});
     parity_.assign(size_t(block), 0);
@@ -233,7 +233,9 @@ class Emulator {
   std::vector<uint64_t> slots_[2];
   static constexpr size_t kPublished = 64;
   std::vector<std::byte> published_[2];
+  static Emulator emulator_;
 };
+inline constinit Emulator Emulator::emulator_;  // no question at each use whether it has been made
 
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), dim3 grid, int block, int shared, void* queue, Arguments... arguments) {

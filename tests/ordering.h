@@ -4,6 +4,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <bit>
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -49,48 +51,67 @@ inline std::vector<Touched> touched_by(const Program& program, const MemoryPlan&
   return all;
 }
 
-// Of the ops of `steps` steps after each other: which are certain to be over when one begins. `awaited`: how many of
-// each stream are over when the next step begins.
-inline std::vector<std::vector<bool>> over_before(const Program& program, const Waits& waits, int steps = 1,
-                                                  const VectorClock& awaited = {}) {
+// Of each op those that are certain to be over when it begins, a bit for each op before it.
+class Over {
+ public:
+  explicit Over(size_t ops) : ops_(ops), words_((ops + 63) / 64), bits_(ops * words_) {}
+  size_t size() const { return ops_; }
+  // `before` is over when `op` begins, and so is what was over when `before` began.
+  void add(size_t op, size_t before) {
+    uint64_t* const to = bits_.data() + op * words_;
+    const uint64_t* const from = of(before);
+    for (size_t w = 0, words = before / 64 + 1; w < words; ++w) to[w] |= from[w];
+    to[before / 64] |= uint64_t(1) << before % 64;
+  }
+  // Of the ops before `op` those that may still run when it begins.
+  template <class Visit>
+  void each_open(size_t op, const Visit& visit) const {
+    for (size_t first = 0; first < op; first += 64) {
+      uint64_t open = ~of(op)[first / 64];
+      if (op - first < 64) open &= (uint64_t(1) << (op - first)) - 1;
+      for (; open; open &= open - 1) visit(first + size_t(std::countr_zero(open)));
+    }
+  }
+
+ private:
+  const uint64_t* of(size_t op) const { return bits_.data() + op * words_; }
+  size_t ops_, words_;
+  std::vector<uint64_t> bits_;
+};
+
+// Of the ops of `steps` steps after each other. `awaited`: how many of each stream are over when the next step begins.
+inline Over over_before(const Program& program, const Waits& waits, int steps = 1, const VectorClock& awaited = {}) {
   const size_t count = program.ops.size();
-  std::vector<std::vector<bool>> over(count * size_t(steps), std::vector<bool>(count * size_t(steps), false));
+  Over over(count * size_t(steps));
   std::vector<std::vector<size_t>> streams(kStreams);
   const VectorClock counts = ops_by_stream(program);
   for (size_t i = 0; i < over.size(); ++i) {
     const size_t step = i / count;
-    const auto after = [&](size_t op) {
-      for (size_t k = 0; k < op; ++k) over[i][k] = over[i][k] || over[op][k];
-      over[i][op] = true;
-    };
     const Op& op = program.ops[i % count];
     std::vector<size_t>& stream = streams[size_t(op.stream)];
     const bool begins_step = stream.empty() || stream.back() / count < step;
-    if (!stream.empty()) after(stream.back());
+    if (!stream.empty()) over.add(i, stream.back());
     for (const Wait& wait : waits[i % count]) {
       const int64_t of_all = int64_t(step) * counts[size_t(wait.stream)] + wait.count;
-      if (of_all > 0) after(streams[size_t(wait.stream)].at(size_t(of_all) - 1));
+      if (of_all > 0) over.add(i, streams[size_t(wait.stream)].at(size_t(of_all) - 1));
     }
     for (size_t s = 0; step > 0 && begins_step && s < awaited.size(); ++s)
-      if (awaited[s] > 0) after(streams[s].at(size_t(counts[s]) * (step - 1) + size_t(awaited[s]) - 1));
+      if (awaited[s] > 0) over.add(i, streams[s].at(size_t(counts[s]) * (step - 1) + size_t(awaited[s]) - 1));
     stream.push_back(i);
   }
   return over;
 }
 
 // What two ops of one program share in a way that does not let them run at once.
-inline void expect_order(const Program& program, const std::vector<std::vector<bool>>& over,
-                         const std::vector<std::vector<Touched>>& touched) {
+inline void expect_order(const Program& program, const Over& over, const std::vector<std::vector<Touched>>& touched) {
   const size_t count = program.ops.size();
   int told = 0;
   for (size_t i = 0; i < over.size(); ++i)
-    for (size_t k = 0; k < i && told < 5; ++k) {
-      if (over[i][k]) continue;
-      const Op &first = program.ops[k % count], &second = program.ops[i % count];
+    over.each_open(i, [&](size_t k) {
       for (const Touched& a : touched[k % count])
         for (const Touched& b : touched[i % count])
-          if ((a.written || b.written) && a.tier == b.tier && a.begin < b.end && b.begin < a.end) {
-            ++told;
+          if ((a.written || b.written) && a.tier == b.tier && a.begin < b.end && b.begin < a.end && ++told <= 5) {
+            const Op &first = program.ops[k % count], &second = program.ops[i % count];
             ADD_FAILURE() << "nothing orders op " << k % count << " (" << first.kind->name << " on the stream "
                           << name_of(first.stream) << ", " << (a.written ? "writes " : "reads ") << a.name
                           << ") before op " << i % count << (i / count > k / count ? " of the next step (" : " (")
@@ -98,7 +119,7 @@ inline void expect_order(const Program& program, const std::vector<std::vector<b
                           << (b.written ? "writes " : "reads ") << b.name << "), which share bytes from "
                           << std::max(a.begin, b.begin) << " of the tier " << name_of(a.tier);
           }
-    }
+    });
 }
 
 // Within a step, and where steps overlap (threads run all streams) over two of them: then what the host looks at

@@ -175,7 +175,9 @@ TEST(Phases, AreWithinOneBudget) {
   const Outcome plain = with_phases(toml(1, kPhases, "[device]\nthreads = 1\n"), 9, {});
   test::Runner without(toml(1, kPhases, "[device]\nthreads = 1\n"));
   const int64_t all = without.plans.main().arena_bytes[int(Tier::device)];
-  for (const int64_t budget : {all * 9 / 10, all * 6 / 10}) {
+  size_t number = 0;
+  for (const int64_t budget : {all * 6 / 10, all * 9 / 10}) {
+    if (test::left_out(number++)) continue;
     SCOPED_TRACE(budget);
     auto run = std::make_unique<test::Runner>(text(budget));
     const test::Runner& runner = *run;

@@ -292,10 +292,10 @@ TEST(Ranks, CheckpointsFitAnyLayout) {
     SCOPED_TRACE("into " + std::to_string(layouts[i].ranks) + ", exchange " + std::to_string(layouts[i].exchange));
     EXPECT_EQ(run(layouts[i], i % 3 == 0 ? hosted("nvme") : "", directory(0), directory(i), i % 2 == 0), expected);
   }
-  size_t number = 0;
+  const size_t third = std::random_device{}() % 3;  // of the pairs: into each layout from a third of all, and from each
   for (size_t i = 1; i < layouts.size(); ++i)
-    for (const Layout& to : layouts) {
-      if (test::left_out(number++)) continue;
+    for (size_t j = (third + i) % 3; j < layouts.size(); j += 3) {
+      const Layout& to = layouts[j];
       SCOPED_TRACE("from " + std::to_string(layouts[i].ranks) + ", exchange " + std::to_string(layouts[i].exchange) +
                    " to " + std::to_string(to.ranks) + ", exchange " + std::to_string(to.exchange));
       ASSERT_EQ(run(to, "", directory(i), "", false), expected);

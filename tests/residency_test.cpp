@@ -2,6 +2,7 @@
 #include <cstring>
 #include <random>
 
+#include "tests/random_cases.h"
 #include "tests/small_runs.h"
 
 namespace strata::residency_test {
@@ -59,7 +60,7 @@ TEST(Residency, RandomCombinationsAreExact) {
   test::TemporaryFolder folder;
   const uint32_t base = std::random_device{}();
   const std::vector<std::string> tiers = {"device", "host", "nvme"};
-  for (uint32_t seed = base; seed < base + 10; ++seed) {
+  for (uint32_t seed = base; seed < base + uint32_t(test::cases(10)); ++seed) {
     std::mt19937 random(seed);
     const auto pick = [&](const std::vector<std::string>& from) { return from[random() % from.size()]; };
     const std::string model =

@@ -95,36 +95,36 @@ Values run(const Built& b, const std::string& backend, const Values& inputs, con
   Executor executor(b.program, plan, storage, backend, threads);
   const auto fill = [&](TensorId id, const std::vector<double>& values) {
     if (!id) return;
-    for (size_t i = 0; i < values.size(); ++i) switch (b.program[id].dtype) {
-        case DType::f32:
-          static_cast<float*>(executor.pointer(id))[i] = float(values[i]);
-          break;
-        case DType::f64:
-          static_cast<double*>(executor.pointer(id))[i] = values[i];
-          break;
-        case DType::bf16:
-        case DType::f16: {
-          const float value = float(values[i]);
-          from_f32(b.program[id].dtype, &value, at(executor.pointer(id), b.program[id].dtype, int64_t(i)), 1);
-          break;
-        }
-        default:
-          static_cast<int32_t*>(executor.pointer(id))[i] = int32_t(values[i]);
-      }
+    void* const to = executor.pointer(id);
+    switch (const DType dtype = b.program[id].dtype) {
+      case DType::f32:
+        std::copy(values.begin(), values.end(), static_cast<float*>(to));
+        break;
+      case DType::f64:
+        std::copy(values.begin(), values.end(), static_cast<double*>(to));
+        break;
+      case DType::bf16:
+      case DType::f16:
+        from_f32(dtype, std::vector<float>(values.begin(), values.end()).data(), to, int64_t(values.size()));
+        break;
+      default:
+        std::copy(values.begin(), values.end(), static_cast<int32_t*>(to));
+    }
   };
   for (size_t i = 0; i < b.inputs.size(); ++i) fill(b.inputs[i], inputs[i]);
   if (!b.cotangents.empty()) fill(b.cotangents[0], cotangent);
   executor.run();
   Values results;
   const auto take = [&](TensorId id) {
-    std::vector<double> values(size_t(elements(b.program[id].shape)));
-    for (size_t i = 0; i < values.size(); ++i) {
-      float value = 0;
-      if (b.program[id].dtype != DType::f64)
-        to_f32(b.program[id].dtype, at(executor.pointer(id), b.program[id].dtype, int64_t(i)), &value, 1);
-      values[i] = b.program[id].dtype == DType::f64 ? static_cast<double*>(executor.pointer(id))[i] : double(value);
+    const size_t count = size_t(elements(b.program[id].shape));
+    if (b.program[id].dtype == DType::f64) {
+      const double* const from = static_cast<const double*>(executor.pointer(id));
+      results.emplace_back(from, from + count);
+      return;
     }
-    results.push_back(std::move(values));
+    std::vector<float> values(count);
+    to_f32(b.program[id].dtype, executor.pointer(id), values.data(), int64_t(count));
+    results.emplace_back(values.begin(), values.end());
   };
   take(b.outputs[0]);
   for (TensorId id : b.gradients) take(id);
@@ -457,8 +457,8 @@ TEST(Ops, GradientsAndKernels) {
   STRATA_NEEDS_GPU();
   const uint32_t base = std::random_device{}();
   std::vector<std::string> backends = kBackends;
-  for (uint32_t i = 0; i < 12; ++i) {
-    if (i == 2 && !test::gpu() && backends.size() > 1) backends.pop_back();  // the emulator takes its time
+  for (uint32_t i = 0; i < 8; ++i) {
+    if (i == 1 && !test::gpu() && backends.size() > 1) backends.pop_back();  // the emulator takes its time
     std::mt19937 shapes(base + i);
     for (const Case& c : cases(shapes)) check(c, base + i, backends);
     if (HasFatalFailure()) return;

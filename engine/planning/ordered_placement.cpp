@@ -24,11 +24,13 @@ OrderedPlacement::OrderedPlacement(std::vector<Buffer> buffers, size_t ops, int6
       buffers_(std::move(buffers)),
       width_(std::max<size_t>(1, ops / 512)),
       stretches_(ops / width_ + 1),
-      begun_(2 * stretches_.size()) {}
+      begun_(2 * stretches_.size()),
+      through_(2 * stretches_.size()) {}
 
 int64_t OrderedPlacement::place(const std::vector<uint32_t>& order, int64_t most) {
-  for (Stretch& stretch : stretches_) stretch.begin.clear(), stretch.end.clear(), stretch.through.clear();
-  for (Cover& cover : begun_) cover.clear();
+  for (Stretch& stretch : stretches_) stretch.begin.clear(), stretch.end.clear();
+  for (std::vector<Cover>* covers : {&begun_, &through_})
+    for (Cover& cover : *covers) cover.clear();
   int64_t top = 0;
   for (size_t n = 0; n < order.size(); ++n) {
     Buffer& buffer = buffers_[order[n]];
@@ -55,7 +57,7 @@ void OrderedPlacement::find_taken(const Buffer& buffer) {
     found += all.added();
     taken_.insert(taken_.end(), all.ranges().begin(), all.ranges().end());
   };
-  take(stretches_[first].through);
+  for (size_t at = count + first; at > 0; at /= 2) take(through_[at]);
   look(stretches_[first].end);
   look(stretches_[first].begin);
   for (size_t a = count + first + 1, b = count + last; a < b; a /= 2, b /= 2) {  // between the first and the last
@@ -79,11 +81,14 @@ int64_t OrderedPlacement::fit(int64_t bytes) {
 }
 
 void OrderedPlacement::add(const Buffer& buffer) {
-  const size_t first = size_t(buffer.first) / width_, last = size_t(buffer.last) / width_;
+  const size_t first = size_t(buffer.first) / width_, last = size_t(buffer.last) / width_, count = stretches_.size();
   const Placed placed{buffer.offset, buffer.offset + buffer.bytes, buffer.first, buffer.last};
   stretches_[first].begin.push_back(placed);
-  for (size_t at = stretches_.size() + first; at > 0; at /= 2) begun_[at].add(placed.from, placed.to);
-  for (size_t s = first + 1; s < last; ++s) stretches_[s].through.add(placed.from, placed.to);
+  for (size_t at = count + first; at > 0; at /= 2) begun_[at].add(placed.from, placed.to);
+  for (size_t a = count + first + 1, b = count + last; a < b; a /= 2, b /= 2) {
+    if (a % 2 == 1) through_[a++].add(placed.from, placed.to);
+    if (b % 2 == 1) through_[--b].add(placed.from, placed.to);
+  }
   if (last > first) stretches_[last].end.push_back(placed);
 }
 

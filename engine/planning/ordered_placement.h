@@ -40,10 +40,9 @@ class OrderedPlacement {
     int64_t from, to;     // bytes
     int32_t first, last;  // ops
   };
-  // Of some ops in a row: what begins there, what ends there and began before, and what lives before and after.
+  // Of some ops in a row: what begins there, and what ends there and began before.
   struct Stretch {
     std::vector<Placed> begin, end;
-    Cover through;
   };
   void find_taken(const Buffer& buffer);
   int64_t fit(int64_t bytes);
@@ -57,6 +56,9 @@ class OrderedPlacement {
   // What begins in a stretch, and what in two, four and more in a row: the second half is by stretch, and what two
   // neighbours have together stands at half their place.
   std::vector<Cover> begun_;
+  // What lives through whole stretches, begins before them and ends behind them: each buffer is in the few that are its
+  // life together, and a stretch asks those that it is a part of.
+  std::vector<Cover> through_;
   std::vector<std::pair<int64_t, int64_t>> taken_;  // what lives at the same time as the buffer that is placed
   size_t highest_ = 0;
 };

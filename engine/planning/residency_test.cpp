@@ -176,10 +176,10 @@ void check_random_programs(const std::string& backend, int count) {
   }
 }
 
-TEST(Residency, RandomProgramsUnderRandomBudgets) { check_random_programs("cpu", 80); }
+TEST(Residency, RandomProgramsUnderRandomBudgets) { check_random_programs("cpu", 40); }
 #if defined(STRATA_EMULATED_CUDA)
 // On a device that the host cannot look into and a disk cannot reach, with streams served in random order.
-TEST(Residency, RandomProgramsOnADevice) { check_random_programs("cuda", 30); }
+TEST(Residency, RandomProgramsOnADevice) { check_random_programs("cuda", 15); }
 #endif
 
 // A disk that fails while steps overlap ends the run with a tensor's name; the same executor then begins anew.
@@ -275,9 +275,9 @@ void check_series_of_budgets(const std::string& backend, int count) {
   EXPECT_GT(slower, 0);
 }
 
-TEST(Residency, LargerBudgetsGiveNoSlowerPlans) { check_series_of_budgets("cpu", 20); }
+TEST(Residency, LargerBudgetsGiveNoSlowerPlans) { check_series_of_budgets("cpu", 10); }
 #if defined(STRATA_EMULATED_CUDA)
-TEST(Residency, LargerBudgetsGiveNoSlowerPlansOnADevice) { check_series_of_budgets("cuda", 10); }
+TEST(Residency, LargerBudgetsGiveNoSlowerPlansOnADevice) { check_series_of_budgets("cuda", 6); }
 #endif
 
 // More of the host's memory never refuses what less of it planned. Where it is one with the device's, nor does it give
@@ -317,7 +317,7 @@ void check_series_of_host_budgets(const std::string& backend, int count, double 
 
 TEST(Residency, LargerHostBudgetsAreUsed) { check_series_of_host_budgets("cpu", 20, 0); }
 #if defined(STRATA_EMULATED_CUDA)
-TEST(Residency, LargerHostBudgetsAreUsedOnADevice) { check_series_of_host_budgets("cuda", 20, 0.15); }
+TEST(Residency, LargerHostBudgetsAreUsedOnADevice) { check_series_of_host_budgets("cuda", 10, 0.15); }
 #endif
 
 // A chain of blocks with residual connections, as in a transformer: a product, a cheap op and a sum in each.
@@ -382,11 +382,13 @@ Outcome outcome(Program program, int64_t budget) {
 // What recomputation by groups of blocks or of cheap ops reaches, a budget of as many bytes reaches too, or beats.
 TEST(Residency, ABudgetNeverLosesToASimplerSetting) {
   constexpr auto kAll = [](const Op&) { return true; };
+  size_t number = 0;
   for (int blocks : {3, 12, 25})
     for (int microbatches : {1, 3}) {
       Chain by_budget(blocks, microbatches);
       by_budget.let_rest(RestingForm::When::asked, kAll);
       const auto check = [&](const std::string& name, auto&& chosen) {
+        if (test::left_out(number++)) return;
         Chain simple(blocks, microbatches);
         simple.let_rest(RestingForm::When::after_forward, chosen);
         const Outcome expected = outcome(simple.program, 0), actual = outcome(by_budget.program, expected.bytes);
@@ -422,7 +424,7 @@ TEST(Residency, RecomputationOfRecomputationIsBounded) {
   const Outcome few = outcome(chain.program, parameters + (2 * 6 + 8) * kTensor);
   EXPECT_LE(few.ops, chain.program.ops.size() + 3 * forward);
   double before = 0;
-  for (int64_t budget = plain.bytes; budget >= least.bytes; budget -= (test::cases(5) < 5 ? 7 : 1) * kTensor) {
+  for (int64_t budget = plain.bytes; budget >= least.bytes; budget -= (test::cases(5) < 5 ? 7 : 2) * kTensor) {
     const Outcome now = outcome(chain.program, budget);
     EXPECT_LE(now.bytes, budget);
     EXPECT_GE(now.seconds, before);

@@ -5,18 +5,6 @@
 #include <functional>
 
 #include "engine/program/registering.h"
-#include "plugins/pipeline/actions.cpp"  // a plugin's code is not in the engine's library
-#include "plugins/pipeline/clock.cpp"
-#include "plugins/pipeline/schedules/1f1b.cpp"
-#include "plugins/pipeline/schedules/2bw.cpp"
-#include "plugins/pipeline/schedules/breadth_first.cpp"
-#include "plugins/pipeline/schedules/gpipe.cpp"
-#include "plugins/pipeline/schedules/interleaved.cpp"
-#include "plugins/pipeline/schedules/pipedream.cpp"
-#include "plugins/pipeline/schedules/schedules.cpp"
-#include "plugins/pipeline/schedules/zero_bubble.cpp"
-#include "plugins/pipeline/schedules/zero_bubble_h.cpp"
-#include "plugins/pipeline/schedules/zero_bubble_v.cpp"
 #include "plugins/pipeline/schedules_to_test.h"
 
 namespace strata::pipeline {

@@ -50,12 +50,14 @@ TEST(Reversible, NeedsNoMemoryForDepth) {
 // What inversion reads comes after what it gives back: under a budget nothing is given up before that is there, nor
 // both of two tensors of which each is made from the other.
 TEST(Reversible, FitsBudgets) {
+  size_t number = 0;
   for (const int layers : {1, 3})
     for (const char* beside : {"", "[plugins.recompute]\nmode = \"budget\"\n"}) {
       const std::string text = toml(2, std::string("[plugins.reversible]\n") + beside, layers);
       test::Runner free(text);
       const SmallRun expected = small_run(free);
       for (const double share : {2.0, 1.0, 0.9, 0.5, 0.0}) {
+        if (test::left_out(number++)) continue;
         SCOPED_TRACE(std::to_string(layers) + " layers, " + beside + std::to_string(share));
         const int64_t budget = int64_t(share * double(free.plan.device().total_bytes())) + 1;
         std::string within = text;
