@@ -28,28 +28,26 @@ template <class T>
 float emulated_element(SharedAddress tile, int row, int column) {
   return to_float(*reinterpret_cast<const T*>(swizzled(tile + uintptr_t(row) * 128 + uintptr_t(column) * 2)));
 }
-// This lane's sums: rows g and g + 8 of its warp's 16.
-template <class T, int N, class A>
-void emulated_products(float (*c)[4], A a, SharedAddress b, bool transposed, bool add) {
+// This lane's sums, of rows g and g + 8 of its warp's 16: c = [c +] A B by the elements of both.
+template <class A, class B>
+void emulated_products(float (*c)[4], A a, B b, bool add) {
   const int lane = int(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
-  for (int n = 0; n < N / 8; ++n)
+  for (int n = 0; n < 8; ++n)
     for (int i = 0; i < 4; ++i) {
-      const int column = 8 * n + 2 * t + i % 2;
       float sum = add ? c[n][i] : 0.0f;
-      for (int k = 0; k < 16; ++k)
-        sum += a(g + 8 * (i / 2), k) *
-               (transposed ? emulated_element<T>(b, k, column) : emulated_element<T>(b, column, k));
+      for (int k = 0; k < 16; ++k) sum += a(g + 8 * (i / 2), k) * b(k, 8 * n + 2 * t + i % 2);
       c[n][i] = sum;
     }
 }
-template <class T, int N>
+template <class T>
 void group_mma(float (*c)[4], SharedAddress a, uint32_t a_at, SharedAddress b, uint32_t b_at, bool add) {
   const int first = int(threadIdx.x) / 32 % 4 * 16;  // of its warp
-  emulated_products<T, N>(
-      c, [&](int row, int k) { return emulated_element<T>(a + a_at, first + row, k); }, b + b_at, false, add);
+  emulated_products(
+      c, [&](int row, int k) { return emulated_element<T>(a + a_at, first + row, k); },
+      [&](int k, int column) { return emulated_element<T>(b + b_at, column, k); }, add);
 }
-template <class T, int N, bool kTransposed>
-void group_mma(float (*c)[4], const uint32_t (&a)[4], SharedAddress b, uint32_t b_at, bool add) {
+template <class T>
+void group_mma(float (*c)[4], const uint32_t (&a)[4], SharedAddress b, uint32_t b_at) {
   struct Registers {
     uint32_t a[4];
   };
@@ -57,7 +55,8 @@ void group_mma(float (*c)[4], const uint32_t (&a)[4], SharedAddress b, uint32_t 
   const auto element = [&](int row, int k) {
     return to_float(T{uint16_t(all[row % 8 * 4 + k % 8 / 2].a[row / 8 + 2 * (k / 8)] >> (16 * (k % 2)))});
   };
-  emulated_products<T, N>(c, element, b + b_at, kTransposed, add);
+  emulated_products(
+      c, element, [&](int k, int column) { return emulated_element<T>(b + b_at, k, column); }, true);
 }
 inline void begin_products() {}
 inline void commit_products() {}
@@ -94,56 +93,48 @@ STRATA_DEVICE uint64_t operand(SharedAddress tile, uint32_t at) {
 }
 
 #define STRATA_FOUR(n) "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])
-#define STRATA_SUMS_32 STRATA_FOUR(0), STRATA_FOUR(1), STRATA_FOUR(2), STRATA_FOUR(3)
-#define STRATA_SUMS_64 STRATA_SUMS_32, STRATA_FOUR(4), STRATA_FOUR(5), STRATA_FOUR(6), STRATA_FOUR(7)
-#define STRATA_NAMES_32 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
-#define STRATA_NAMES_64 STRATA_NAMES_32 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define STRATA_PRODUCT(N, TYPE, A, B, ADD, TRANSPOSED)                                                              \
-  "{\n.reg .pred add;\nsetp.ne.b32 add, " ADD ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE \
-  " {" STRATA_NAMES_##N "}, " A ", " B ", add, 1, 1, " TRANSPOSED ";\n}"
-#define STRATA_OF_TILES(N, TYPE, A, B, ADD)               \
-  asm volatile(STRATA_PRODUCT(N, TYPE, A, B, ADD, "0, 0") \
-               : STRATA_SUMS_##N                          \
+#define STRATA_SUMS                                                                                               \
+  STRATA_FOUR(0), STRATA_FOUR(1), STRATA_FOUR(2), STRATA_FOUR(3), STRATA_FOUR(4), STRATA_FOUR(5), STRATA_FOUR(6), \
+      STRATA_FOUR(7)
+#define STRATA_PRODUCT(TYPE, OPERANDS)                                                                           \
+  "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE                                                    \
+  " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28," \
+  "%29,%30,%31}, " OPERANDS ";\n"
+#define STRATA_OF_TILES(TYPE)                                                                                         \
+  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %34, 0;\n" STRATA_PRODUCT(TYPE, "%32, %33, add, 1, 1, 0, 0") "}" \
+               : STRATA_SUMS                                                                                          \
                : "l"(operand(a, a_at)), "l"(operand(b, b_at)), "r"(int(add)))
-#define STRATA_OF_ROWS(N, TYPE, A, B, ADD, TRANSPOSED)                                             \
-  asm volatile(STRATA_PRODUCT(N, TYPE, A, B, ADD, TRANSPOSED)                                      \
-               : STRATA_SUMS_##N                                                                   \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(operand(b, b_at)), "r"(int(add)), \
-                 "n"(int(kTransposed)))
+#define STRATA_OF_ROWS(TYPE)                                              \
+  asm volatile(STRATA_PRODUCT(TYPE, "{%32,%33,%34,%35}, %36, 1, 1, 1, 1") \
+               : STRATA_SUMS                                              \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(operand(b, b_at)))
 
-// c (64, N) = [c +] A B, 16 deep. A: rows of a tile, 16 for each warp; B: rows of a tile, transposed; from a constant
+// c (64, 64) = [c +] A B, 16 deep. A: rows of a tile, 16 for each warp; B: rows of a tile, transposed; from a constant
 // number of bytes into each on.
-template <class T, int N>
+template <class T>
 STRATA_DEVICE void group_mma(float (*c)[4], SharedAddress a, uint32_t a_at, SharedAddress b, uint32_t b_at, bool add) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  static_assert(N == 32 || N == 64);
-  constexpr bool kBf16 = std::is_same_v<T, bf16>;
-  if constexpr (N == 32 && kBf16) STRATA_OF_TILES(32, "bf16", "%16", "%17", "%18");
-  if constexpr (N == 32 && !kBf16) STRATA_OF_TILES(32, "f16", "%16", "%17", "%18");
-  if constexpr (N == 64 && kBf16) STRATA_OF_TILES(64, "bf16", "%32", "%33", "%34");
-  if constexpr (N == 64 && !kBf16) STRATA_OF_TILES(64, "f16", "%32", "%33", "%34");
+  if constexpr (std::is_same_v<T, bf16>)
+    STRATA_OF_TILES("bf16");
+  else
+    STRATA_OF_TILES("f16");
 #endif
 }
-// A: fragments (tensor_core.h) of 16 rows of each warp; B: rows of a tile, transposed, or 16 rows of it as they are.
-template <class T, int N, bool kTransposed>
-STRATA_DEVICE void group_mma(float (*c)[4], const uint32_t (&a)[4], SharedAddress b, uint32_t b_at, bool add) {
+// c (64, 64) += A B. A: fragments (tensor_core.h) of 16 rows of each warp; B: 16 rows of a tile.
+template <class T>
+STRATA_DEVICE void group_mma(float (*c)[4], const uint32_t (&a)[4], SharedAddress b, uint32_t b_at) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  static_assert(N == 32 || N == 64);
-  constexpr bool kBf16 = std::is_same_v<T, bf16>;
-  if constexpr (N == 32 && kBf16) STRATA_OF_ROWS(32, "bf16", "{%16,%17,%18,%19}", "%20", "%21", "%22");
-  if constexpr (N == 32 && !kBf16) STRATA_OF_ROWS(32, "f16", "{%16,%17,%18,%19}", "%20", "%21", "%22");
-  if constexpr (N == 64 && kBf16) STRATA_OF_ROWS(64, "bf16", "{%32,%33,%34,%35}", "%36", "%37", "%38");
-  if constexpr (N == 64 && !kBf16) STRATA_OF_ROWS(64, "f16", "{%32,%33,%34,%35}", "%36", "%37", "%38");
+  if constexpr (std::is_same_v<T, bf16>)
+    STRATA_OF_ROWS("bf16");
+  else
+    STRATA_OF_ROWS("f16");
 #endif
 }
 
 #undef STRATA_OF_ROWS
 #undef STRATA_OF_TILES
 #undef STRATA_PRODUCT
-#undef STRATA_NAMES_64
-#undef STRATA_NAMES_32
-#undef STRATA_SUMS_64
-#undef STRATA_SUMS_32
+#undef STRATA_SUMS
 #undef STRATA_FOUR
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL

@@ -104,10 +104,10 @@ struct InTile {
   STRATA_DEVICE void load(int m, int k, uint32_t (&to)[4]) const {
     load_matrices(to, column<kOf>(place_a(tile), k) + uint32_t((Lane().warp * M + m) * 16 * 128), false);
   }
-  template <class T, int N>
+  template <class T>
   STRATA_DEVICE void multiply(float (*c)[4], int k, SharedAddress b, uint32_t b_at) const {
     static_assert(M == 1 && kOf == 64);
-    group_mma<T, N>(c, tile, column_at<kOf>(k), b, b_at, k > 0);
+    group_mma<T>(c, tile, column_at<kOf>(k), b, b_at, k > 0);
   }
 };
 // … and the same read from there into registers once.
@@ -156,9 +156,10 @@ template <int D, int kOf, class T, int M, int kN, class Rows>
 STRATA_DEVICE void start_products(float (&c)[M][kN][4], const Rows& rows, SharedAddress b_rows) {
   constexpr int N = 8 * kN;
   if constexpr (kWarpgroups<T>) {
+    static_assert(M == 1 && N == 64);
     begin_products();
 #pragma unroll
-    for (int k = 0; k < D / 16; ++k) rows.template multiply<T, N>(c[0], k, b_rows, column_at<kOf>(k));
+    for (int k = 0; k < D / 16; ++k) rows.template multiply<T>(c[0], k, b_rows, column_at<kOf>(k));
     commit_products();
   } else {
 #pragma unroll
@@ -204,8 +205,7 @@ STRATA_DEVICE void start_sums(float (&sum)[M][kD][4], What what, SharedAddress r
 #pragma unroll
     for (int k = 0; k < N / 16; ++k)
 #pragma unroll
-      for (int n = 0; n < kD; n += 8)
-        group_mma<T, 64, true>(sum[0] + n, a[0][k], rows, uint32_t(n / 8 * kOf * 128 + k * 2048), true);
+      for (int n = 0; n < kD; n += 8) group_mma<T>(sum[0] + n, a[0][k], rows, uint32_t(n / 8 * kOf * 128 + k * 2048));
     commit_products();
   } else {
 #pragma unroll
