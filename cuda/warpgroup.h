@@ -5,7 +5,12 @@
 // An operand in shared memory is a tile of rows of 64 numbers (128 bytes) at a multiple of 1024 bytes, of whose
 // addresses bits 4 to 6 are exchanged by bits 7 to 9: what would be at byte a lies at swizzled(a).
 #pragma once
+#include <algorithm>
+#include <array>
+#include <functional>
+#include <map>
 #include <type_traits>
+#include <vector>
 
 #include "cuda/tensor_core.h"
 
@@ -28,23 +33,49 @@ template <class T>
 float emulated_element(SharedAddress tile, int row, int column) {
   return to_float(*reinterpret_cast<const T*>(swizzled(tile + uintptr_t(row) * 128 + uintptr_t(column) * 2)));
 }
+// What a thread has started: made when it waits, of what tiles hold then. Until then its sums are NaN, so who reads
+// them too early, or overwrites a tile that is still read, gets something else.
+struct EmulatedProducts {
+  struct Product {
+    int group;
+    float (*c)[4];
+    std::function<void()> make;
+  };
+  std::vector<Product> started;
+  int groups = 0;
+  static EmulatedProducts& mine() {
+    static std::map<unsigned, EmulatedProducts> all;
+    return all[threadIdx.x];
+  }
+  bool has(float (*c)[4]) const {
+    return std::any_of(started.begin(), started.end(), [&](const Product& product) { return product.c == c; });
+  }
+};
 // This lane's sums, of rows g and g + 8 of its warp's 16: c = [c +] A B by the elements of both.
 template <class A, class B>
 void emulated_products(float (*c)[4], A a, B b, bool add) {
-  const int lane = int(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
-  for (int n = 0; n < 8; ++n)
-    for (int i = 0; i < 4; ++i) {
-      float sum = add ? c[n][i] : 0.0f;
-      for (int k = 0; k < 16; ++k) sum += a(g + 8 * (i / 2), k) * b(k, 8 * n + 2 * t + i % 2);
-      c[n][i] = sum;
-    }
+  EmulatedProducts& mine = EmulatedProducts::mine();
+  std::array<float, 32> before;
+  std::memcpy(before.data(), c, sizeof before);
+  const bool first = !mine.has(c);
+  const int t = int(threadIdx.x) % 4;
+  mine.started.push_back({mine.groups, c, [=] {
+                            if (first) std::memcpy(c, before.data(), sizeof before);
+                            for (int n = 0; n < 8; ++n)
+                              for (int i = 0; i < 4; ++i) {
+                                float sum = add ? c[n][i] : 0.0f;
+                                for (int k = 0; k < 16; ++k) sum += a(i / 2, k) * b(k, 8 * n + 2 * t + i % 2);
+                                c[n][i] = sum;
+                              }
+                          }});
+  for (int n = 0; n < 8; ++n) std::fill_n(c[n], 4, std::nanf(""));
 }
 template <class T>
 void group_mma(float (*c)[4], SharedAddress a, uint32_t a_at, SharedAddress b, uint32_t b_at, bool add) {
-  const int first = int(threadIdx.x) / 32 % 4 * 16;  // of its warp
+  const int first = int(threadIdx.x) / 32 % 4 * 16 + int(threadIdx.x) % 32 / 4;  // of its warp, and of the lane
   emulated_products(
-      c, [&](int row, int k) { return emulated_element<T>(a + a_at, first + row, k); },
-      [&](int k, int column) { return emulated_element<T>(b + b_at, column, k); }, add);
+      c, [=](int half, int k) { return emulated_element<T>(a + a_at, first + 8 * half, k); },
+      [=](int k, int column) { return emulated_element<T>(b + b_at, column, k); }, add);
 }
 template <class T>
 void group_mma(float (*c)[4], const uint32_t (&a)[4], SharedAddress b, uint32_t b_at) {
@@ -52,16 +83,25 @@ void group_mma(float (*c)[4], const uint32_t (&a)[4], SharedAddress b, uint32_t 
     uint32_t a[4];
   };
   const Registers* all = Emulator::get().publish(Registers{{a[0], a[1], a[2], a[3]}});
-  const auto element = [&](int row, int k) {
-    return to_float(T{uint16_t(all[row % 8 * 4 + k % 8 / 2].a[row / 8 + 2 * (k / 8)] >> (16 * (k % 2)))});
-  };
+  std::array<float, 32> mine;
+  for (int half = 0; half < 2; ++half)
+    for (int k = 0; k < 16; ++k)
+      mine[size_t(16 * half + k)] =
+          to_float(T{uint16_t(all[int(threadIdx.x) % 32 / 4 * 4 + k % 8 / 2].a[half + 2 * (k / 8)] >> (16 * (k % 2)))});
   emulated_products(
-      c, element, [&](int k, int column) { return emulated_element<T>(b + b_at, k, column); }, true);
+      c, [=](int half, int k) { return mine[size_t(16 * half + k)]; },
+      [=](int k, int column) { return emulated_element<T>(b + b_at, k, column); }, true);
 }
 inline void begin_products() {}
-inline void commit_products() {}
+inline void commit_products() { ++EmulatedProducts::mine().groups; }
 template <int kLeft>
-void wait_products() {}
+void wait_products() {
+  EmulatedProducts& mine = EmulatedProducts::mine();
+  size_t done = 0;
+  for (; done < mine.started.size() && mine.started[done].group < mine.groups - kLeft; ++done)
+    mine.started[done].make();
+  mine.started.erase(mine.started.begin(), mine.started.begin() + std::ptrdiff_t(done));
+}
 inline void keep_in_place(float&) {}
 inline void publish_to_products() {}
 
