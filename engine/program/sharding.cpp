@@ -69,12 +69,6 @@ std::vector<int> factors(const OpView& view, const Pattern& pattern, const Tenso
   return list;
 }
 
-const Split* split_over(const Tensor& tensor, const std::string& axis) {
-  for (const Split& split : tensor.layout)
-    if (split.axis == axis) return &split;
-  return nullptr;
-}
-
 // What a split of a dimension of `from` becomes where it is dimension `to` of another tensor. Sizes may differ: then
 // both are divided evenly.
 Split carried(const OpView& view, const Split& split, int64_t own, int dimension, int64_t to) {
@@ -177,6 +171,12 @@ std::string partial_problem(const OpView& view, const Factors& all, const std::v
 
 }  // namespace
 
+const Split* split_over(const Tensor& tensor, const std::string& axis) {
+  for (const Split& split : tensor.layout)
+    if (split.axis == axis) return &split;
+  return nullptr;
+}
+
 int Factors::dimension_of(const std::vector<int>& tensor, int factor) {
   auto at = std::find(tensor.begin(), tensor.end(), factor);
   if (at == tensor.end() && is_leading(factor)) at = std::find(tensor.begin(), tensor.end(), kMerged);
@@ -244,8 +244,8 @@ std::vector<Partial> partial_of(const OpView& view, const std::vector<Partial>& 
   for (const auto& [axis, list] : split_factors(view, all))
     for (size_t o = 0; o < outputs.size(); ++o)
       for (int factor : list) {
-        const bool there = Factors::dimension_of(all.outputs[o], factor) >= 0 ||
-                           split_over(view.output(int(o)), axis) != nullptr;
+        const bool there =
+            Factors::dimension_of(all.outputs[o], factor) >= 0 || split_over(view.output(int(o)), axis) != nullptr;
         if (!there && (is_leading(factor) || !(kind.sharding.own >> o & 1))) outputs[o].insert(axis);
       }
   return outputs;

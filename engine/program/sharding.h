@@ -29,6 +29,7 @@ bool needs_whole(const Sharding& sharding, int factor);
 bool needs_data_axis(const Sharding& sharding, int factor);  // Sharding::by_data
 bool is_replaced(const Sharding& sharding, int factor);
 
+const Split* split_over(const Tensor& tensor, const std::string& axis);  // null: the axis does not split it
 inline bool is_seen(const Split& split) { return !split.unseen; }
 
 // How the outputs are split, as far as kinds see it: as the kind's layout rule says, or else its sharding rule; without

@@ -1,5 +1,6 @@
-// What an executor is made of: bound ops and the progress of streams. For executor.cpp, which runs streams on threads,
-// and executor_device.cpp, which puts them into a device's queues.
+// What an executor is made of: bound ops and the progress of streams. For executor_binding.cpp, which binds them,
+// executor.cpp, which runs streams on threads, executor_device.cpp, which puts them into a device's queues, and
+// executor_watch.cpp, which says where they are.
 #pragma once
 #include <array>
 #include <atomic>
