@@ -1,170 +1,32 @@
 // Splits, encodes and writes; see prepare.h.
 #include "engine/data/prepare.h"
 
-#include <fcntl.h>
-#include <sys/file.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <charconv>
-#include <cstdio>
 #include <cstring>
 #include <filesystem>
 #include <memory>
-#include <optional>
 #include <span>
 #include <thread>
 
+#include "engine/data/line_documents.h"
+#include "engine/data/pieced_document.h"
+#include "engine/data/prepared_folder.h"
 #include "engine/data/text_reader.h"
 #include "engine/data/token_file.h"
 #include "engine/data/token_marks.h"
 #include "engine/data/tokenizer.h"
 #include "engine/data/tokenizer_json/unicode.h"
-#include "memory/folder.h"
 #include "strata/error.h"
-#include "strata/json.h"
 #include "strata/threads.h"
 
 namespace strata {
 namespace {
 
 namespace fs = std::filesystem;
-
-[[noreturn]] void refuse(const fs::path& path, const char* what, const std::error_code& problem) {
-  throw Error(path.string() + ": " + what + ": " + problem.message() + ".", ExitCode::failed);
-}
-
-// Is this the name of a shard, such as train_000.bin, or of what stands beside one?
-bool is_shard(const std::string& name) {
-  const size_t digits = name.find('_') + 1;
-  if (name.rfind("train_", 0) != 0 && name.rfind("validation_", 0) != 0) return false;
-  const size_t dot = name.find_first_not_of("0123456789", digits);
-  if (dot == name.npos || dot < digits + 3) return false;
-  const std::string extension = name.substr(dot);
-  return extension == ".bin" || extension == kMask || extension == kDocuments;
-}
-
-// The output directory, locked against other runs while this lives, with a folder aside that goes with it.
-class Output {
- public:
-  explicit Output(const std::string& directory) : directory_(directory), aside_(directory_ / ".preparing") {
-    std::error_code problem;
-    made_ = fs::create_directories(directory_, problem);
-    if (problem) throw Error(directory + ": cannot make the folder: " + problem.message() + ".");
-    lock_ = open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (lock_ < 0) throw Error(directory + ": cannot open the folder: " + std::strerror(errno) + ".");
-    if (flock(lock_, LOCK_EX | LOCK_NB) != 0) {
-      const int reason = errno;
-      close(lock_);
-      if (reason == EWOULDBLOCK)
-        throw Error(directory + ": another strata data prepare is writing there; wait for it or name another folder.",
-                    ExitCode::failed);
-      throw Error(directory + ": cannot lock the folder: " + std::strerror(reason) + ".", ExitCode::failed);
-    }
-    fs::remove_all(aside_, problem);  // of a run that was killed
-    if (!problem) fs::create_directory(aside_, problem);
-    if (problem) {
-      close(lock_);
-      refuse(aside_, "cannot make the folder", problem);
-    }
-  }
-  ~Output() {
-    remove_folder(aside_.c_str());  // where that fails, nothing more can be done; the next run tries again
-    if (made_ && !published_) rmdir(directory_.c_str());
-    close(lock_);
-  }
-  Output(const Output&) = delete;
-  Output& operator=(const Output&) = delete;
-
-  const fs::path& aside() const { return aside_; }
-
-  // Puts the files named into place instead of an earlier run's. A kill between the moves leaves no mixture: the old
-  // files are gone before the first new one comes. `names` must end with what shows that all is there.
-  void publish(const std::vector<std::string>& names) {
-    std::error_code problem;
-    std::vector<fs::path> old{directory_ / "tokenizer.json", directory_ / "tokenizer.model",
-                              directory_ / "tokenizer.txt"};
-    for (const std::string& name : names_in(directory_, problem))
-      if (is_shard(name)) old.push_back(directory_ / name);
-    if (problem) refuse(directory_, "cannot list the folder", problem);
-    for (const fs::path& path : old)
-      if (fs::remove(path, problem); problem) refuse(path, "cannot remove it", problem);
-    for (const std::string& name : names)
-      if (fs::rename(aside_ / name, directory_ / name, problem); problem)
-        refuse(directory_ / name, "cannot write it", problem);
-    sync_folder(directory_.string());
-    published_ = true;
-  }
-
- private:
-  fs::path directory_, aside_;
-  int lock_ = -1;
-  bool made_ = false, published_ = false;
-};
-
-// Shards of one split: prefix_000.bin, prefix_001.bin, …
-class Shards {
- public:
-  Shards(fs::path folder, std::string prefix, bool wide, int64_t limit, uint64_t tokenizer)
-      : folder_(std::move(folder)), prefix_(std::move(prefix)), wide_(wide), limit_(limit), tokenizer_(tokenizer) {}
-
-  // `counts`: of each token whether it counts; empty: they all do.
-  void append(std::span<const int32_t> ids, std::span<const uint8_t> counts = {}) {
-    while (!ids.empty()) {
-      if (!writer_) {
-        char number[32];
-        std::snprintf(number, sizeof number, "_%03zu.bin", names_.size());
-        names_.push_back(prefix_ + number);
-        writer_.emplace((folder_ / names_.back()).string(), wide_, tokenizer_);
-        marks_.emplace((folder_ / names_.back()).string());
-      }
-      if (begins_) marks_->begin_document();
-      begins_ = false;
-      const size_t count = std::min(ids.size(), size_t(limit_ - writer_->tokens()));
-      writer_->append(ids.first(count));
-      ids = ids.subspan(count);
-      if (counts.empty()) {
-        marks_->append(int64_t(count), true);
-        counted_ += int64_t(count);
-      } else {
-        marks_->append(counts.first(count));
-        counted_ +=
-            std::count_if(counts.begin(), counts.begin() + int64_t(count), [](uint8_t one) { return one != 0; });
-        counts = counts.subspan(count);
-      }
-      tokens_ += int64_t(count);
-      if (writer_->tokens() == limit_) close();
-    }
-  }
-  void begin_document() {
-    begins_ = true;
-    ++documents_;
-  }
-  void close() {
-    if (!writer_) return;
-    marks_->commit();
-    writer_->commit();
-    marks_.reset();
-    writer_.reset();
-  }
-  int64_t counted() const { return counted_; }
-  int64_t documents() const { return documents_; }
-  const std::vector<std::string>& names() const { return names_; }
-  int64_t tokens() const { return tokens_; }
-
- private:
-  fs::path folder_;
-  std::string prefix_;
-  bool wide_;
-  int64_t limit_;
-  uint64_t tokenizer_;  // checksum
-  std::vector<std::string> names_;
-  int64_t tokens_ = 0, counted_ = 0, documents_ = 0;
-  bool begins_ = false;  // the next token begins a document
-  std::optional<TokenFileWriter> writer_;
-  std::optional<TokenMarksWriter> marks_;
-};
 
 void copy_standard_input(const std::string& path) {
   AtomicFile file(path);
@@ -213,79 +75,6 @@ void write_text(const fs::path& path, const std::string& content) {
 
 bool has_json_lines(const Input& input) { return input.name.ends_with(".jsonl"); }
 
-// Where the second part of a file of lines begins: after the first line end past all but the last `fraction` of it.
-int64_t line_cut(const std::string& path, int64_t size, double fraction) {
-  TextReader reader(path, size - int64_t(double(size) * fraction), size);
-  std::string piece;
-  for (int64_t at = reader.position(); reader.next(piece); at = reader.position())
-    if (const size_t end = piece.find('\n'); end != piece.npos) return at + int64_t(end) + 1;
-  return size;
-}
-
-// The lines of part of a file, of any length, and where each begins.
-class LineReader {
- public:
-  LineReader(const std::string& path, int64_t begin, int64_t end) : reader_(path, begin, end), line_begin_(begin) {}
-  bool next(std::string& line, int64_t& position) {
-    line.clear();
-    position = line_begin_;
-    for (;;) {
-      const size_t end = piece_.find('\n', at_);
-      line.append(piece_, at_, end - at_);
-      if (end != piece_.npos) {
-        at_ = end + 1;
-        line_begin_ += int64_t(line.size()) + 1;
-        return true;
-      }
-      at_ = 0;
-      if (reader_.next(piece_)) continue;
-      piece_.clear();
-      line_begin_ += int64_t(line.size());
-      return !line.empty();
-    }
-  }
-  int64_t position() const { return line_begin_; }
-
- private:
-  TextReader reader_;
-  std::string piece_;
-  size_t at_ = 0;  // in it
-  int64_t line_begin_;
-};
-
-struct LineDocument {
-  std::string text;
-  bool conversation;  // its template has written what begins and ends it
-  std::vector<Rendered::Part> said{};
-};
-
-// Makes documents of lines; the chat template is looked for when the first line with messages comes.
-class LineDocuments {
- public:
-  LineDocuments(std::string tokenizer, TrainOn train_on) : tokenizer_(std::move(tokenizer)), train_on_(train_on) {}
-  LineDocument of(const std::string& line, const std::string& place) {
-    const Json json = Json::parse(line, place);
-    if (json.find("messages")) {
-      Rendered rendered = chat_template(place).render(line, place);
-      return {std::move(rendered.text), true, std::move(rendered.said)};
-    }
-    const Json* text = json.find("text");
-    if (!text) throw Error(place + ": has neither \"messages\" nor \"text\"; each line must be an object with one.");
-    return {text->string(place + ": text"), false, {}};
-  }
-
- private:
-  ChatTemplate& chat_template(const std::string& place) {
-    if (!fs::is_directory(tokenizer_))
-      throw Error(place + ": has messages, which need a chat template; name a model's folder with --tokenizer.");
-    if (!template_) template_ = std::make_unique<ChatTemplate>(tokenizer_, train_on_);
-    return *template_;
-  }
-  std::string tokenizer_;  // as named
-  TrainOn train_on_;
-  std::unique_ptr<ChatTemplate> template_;
-};
-
 // What is done with bytes that are no UTF-8.
 enum class BrokenText { taken, refused, replaced };
 
@@ -329,87 +118,6 @@ Made make_tokenizer(const std::string& wanted, const std::vector<Input>& inputs,
   return {sentencepiece_tokenizer(model), "tokenizer.model", BrokenText::refused};
 }
 
-// A document of any length in pieces, each encoded with some text after it. Where two of them have a cut in common, the
-// tokens before it are the first one's and those after it the second's: so the tokens are those of the whole. Two
-// without become one piece.
-class Document {
- public:
-  struct Piece {
-    std::string text{};
-    int64_t bytes = 0;  // of the file
-    bool begins = false, ends = false;
-    std::optional<EncodedPart> encoded{};
-  };
-  bool ended() const { return !pieces_.empty() && pieces_.back().ends; }
-  void add(Piece piece) { pieces_.push_back(std::move(piece)); }
-
-  // Those that can be encoded and are not yet.
-  std::vector<size_t> to_encode() const {
-    std::vector<size_t> all;
-    for (size_t i = 0; i < pieces_.size(); ++i)
-      if (!pieces_[i].encoded && (pieces_[i].ends || i + 1 < pieces_.size())) all.push_back(i);
-    return all;
-  }
-  void encode(size_t i, const Tokenizer& tokenizer) {
-    Piece& piece = pieces_[i];
-    std::string text = piece.text;
-    if (!piece.ends) text += pieces_[i + 1].text.substr(0, text_after(pieces_[i + 1].text));
-    piece.encoded =
-        tokenizer.encode_part({.text = text, .own = piece.text.size(), .begins = piece.begins, .ends = piece.ends});
-  }
-  // Tells tokens, and the bytes of the file that they are for, as far as they are known. True when that is all.
-  template <class Tell>
-  bool write(Tell&& tell) {
-    while (!pieces_.empty() && pieces_[0].encoded) {
-      const Piece& first = pieces_[0];
-      const std::span<const int32_t> ids(first.encoded->ids);
-      const size_t from = taken_ == 0 ? 0 : cut_at(first, taken_)->token;
-      if (first.ends) {
-        tell(ids.subspan(from), first.bytes);
-        return true;
-      }
-      if (!pieces_[1].encoded) return false;
-      if (const auto cut = common_cut()) {
-        tell(ids.subspan(from, cut->token - from), first.bytes);
-        taken_ = cut->byte - first.text.size();
-        pieces_.erase(pieces_.begin());
-      } else {
-        join();
-      }
-    }
-    return false;
-  }
-
- private:
-  // Bytes of the next piece that are looked at: up to a whole character.
-  static size_t text_after(std::string_view text) {
-    size_t size = std::min(TextPart::kAfter, text.size());
-    while (size < text.size() && size > 0 && (static_cast<unsigned char>(text[size]) & 0xC0) == 0x80) --size;
-    return size;
-  }
-  static const EncodedPart::Cut* cut_at(const Piece& piece, size_t byte) {
-    const auto& cuts = piece.encoded->cuts;
-    const auto found = std::partition_point(cuts.begin(), cuts.end(), [&](const auto& cut) { return cut.byte < byte; });
-    return found != cuts.end() && found->byte == byte ? &*found : nullptr;
-  }
-  std::optional<EncodedPart::Cut> common_cut() const {
-    const size_t size = pieces_[0].text.size();
-    for (const EncodedPart::Cut& cut : pieces_[0].encoded->cuts)
-      if (cut.byte > size && cut.byte >= taken_ && cut_at(pieces_[1], cut.byte - size)) return cut;
-    return {};
-  }
-  void join() {
-    pieces_[0].text += pieces_[1].text;
-    pieces_[0].bytes += pieces_[1].bytes;
-    pieces_[0].ends = pieces_[1].ends;
-    pieces_[0].encoded.reset();
-    pieces_.erase(pieces_.begin() + 1);
-  }
-
-  std::vector<Piece> pieces_;
-  size_t taken_ = 0;  // bytes of the first piece whose tokens are told
-};
-
 // Encodes text on all cores, a piece of it on each.
 class Encoder {
  public:
@@ -431,13 +139,13 @@ class Encoder {
   }
 
   // Appends the tokens of bytes [begin, end) of an input: a document, or one in each line.
-  void encode(const Input& input, int64_t begin, int64_t end, Shards& to) {
+  void encode(const Input& input, int64_t begin, int64_t end, ShardWriter& to) {
     if (begin == end) return;
     if (has_json_lines(input)) return encode_lines(input, begin, end, to);
     to.begin_document();
     to.append(begin_);
     TextReader reader(input.path, begin, end);
-    Document document;
+    PiecedDocument document;
     do {
       while (!document.ended() && document.to_encode().size() < size_t(threads_.count()))
         document.add(read_piece(reader, input, begin, end));
@@ -453,7 +161,7 @@ class Encoder {
   bool masked() const { return masked_; }  // some conversation was written of which only parts count
 
  private:
-  void encode_lines(const Input& input, int64_t begin, int64_t end, Shards& to) {
+  void encode_lines(const Input& input, int64_t begin, int64_t end, ShardWriter& to) {
     LineReader reader(input.path, begin, end);
     if (begin == 0) lines_ = 0;
     std::vector<LineDocument> documents;
@@ -483,12 +191,12 @@ class Encoder {
     }
   }
   bool learns_parts() const { return train_on_ == TrainOn::assistant; }
-  void write_text(std::span<const int32_t> ids, Shards& to) const {
+  void write_text(std::span<const int32_t> ids, ShardWriter& to) const {
     to.append(begin_);
     to.append(ids);
     to.append(end_);
   }
-  void write_conversation(const LineDocument& document, const EncodedPart& encoded, Shards& to) {
+  void write_conversation(const LineDocument& document, const EncodedPart& encoded, ShardWriter& to) {
     const std::span<const int32_t> ids(encoded.ids);
     if (!learns_parts()) {
       to.append(ids);
@@ -504,9 +212,9 @@ class Encoder {
     to.append(ids, counts);
     to.append(conversation_end_, std::vector<uint8_t>(conversation_end_.size(), 0));
   }
-  Document::Piece read_piece(TextReader& reader, const Input& input, int64_t begin, int64_t end) {
+  PiecedDocument::Piece read_piece(TextReader& reader, const Input& input, int64_t begin, int64_t end) {
     const int64_t position = reader.position();
-    Document::Piece piece{.begins = position == begin};
+    PiecedDocument::Piece piece{.begins = position == begin};
     STRATA_CHECK(reader.next(piece.text));
     piece.bytes = int64_t(piece.text.size());
     piece.ends = reader.position() == end;
@@ -541,7 +249,7 @@ void check(const PrepareArguments& arguments) {
 PrepareResult prepare(const PrepareArguments& arguments) {
   check(arguments);
   std::vector<Input> inputs = look_at(arguments.inputs);
-  Output output(arguments.output_directory);
+  PreparedFolder output(arguments.output_directory);
   for (Input& input : inputs)
     if (input.path.empty()) {
       input.path = (output.aside() / "standard_input").string();
@@ -556,8 +264,8 @@ PrepareResult prepare(const PrepareArguments& arguments) {
   result.vocabulary = made.tokenizer->vocabulary();
   const bool wide = result.vocabulary > 65536;
   const uint64_t checksum = tokenizer_checksum((output.aside() / made.name).string());
-  Shards train(output.aside(), "train", wide, arguments.shard_tokens, checksum);
-  Shards validation(output.aside(), "validation", wide, arguments.shard_tokens, checksum);
+  ShardWriter train(output.aside(), "train", wide, arguments.shard_tokens, checksum);
+  ShardWriter validation(output.aside(), "validation", wide, arguments.shard_tokens, checksum);
   int64_t bytes = 0;
   Encoder encoder(made, arguments, [&](int64_t more) {
     bytes += more;
@@ -576,7 +284,7 @@ PrepareResult prepare(const PrepareArguments& arguments) {
   result.validation_tokens = validation.tokens();
 
   result.masked = encoder.masked();
-  for (const Shards* shards : {&train, &validation})
+  for (const ShardWriter* shards : {&train, &validation})
     result.counted += shards->counted(), result.documents += shards->documents();
 
   std::vector<std::string> order;
@@ -588,7 +296,7 @@ PrepareResult prepare(const PrepareArguments& arguments) {
   order.push_back(made.name);
   std::for_each(train.names().rbegin(), train.names().rend(), publish);
   output.publish(order);
-  for (const Shards* shards : {&train, &validation})
+  for (const ShardWriter* shards : {&train, &validation})
     for (const std::string& name : shards->names())
       result.files.push_back((fs::path(arguments.output_directory) / name).string());
   return result;

@@ -12,10 +12,7 @@
 #include <chrono>
 #include <csignal>
 #include <cstdio>
-#include <cstring>
-#include <fstream>
 #include <functional>
-#include <map>
 #include <memory>
 #include <optional>
 #include <set>
@@ -26,12 +23,8 @@
 #include "engine/runtime/device_rates.h"
 #include "engine/runtime/kernel_rates.h"
 #include "engine/runtime/link_rates.h"
-#include "engine/runtime/peak.h"
-#include "engine/runtime/processor_wait.h"
+#include "engine/runtime/machine_probes.h"
 #include "engine/runtime/rates_cache.h"
-#include "memory/arena.h"
-#include "memory/disk.h"
-#include "memory/nvme_store.h"
 #include "strata/builder.h"
 #include "strata/error.h"
 
@@ -43,60 +36,8 @@ constexpr bool kThreadsForbidFork = true;  // it ends a process that was forked 
 #else
 constexpr bool kThreadsForbidFork = false;
 #endif
-constexpr double kBudget = 2.7;              // seconds for everything that is measured at once
-constexpr int kMostRanksMeasured = 8;        // of a link, where ranks are started for it
-constexpr std::string_view kLate = "late ";  // before a kind's name: what its exchanges wait for ranks that come late
-
-double seconds_of(const auto& work) {
-  const double began = seconds_now();
-  work();
-  return seconds_now() - began;
-}
-
-std::string first_line(const char* path, const std::string& key) {
-  std::ifstream file(path);
-  for (std::string line; std::getline(file, line);)
-    if (line.rfind(key, 0) == 0) return key.empty() ? line : line.substr(line.find(':') + 2);
-  return "unknown";
-}
-
-int processors() { return std::max(1, int(std::thread::hardware_concurrency())); }
-
-std::string machine_name() {
-  return fmt::format("{}, {} processors", first_line("/proc/cpuinfo", "model name"), processors());
-}
-std::string machine_key(const RatesWanted& wanted) {
-  if (is_asynchronous(wanted.backend))
-    return fmt::format("{} {} since boot {}", wanted.backend, std::max(0, wanted.device),
-                       first_line("/proc/sys/kernel/random/boot_id", ""));
-  std::string key = fmt::format("{}, {} threads", machine_name(), wanted.threads);
-  if (wanted.backend != "cpu") key += ", " + wanted.backend;
-  if (wanted.host_threads > 0) key += fmt::format(", {} of the host", wanted.host_threads);
-  if (wanted.ranks_here > 1) key += fmt::format(", one of {} ranks", wanted.ranks_here);
-  return key;
-}
-// What updates on the host's threads beside a device reach; empty where there are none.
-std::string host_key(const RatesWanted& wanted) {
-  const auto on_host = [](const Op& op) { return op.stream == Stream::host; };
-  if (!is_asynchronous(wanted.backend) || !wanted.program ||
-      std::none_of(wanted.program->ops.begin(), wanted.program->ops.end(), on_host))
-    return "";
-  return fmt::format("{}, {} threads beside a device, one of {} ranks", machine_name(),
-                     std::max(1, wanted.host_threads), wanted.ranks_here);
-}
-std::string link_key(const RatesWanted& wanted, int ranks) {
-  return fmt::format("{}, {} ranks, {} here, by {}", machine_name(), ranks, std::min(ranks, wanted.ranks_here),
-                     wanted.provider);
-}
-// By directory; empty where there is none.
-std::vector<std::string> disk_keys(const RatesWanted& wanted) {
-  std::vector<std::string> keys;
-  for (const std::string& directory : wanted.storage_directories) {
-    const auto disk = disk_of(directory);
-    keys.push_back(disk ? fmt::format("disk {}", *disk) : "");
-  }
-  return keys;
-}
+constexpr double kBudget = 2.7;        // seconds for everything that is measured at once
+constexpr int kMostRanksMeasured = 8;  // of a link, where ranks are started for it
 
 // The axes that ops of the program name; without a program, all.
 std::vector<Axis> exchanged_over(const RatesWanted& wanted) {
@@ -116,126 +57,11 @@ std::vector<Axis> exchanged_over(const RatesWanted& wanted) {
   return axes;
 }
 
-// How many other ranks compute beside this one on processors of their own. None where their threads are in this
-// process, which is not to be forked then.
-int companions_of(const RatesWanted& wanted) {
-  return wanted.is_one_process ? 0 : std::min(wanted.ranks_here, processors()) - 1;
-}
-
-// Processes that do what other ranks do meanwhile, so that what is shared is shared.
-class Companions {
- public:
-  Companions(int count, const std::function<void()>& work) {
-    const pid_t parent = getpid();
-    for (int i = 0; i < count; ++i)
-      if (const pid_t child = fork(); child == 0) {
-        prctl(PR_SET_PDEATHSIG, SIGKILL);
-        try {
-          while (getppid() == parent) work();
-        } catch (const std::exception&) {
-        }
-        _exit(0);
-      } else if (child > 0) {
-        children_.push_back(child);
-      }
-  }
-  ~Companions() {
-    for (pid_t child : children_) {
-      kill(child, SIGKILL);  // not waited for yet: still this child's number
-      while (waitpid(child, nullptr, 0) < 0 && errno == EINTR) {
-      }
-    }
-  }
-  Companions(const Companions&) = delete;
-
- private:
-  std::vector<pid_t> children_;
-};
-
-// Whether a thread that waits for a processor waits for another program, and not for one of this run.
-bool has_processors(const RatesWanted& wanted) { return wanted.threads * wanted.ranks_here <= processors(); }
-
-// FLOP/s of a product that is large, by the kernel that programs use.
-double product_rate(const RatesWanted& wanted, DType dtype) {
-  Program program;
-  Builder build(program);
-  constexpr int64_t kSize = 768;
-  build.emit("linear", {build.data("x", {kSize, kSize}, dtype), build.data("w", {kSize, kSize}, dtype)});
-  const std::vector<LoneOp> ops = lone_ops(program, {});
-  // As it was, also where other programs disturb it: of a figure the best ever is kept, which may not be an estimate.
-  const std::vector<KernelTime> times = measure_kernels(ops, wanted.backend, wanted.threads, 1, 1 << 24, 0.15, false);
-  return times.empty() || times[0].seconds == 0 ? 0 : ops[0].cost.flops / times[0].seconds;
-}
-
-double copy_rate() {
-  constexpr int64_t kBytes = 64 << 20;
-  Arena from(kBytes), to(kBytes);
-  std::memset(from.base(), 1, kBytes);
-  double best = 1e9;
-  for (int i = 0; i < 4; ++i) best = std::min(best, seconds_of([&] { std::memcpy(to.base(), from.base(), kBytes); }));
-  return double(kBytes) / best;
-}
-
-// Where only reference kernels run, nothing here says how fast they are: what they took in runs does.
-std::vector<Tried> measure_processor(const RatesWanted& wanted) {
-  std::vector<Tried> tries;
-  const ProcessorWait wait;
-  const auto add = [&](const char* name, double value) {
-    if (value > 0)
-      tries.push_back({.name = name, .value = value, .disturbed = has_processors(wanted) && wait.share() > kDisturbed});
-  };
-  double peak = 0, half_peak = 0;
-  for (int i = 0; i < 6; ++i) {
-    peak = std::max(peak, measure_fma_peak(wanted.threads));
-    half_peak = std::max(half_peak, measure_bf16_peak(wanted.threads));
-  }
-  const double flops = product_rate(wanted, DType::f32), half_flops = product_rate(wanted, DType::bf16);
-  add("peak", std::max(peak, flops));
-  add("half_peak", std::max({half_peak, half_flops, half_peak > 0 ? 0 : peak}));  // without instructions, as f32
-  add("flops", flops);
-  add("half_flops", half_flops);
-  add("copy", copy_rate());
-  const auto bandwidth = [](int threads) { return measure_triad_bandwidth(threads); };
-  const Companions companions(companions_of(wanted), [&] { bandwidth(wanted.threads); });
-  const double memory = bandwidth(wanted.threads);
-  add("memory", memory);
-  add("host_memory",
-      wanted.host_threads == 0 || wanted.host_threads == wanted.threads ? memory : bandwidth(wanted.host_threads));
-  return tries;
-}
-
-// Larger than the caches of most disks and hypervisors, in pieces like large tensors, for so many seconds each way.
-std::vector<Tried> measure_storage(const std::string& directory, double seconds) {
-  constexpr int64_t kPiece = 64 << 20, kPieces = 24;
-  NvmeStore store({.directories = {directory}, .bytes = kPiece * kPieces, .faults = {}});
-  auto channel = store.channel();
-  Arena memory(kPiece);
-  std::memset(memory.base(), 1, kPiece);
-  int64_t written = 0;
-  const auto rate = [&](int64_t most, auto&& transfer) {
-    const double began = seconds_now();
-    int64_t done = 0;
-    while (done < most && (done == 0 || seconds_now() - began < seconds)) transfer(done++ * kPiece);
-    written = done;
-    return double(kPiece) * double(done) / (seconds_now() - began);
-  };
-  const double write = rate(kPieces, [&](int64_t at) { channel.write(at, memory.base(), kPiece, "a measurement"); });
-  const double read = rate(written, [&](int64_t at) { channel.read(at, memory.base(), kPiece, "a measurement"); });
-  return {{.name = "write", .value = write}, {.name = "read", .value = read}};
-}
-
 std::vector<Tried> figures_of(const Rates& rates, std::initializer_list<double Rates::*> which) {
   std::vector<Tried> tries;
   for (double Rates::*figure : which)
     for (const auto& [name, member] : kFigures)
       if (member == figure && rates.*figure > 0) tries.push_back({.name = std::string(name), .value = rates.*figure});
-  return tries;
-}
-
-std::vector<Tried> tries_of(const Samples& samples) {
-  std::vector<Tried> tries;
-  for (const auto& [name, list] : samples)
-    for (const Sample& sample : list) tries.push_back({name, 0, sample.bytes, sample.seconds});
   return tries;
 }
 
@@ -495,86 +321,10 @@ class Inquiry {
   double began_ = 0;
 };
 
-// What ops of one kernel and cost took in a step.
-struct Group {
-  Cost cost;
-  double seconds = 0;
-  int64_t calls = 0;
-};
-
 }  // namespace
 
 RatesCache rates_cache() { return RatesCache(cache_path("rates.json")); }
 
 Rates machine_rates(const RatesWanted& wanted, RatesCache& cache) { return Inquiry(wanted, cache).run(); }
-
-void keep_link(const RatesWanted& wanted, RatesCache& cache, int ranks, const Samples& samples) {
-  cache.add(link_key(wanted, ranks), tries_of(samples));
-}
-
-void learn_rates(const RatesWanted& wanted, RatesCache& cache, const Program& program, const std::vector<Span>& spans,
-                 const Rates& rates) {
-  ExchangeTimes exchanges(program, rates);
-  exchanges.add(spans);
-  learn_rates(wanted, cache, program, spans, rates, exchanges);
-}
-
-void learn_rates(const RatesWanted& wanted, RatesCache& cache, const Program& program, const std::vector<Span>& spans,
-                 const Rates& rates, const ExchangeTimes& exchanges) {
-  constexpr double kShort = 20e-6;  // seconds that clocks and wake-ups blur
-  constexpr int64_t kLarge = 1 << 20;
-  std::map<std::tuple<std::string, double, double>, Group> kernels;
-  std::array<double, kStreams> bytes{}, seconds{};
-  std::array<double, 2> fastest{};  // FLOP/s, of f32 and 16 bits
-  for (size_t i = 0; i < program.ops.size() && i < spans.size(); ++i) {
-    const OpView view(program, program.ops[i]);
-    const double took = spans[i].finish - spans[i].start;
-    if (took < kShort || view.op().purpose == Purpose::again) continue;
-    const Stream stream = view.op().stream;
-    if (stream == Stream::compute || stream == Stream::host) {
-      const Cost cost = cost_of(view);
-      Group& group = kernels[{kernel_name(view), cost.flops, cost.bytes}];
-      group.cost = cost, group.seconds += took, ++group.calls;
-      double& best = fastest[size_of(dtype_of(view)) == 2];
-      if (took > 1e-3) best = std::max(best, cost.flops / took);
-    } else if (!is_exchange(stream) && view.input(0).bytes() >= kLarge) {
-      bytes[int(stream)] += double(view.input(0).bytes()), seconds[int(stream)] += took;
-    }
-  }
-  std::vector<Tried> machine;
-  for (const auto& [key, group] : kernels)
-    machine.push_back({std::get<0>(key), group.cost.flops, group.cost.bytes, group.seconds / double(group.calls)});
-  const auto faster = [&](std::vector<Tried>& list, const char* name, double rate, double known) {
-    if (rate > known && known > 0) list.push_back({.name = name, .value = rate});
-  };
-  const auto rate_of = [&](Stream stream) {
-    return seconds[int(stream)] > 0 ? bytes[int(stream)] / seconds[int(stream)] : 0;
-  };
-  faster(machine, "peak", fastest[0], rates.peak);
-  faster(machine, "half_peak", fastest[1], rates.half_peak);
-  faster(machine, "copy", std::max(rate_of(Stream::to_device), rate_of(Stream::to_host)), rates.copy);
-  cache.add(machine_key(wanted), machine);
-  // What all disks did together, each did its share of.
-  const double read = rate_of(Stream::read) / rates.read, write = rate_of(Stream::write) / rates.write;
-  const std::vector<std::string> keys = disk_keys(wanted);
-  for (size_t d = 0; d < keys.size() && keys.size() == rates.disks.size(); ++d) {
-    if (keys[d].empty()) continue;
-    const auto here = double(std::count(keys.begin(), keys.end(), keys[d]));  // folders that share its rates
-    std::vector<Tried> disk;
-    faster(disk, "read", rates.disks[d].read * here * read, rates.disks[d].read * here);
-    faster(disk, "write", rates.disks[d].write * here * write, rates.disks[d].write * here);
-    cache.add(keys[d], disk);
-  }
-  std::map<std::string, std::vector<Tried>> links;
-  for (const auto& [axis, kind, handed_on, fewest, mean, tells_late] : exchanges.times()) {
-    if (!rates.links.contains(axis)) continue;
-    std::vector<Tried>& list = links[link_key(wanted, rates.links.at(axis).ranks)];
-    list.push_back({kind, 0, handed_on, fewest});
-    constexpr double kLeast = 1e-9;  // seconds: what is kept is more than none
-    if (tells_late && !wanted.mesh[axis].own_programs)
-      list.push_back({std::string(kLate) + kind, 0, handed_on, std::max(kLeast, mean - fewest)});
-  }
-  for (const auto& [key, tries] : links) cache.add(key, tries);
-}
 
 }  // namespace strata
