@@ -13,7 +13,10 @@ namespace {
 
 // Last writer and last readers of a range of bytes.
 struct Clocks {
-  VectorClock write{}, read{};
+  int32_t written = 0;  // ops of the writer's stream that are over then
+  uint16_t writer = 0;  // stream
+  bool is_read = false;
+  VectorClock read{};
 };
 
 // A range of bytes by its places.
@@ -52,6 +55,19 @@ Access range_of(const Program& program, const MemoryPlan& plan, TensorId id) {
   return {begin, begin + tensor.bytes()};
 }
 
+// A tensor on the disk.
+bool is_on_disk(const Program& program, const MemoryPlan& plan, TensorId id) {
+  if (program[id].persistent) return program[id].home == Tier::nvme;
+  const int32_t buffer = plan.buffer_of[size_t(id.value)];
+  return buffer >= 0 && plan.buffers[size_t(buffer)].tier == Tier::nvme;
+}
+// The disk moves whole blocks: a read overwrites what is behind the tensor in its last one, where a part of another
+// tensor may lie that does not reach back to the block's beginning.
+Access of_blocks(Access range) {
+  range.end = range.begin + (range.end - range.begin + kStorageAlignment - 1) / kStorageAlignment * kStorageAlignment;
+  return range;
+}
+
 // The ranges of ops as somebody gives them.
 class GivenRanges {
  public:
@@ -71,38 +87,37 @@ class GivenRanges {
   Places places_;
 };
 
-// Those of a plan without a disk, where a tensor is as long for whoever touches it: looked up once for each. What it
-// gives are those of accesses_of.
+// Those of a plan, looked up once for each tensor. What they are is what accesses_of says.
 class PlannedRanges {
  public:
   PlannedRanges(const Program& program, const MemoryPlan& plan) : program_(program), plan_(plan) {
+    find_moves_of_blocks();
     for (int pass = 0; pass < 2; ++pass) {  // the places, then which of them are a tensor's
       for (int32_t t = 0; t < int32_t(program.tensors.size()); ++t)
-        if (const auto range = range_of(program, plan, {t}); range.end >= 0) take(pass, by_tensor_, t, range);
+        if (const auto range = range_of(program, plan, {t}); range.end >= 0) {
+          take(pass, by_tensor_, t, range);
+          if (!in_blocks_.empty() && is_in_blocks_[size_t(t)]) take(pass, by_blocks_, t, of_blocks(range));
+        }
       for (size_t i = 0; i < program.ops.size(); ++i)
         if (const int32_t w = plan.workspace_of[i]; w >= 0)
           take(pass, by_workspace_, w, range_of(plan, plan.buffers[size_t(w)]));
       if (pass > 0) break;
       places_.sort();
       by_tensor_.resize(program.tensors.size());
+      if (!in_blocks_.empty()) by_blocks_.resize(program.tensors.size());
       by_workspace_.resize(plan.buffers.size());
     }
-  }
-  static bool would_do(const Program& program, const MemoryPlan& plan) {
-    return std::none_of(program.tensors.begin(), program.tensors.end(),
-                        [](const Tensor& tensor) { return tensor.home == Tier::nvme; }) &&
-           std::none_of(plan.buffers.begin(), plan.buffers.end(),
-                        [](const Buffer& buffer) { return buffer.tier == Tier::nvme; });
   }
   size_t places() const { return places_.size(); }
   void of(int32_t index, std::vector<Touched>& touched) const {
     const Op& op = program_.ops[size_t(index)];
     const auto add = [&](const Numbers& range, bool write) { touched.push_back({range.begin, range.end, write}); };
+    const auto& ranges = !in_blocks_.empty() && in_blocks_[size_t(index)] ? by_blocks_ : by_tensor_;
     for (TensorId id : op.inputs)
-      if (id) add(by_tensor_[size_t(id.value)], false);
-    for (TensorId id : op.outputs) add(by_tensor_[size_t(id.value)], true);
+      if (id) add(ranges[size_t(id.value)], false);
+    for (TensorId id : op.outputs) add(ranges[size_t(id.value)], true);
     if (const int32_t w = plan_.workspace_of[size_t(index)]; w >= 0) add(by_workspace_[size_t(w)], true);
-    if (op.purpose == Purpose::again) add(by_tensor_[size_t(program_.again_if.value)], false);
+    if (op.purpose == Purpose::again) add(ranges[size_t(program_.again_if.value)], false);
   }
 
  private:
@@ -115,11 +130,31 @@ class PlannedRanges {
     else
       list[size_t(number)] = {places_[range.begin], places_[range.end]};
   }
+  // Which ops the disk moves blocks for, and the tensors of those.
+  void find_moves_of_blocks() {
+    std::vector<bool> on_disk(program_.tensors.size());
+    bool any = false;
+    for (size_t t = 0; t < on_disk.size(); ++t) any |= on_disk[t] = is_on_disk(program_, plan_, {int32_t(t)});
+    if (!any) return;
+    in_blocks_.resize(program_.ops.size()), is_in_blocks_.resize(program_.tensors.size());
+    const auto lies_there = [&](TensorId id) { return id && on_disk[size_t(id.value)]; };
+    for (size_t i = 0; i < program_.ops.size(); ++i) {
+      const Op& op = program_.ops[i];
+      in_blocks_[i] = std::any_of(op.inputs.begin(), op.inputs.end(), lies_there) ||
+                      std::any_of(op.outputs.begin(), op.outputs.end(), lies_there);
+      if (!in_blocks_[i]) continue;
+      for (const auto* list : {&op.inputs, &op.outputs})
+        for (TensorId id : *list)
+          if (id) is_in_blocks_[size_t(id.value)] = true;
+      if (op.purpose == Purpose::again) is_in_blocks_[size_t(program_.again_if.value)] = true;
+    }
+  }
 
   const Program& program_;
   const MemoryPlan& plan_;
   Places places_;
-  std::vector<Numbers> by_tensor_, by_workspace_;
+  std::vector<Numbers> by_tensor_, by_blocks_, by_workspace_;
+  std::vector<bool> in_blocks_, is_in_blocks_;  // by op, and by tensor; without a disk none
 };
 
 // Goes over the ops of one step after the other.
@@ -157,8 +192,8 @@ class Conflicts {
     ranges_.of(op, touched_);
     for (const Touched& range : touched_)
       known_.over(range.begin, range.end, [&](const Clocks& piece) {
-        raise(needed, piece.write);
-        if (range.write) raise(needed, piece.read);
+        needed[piece.writer] = std::max(needed[piece.writer], piece.written);
+        if (range.write && piece.is_read) raise(needed, piece.read);
       });
     VectorClock& clock = seen_[size_t(stream)];
     waits_.clear();
@@ -167,13 +202,16 @@ class Conflicts {
         waits_.push_back({Stream(s), needed[s]});
         raise(clock, after_[s][needed[s] - 1]);
       }
-    VectorClock mine{};
-    mine[stream] = clock[stream] = ++issued_[stream];
+    const int32_t mine = clock[size_t(stream)] = ++issued_[size_t(stream)];
     after_[stream].push_back(clock);
     for (const Touched& range : touched_)
-      if (range.write) known_.set(range.begin, range.end, {mine, {}});
+      if (range.write) known_.set(range.begin, range.end, {.written = mine, .writer = uint16_t(stream)});
     for (const Touched& range : touched_)
-      if (!range.write) known_.over(range.begin, range.end, [&](Clocks& piece) { piece.read[stream] = mine[stream]; });
+      if (!range.write)
+        known_.over(range.begin, range.end, [&](Clocks& piece) {
+          piece.is_read = true;
+          piece.read[size_t(stream)] = mine;
+        });
   }
 
   const Program& program_;
@@ -217,20 +255,13 @@ Waits plan_waits(const Program& program, const AccessesOf& accesses) {
 
 Waits plan_waits(const Program& program, const MemoryPlan& plan) {
   if (all_on_compute(program)) return {};
-  if (PlannedRanges::would_do(program, plan)) return waits_of(program, PlannedRanges(program, plan));
-  return plan_waits(program, [&](int32_t i) { return accesses_of(program, plan, i); });
-}
-
-StepWaits plan_overlapping_waits(const Program& program, const VectorClock& awaited, const AccessesOf& accesses) {
-  if (all_on_compute(program)) return {.waits = {}, .awaited = awaited};
-  return {.waits = overlapping_waits_of(program, awaited, GivenRanges(program, accesses)), .awaited = awaited};
+  return waits_of(program, PlannedRanges(program, plan));
 }
 
 StepWaits plan_overlapping_waits(const Program& program, const MemoryPlan& plan) {
   const VectorClock awaited = awaited_by_host(program);
-  if (!all_on_compute(program) && PlannedRanges::would_do(program, plan))
-    return {.waits = overlapping_waits_of(program, awaited, PlannedRanges(program, plan)), .awaited = awaited};
-  return plan_overlapping_waits(program, awaited, [&](int32_t i) { return accesses_of(program, plan, i); });
+  if (all_on_compute(program)) return {.waits = {}, .awaited = awaited};
+  return {.waits = overlapping_waits_of(program, awaited, PlannedRanges(program, plan)), .awaited = awaited};
 }
 
 VectorClock ops_by_stream(const Program& program) {
@@ -284,20 +315,14 @@ VectorClock awaited_by_host(const Program& program) {
 
 std::vector<Access> accesses_of(const Program& program, const MemoryPlan& plan, int32_t index) {
   const Op& op = program.ops[index];
-  // The disk moves whole blocks: a read overwrites what is behind the tensor in its last one, where a part of another
-  // tensor may lie that does not reach back to the block's beginning.
-  const auto on_disk = [&](TensorId id) {
-    if (!id) return false;
-    return Tier::nvme == (program[id].persistent ? program[id].home : plan.buffers[plan.buffer_of[id.value]].tier);
-  };
+  const auto on_disk = [&](TensorId id) { return id && is_on_disk(program, plan, id); };
   const bool in_blocks = std::any_of(op.inputs.begin(), op.inputs.end(), on_disk) ||
                          std::any_of(op.outputs.begin(), op.outputs.end(), on_disk);
-  const int64_t block = in_blocks ? kStorageAlignment : 1;
   std::vector<Access> list;
   const auto add = [&](TensorId id, bool write) {
     Access range = range_of(program, plan, id);
     STRATA_CHECK(range.end >= 0);
-    range.end = range.begin + (range.end - range.begin + block - 1) / block * block;
+    if (in_blocks) range = of_blocks(range);
     range.write = write;
     list.push_back(range);
   };

@@ -73,7 +73,6 @@ struct StepWaits {
 // Steps that overlap: the next one begins when all is there that the host looks at between two steps, and all is read
 // that it writes for the next; what is left of the other streams goes on behind it, and ops wait for what they touch.
 StepWaits plan_overlapping_waits(const Program& program, const MemoryPlan& plan);
-StepWaits plan_overlapping_waits(const Program& program, const VectorClock& awaited, const AccessesOf& accesses);
 // What is awaited there: compute; exchanges, since the host has some of its own; what writes a step output or a number
 // that lasts, which hooks may read; what reads data. Numbers that the host alone writes are held twice (executor.h) for
 // threads; what a device's copies read of them is awaited.

@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include <random>
+
 #include "strata/builder.h"
 #include "strata/op_kind.h"
 
@@ -55,6 +57,49 @@ TEST(Dependencies, ACopyBetweenMemoriesTouchesItsBytesAlone) {
   const auto waits = plan_waits(program, plan_memory(program, "cpu", 1));
   EXPECT_TRUE(waits[0].empty());
   EXPECT_TRUE(waits[1].empty());
+}
+
+// Ranges that are looked up once for each tensor are those of every op: of random programs with tensors on the disk,
+// whose buffers lie across each other anyhow.
+TEST(Dependencies, ThoseOfAPlanAreThoseOfItsOps) {
+  int waits = 0;
+  for (uint32_t seed = 0; seed < 50; ++seed) {
+    std::mt19937 random(seed);
+    const auto below = [&](size_t n) { return size_t(random() % n); };
+    Program program;
+    Builder build(program);
+    std::vector<TensorId> made{build.data("x", {16}, DType::f32)};
+    for (int i = 0; i < 60; ++i) {
+      const TensorId from = made[below(made.size())];
+      const bool on_disk = program[from].home == Tier::nvme;
+      Tensor copy{.name = "t" + std::to_string(i), .shape = {int64_t(16 + 40 * below(60))}};
+      Op op{.kind = &find_kind("gelu"), .inputs = {from}};
+      if (on_disk || below(3) == 0) {
+        op = {.kind = &find_kind("move"), .inputs = {from}, .stream = on_disk ? Stream::read : Stream::write};
+        copy.shape = program[from].shape;
+        copy.home = on_disk ? Tier::device : Tier::nvme;
+      } else if (below(3) == 0) {
+        op.stream = Stream::host;
+      }
+      op.outputs = {program.add(copy)};
+      made.push_back(op.outputs[0]);
+      program.ops.push_back(std::move(op));
+    }
+    MemoryPlan plan = plan_memory(program, "cpu", 1);
+    for (Buffer& buffer : plan.buffers)
+      buffer.offset = int64_t(below(buffer.tier == Tier::nvme ? 8 : 300)) *
+                      (buffer.tier == Tier::nvme ? kStorageAlignment : kAlignment);
+    const Waits planned = plan_waits(program, plan);
+    const Waits given = plan_waits(program, [&](int32_t op) { return accesses_of(program, plan, op); });
+    for (size_t i = 0; i < program.ops.size(); ++i) {
+      ASSERT_EQ(planned[i].size(), given[i].size()) << "seed " << seed << ", op " << i;
+      for (size_t w = 0; w < planned[i].size(); ++w, ++waits) {
+        EXPECT_EQ(planned[i][w].stream, given[i][w].stream);
+        EXPECT_EQ(planned[i][w].count, given[i][w].count);
+      }
+    }
+  }
+  EXPECT_GT(waits, 500);
 }
 
 // What an op that has an empty share writes hides nothing of what others have written there.

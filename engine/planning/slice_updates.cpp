@@ -18,7 +18,11 @@ bool is_cast(const Op& op) { return op.kind->name == "cast" && op.inputs.size() 
 class Slicer {
  public:
   Slicer(Program& program, int64_t bytes)
-      : program_(program), bytes_(bytes), written_by_(program.tensors.size(), -1), chain_of_(program.ops.size(), -1) {}
+      : program_(program),
+        bytes_(bytes),
+        written_by_(program.tensors.size(), -1),
+        chain_of_(program.ops.size(), -1),
+        made_(program.tensors.size()) {}
 
   int run() {
     for (size_t i = 0; i < program_.ops.size(); ++i) look_at(int32_t(i));
@@ -118,9 +122,22 @@ class Slicer {
       const auto here = together.find(int32_t(i));
       if (here == together.end()) continue;
       const int64_t rows = program_[ops[i].outputs[0]].shape[0];
+      std::vector<Cut> cuts;
+      for (int32_t op : here->second) cuts.push_back(cut(ops[size_t(op)]));
       for (int64_t begin = 0; begin < rows; begin += of[i]->rows)
-        for (int32_t op : here->second) emit(ops[size_t(op)], begin, std::min(begin + of[i]->rows, rows));
+        for (const Cut& cut : cuts) emit(cut, begin, std::min(begin + of[i]->rows, rows));
     }
+  }
+
+  // An op that is emitted slice by slice, and which of its tensors have slices.
+  struct Cut {
+    Op op;
+    std::vector<TensorId> whole;
+  };
+  Cut cut(const Op& op) const {
+    Cut cut{op, {}};
+    for (const TensorId* id : cut_of(cut.op)) cut.whole.push_back(*id);
+    return cut;
   }
 
   // Ops with nothing but others of their stream between them: elsewhere a read would begin later than it was to, and a
@@ -138,21 +155,26 @@ class Slicer {
     return runs;
   }
 
-  void emit(Op op, int64_t begin, int64_t end) {
-    for (TensorId* id : cut_of(op)) *id = slice(*id, begin, end);
-    program_.ops.push_back(std::move(op));
+  void emit(const Cut& cut, int64_t begin, int64_t end) {
+    program_.ops.push_back(cut.op);
+    for (auto* ids : {&program_.ops.back().inputs, &program_.ops.back().outputs})
+      for (TensorId& id : *ids)
+        if (std::find(cut.whole.begin(), cut.whole.end(), id) != cut.whole.end()) id = slice(id, begin, end);
   }
 
   TensorId slice(TensorId id, int64_t begin, int64_t end) {
-    TensorId& part = made_[{id.value, begin}];
-    if (part) return part;
+    std::vector<std::pair<int64_t, TensorId>>& parts = made_[size_t(id.value)];
+    const auto known = std::lower_bound(parts.begin(), parts.end(), begin,
+                                        [](const auto& part, int64_t first) { return part.first < first; });
+    if (known != parts.end() && known->first == begin) return known->second;
     const Tensor& tensor = program_[id];
     Shape shape = tensor.shape;
     const int64_t row = tensor.bytes() / shape[0];
     shape[0] = end - begin;
     const Name name = tensor.name + ".rows." + std::to_string(begin);
     const TensorId made = program_.add_part(id, name, std::move(shape), begin * row);
-    return made_[{id.value, begin}] = made;
+    parts.insert(known, {begin, made});
+    return made;
   }
 
   Program& program_;
@@ -160,7 +182,7 @@ class Slicer {
   std::vector<int32_t> written_by_;  // by tensor: the last op that wrote it so far
   std::vector<int32_t> chain_of_;    // by op
   std::vector<Chain> chains_;
-  std::map<std::pair<int32_t, int64_t>, TensorId> made_;  // by tensor and first row
+  std::vector<std::vector<std::pair<int64_t, TensorId>>> made_;  // by tensor: its slices and their first rows
 };
 
 }  // namespace
