@@ -345,10 +345,13 @@ class Planner {
     smallest.push_back({.targets = {1, host, 0}, .again_first = true});
     AttemptsAhead of_smallest = attempts_ahead(std::move(smallest));
     for (size_t i = 0; i < of_smallest.size(); ++i) consider_aim(of_smallest, i);
-    // Whether the budgets can be met at all is a question to plans that give up on the host what they can; so the
-    // answer for one budget does not hang on the other's series.
-    const auto take = [&](int64_t host_target, size_t most) {
-      std::vector<Aim> aims = series(least, host_target);
+    struct Series {
+      std::vector<Aim> aims;
+      size_t next = 0, made = 0;
+    };
+    const auto begin = [&](int64_t host_target) {
+      Series begun{series(least, host_target)};
+      std::vector<Aim>& aims = begun.aims;
       // What is relieved to more than the budget does not fit.
       if (best && budget(Tier::device) > 0 && !settings_.same_series) {
         const std::vector<Aim> first = nearest(least, host_target);
@@ -359,11 +362,28 @@ class Planner {
         aims.erase(too_much, aims.end());
         aims.insert(aims.begin(), first.begin(), first.end());
       }
-      AttemptsAhead ahead = attempts_ahead(std::move(aims));
-      for (size_t i = 0, made = 0; i < ahead.size() && made < most; ++i)
-        made += consider_aim(ahead, i) || settings_.same_series;
+      return begun;
     };
-    take(host, host ? left / 2 : left);
+    const auto go_on = [&](Series& begun, size_t most, bool until_one_fits = false) {
+      AttemptsAhead ahead = attempts_ahead({begun.aims.begin() + int64_t(begun.next), begun.aims.end()});
+      for (size_t i = 0; i < ahead.size() && begun.made < most && !(until_one_fits && best); ++i, ++begun.next)
+        begun.made += consider_aim(ahead, i) || settings_.same_series;
+    };
+    // Whether the budgets can be met at all is a question to plans that give up on the host what they can; so the
+    // answer for one budget does not hang on the other's series. Once one fits, those that use the host's budget are
+    // faster, and fewer of the others are worth planning to their end.
+    const size_t most = host ? left / 2 : left;
+    Series least_on_host = begin(host);
+    go_on(least_on_host, most, host);
+    const bool one_fits = best.has_value();
+    const auto use_host = [&] {
+      Series all_of_host = begin(budget(Tier::host));
+      go_on(all_of_host, most);
+    };
+    if (host && one_fits) {
+      use_host();
+      go_on(least_on_host, most);
+    }
     if (budget(Tier::device) > 0)
       if (auto found = search_around(least)) consider(attempts_->make(*found, {.room = found->room}, {}));
     const bool must = to_beat_ == HUGE_VAL;
@@ -373,7 +393,7 @@ class Planner {
       if (last) consider(std::move(*last));
       return std::move(best ? *best : *refused);
     }
-    if (host) take(budget(Tier::host), left / 2);
+    if (host && !one_fits) use_host();
     if (last) {
       // Restoring needs memory too: what is asked for and saves none need not be. Whether it does is not to hang on
       // which plans were looked into under this budget.
