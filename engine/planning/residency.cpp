@@ -32,9 +32,15 @@ size_t most_of_search(size_t ops) {
 
 class Planner {
  public:
-  // `to_beat`: seconds; only a faster plan is wanted, if any.
-  Planner(Program& program, const ResidencySettings& settings, double to_beat = HUGE_VAL)
-      : program_(program), settings_(settings), to_beat_(to_beat), homes_(program, settings), uses_(program) {}
+  // `to_beat`: seconds; only a faster plan is wanted, if any. `least`: bytes of the device that plans are known to take
+  // at least; without it they are looked for.
+  Planner(Program& program, const ResidencySettings& settings, double to_beat = HUGE_VAL, int64_t least = INT64_MAX)
+      : program_(program),
+        settings_(settings),
+        to_beat_(to_beat),
+        homes_(program, settings),
+        uses_(program),
+        least_(least) {}
 
   // Without budgets one plan, or of those that bring things back earlier or later the smallest that costs little. With
   // budgets the fastest of a series of plans that fits. The series does not depend on the budgets, so a larger one
@@ -105,8 +111,7 @@ class Planner {
     return text + ".";
   }
 
-  // Of a budget of the device: bytes beyond the least that any plan took.
-  int64_t room() const { return std::max<int64_t>(0, budget(Tier::device) - least_); }
+  int64_t least() const { return least_; }  // bytes of the device, of all plans under a budget
 
  private:
   Planned attempt(const Aim& aim, const std::optional<Bounds>& wanted = {}) {
@@ -338,13 +343,15 @@ class Planner {
       return true;
     };
     // The least of all: from what is demanded, from everything away, from recomputation in two levels.
-    std::vector<Aim> smallest;
-    for (size_t start : {size_t{0}, size_t{1}, away_ + 2})
-      if (start == 0 || (start < starts_.size() && (start != 1 || away_ > 1)))
-        smallest.push_back({.targets = {1, host, 0}, .start = start});
-    smallest.push_back({.targets = {1, host, 0}, .again_first = true});
-    AttemptsAhead of_smallest = attempts_ahead(std::move(smallest));
-    for (size_t i = 0; i < of_smallest.size(); ++i) consider_aim(of_smallest, i);
+    if (least == INT64_MAX) {
+      std::vector<Aim> smallest;
+      for (size_t start : {size_t{0}, size_t{1}, away_ + 2})
+        if (start == 0 || (start < starts_.size() && (start != 1 || away_ > 1)))
+          smallest.push_back({.targets = {1, host, 0}, .start = start});
+      smallest.push_back({.targets = {1, host, 0}, .again_first = true});
+      AttemptsAhead of_smallest = attempts_ahead(std::move(smallest));
+      for (size_t i = 0; i < of_smallest.size(); ++i) consider_aim(of_smallest, i);
+    }
     struct Series {
       std::vector<Aim> aims;
       size_t next = 0, made = 0;
@@ -488,7 +495,7 @@ class Planner {
   // By start, order of homes and target of the host: Planned::same_from of what was tried.
   std::map<std::tuple<size_t, bool, int64_t>, int64_t> same_from_;
   double seconds_without_ = 0;  // of a step, were nothing to rest
-  int64_t least_ = INT64_MAX;   // bytes of the device, of all plans under a budget
+  int64_t least_;               // bytes of the device, of all plans under a budget
   int64_t bytes_without_ = 0;   // of the device, were nothing to rest
   int64_t plain_bytes_ = 0;     // the same without a disk, whose blocks tensors fill
 };
@@ -509,12 +516,13 @@ MemoryPlan plan_plainly(const Program& program, const ResidencySettings& setting
 // takes the place of `chosen`. `given` is the program as it was before any plan. So that more memory never gives a
 // slower plan, shares of all states are tried that do not depend on the budget; in large programs, of which few plans
 // are made, as many as there is room for, three quarters and half of that, until something is faster.
-void keep_states(const Program& given, const ResidencySettings& settings, int64_t room, Planned& chosen) {
+void keep_states(const Program& given, const ResidencySettings& settings, int64_t least, Planned& chosen) {
   constexpr size_t kPlans = 10;  // of each
   const size_t most = most_attempts(given.ops.size());
   ResidencySettings few = settings;
   few.plans = int(std::min(most, kPlans));
   few.same_series = most == kMostAttempts;
+  const int64_t room = std::max<int64_t>(0, settings.device_budget - least);
   std::vector<int64_t> amounts{room, room / 4 * 3, room / 2};
   if (few.same_series) {
     Program all = given;
@@ -529,7 +537,7 @@ void keep_states(const Program& given, const ResidencySettings& settings, int64_
     const int64_t bytes = keep_on_device(kept, amount);
     if (bytes == 0 || bytes == before) continue;
     before = bytes;
-    if (auto faster = Planner(kept, few, chosen.seconds).run()) {
+    if (auto faster = Planner(kept, few, chosen.seconds, few.same_series ? INT64_MAX : least + bytes).run()) {
       chosen = std::move(*faster);
       if (!few.same_series) return;
     }
@@ -554,7 +562,7 @@ MemoryPlan plan_residency(Program& program, const ResidencySettings& settings) {
   const Program given = may_keep ? program : Program();
   Planner planner(program, settings);
   Planned chosen = *planner.run();
-  if (may_keep) keep_states(given, settings, planner.room(), chosen);
+  if (may_keep) keep_states(given, settings, planner.least(), chosen);
   chosen.memory.notice = planner.notice(chosen.seconds);
   program = std::move(chosen.program);
   return std::move(chosen.memory);
