@@ -53,13 +53,13 @@ Attempts::Partial Attempts::begin(const Choice& start, const Aim& aim, const std
                                   bool predicts) {
   for (size_t t = 0; t < start.homes.size(); ++t) program_.tensors[t].home = start.homes[t];
   Decisions decisions = start.decisions;
-  if (!aim.forms) std::erase_if(decisions, [](const auto& decision) { return decision.second.form >= 0; });
+  if (!aim.forms) decisions.erase_if([](const Decision& decision) { return decision.form >= 0; });
   Relief relief(program_, std::move(decisions), uses_, homes_, settings_, aim.homes_first, aim.again_first);
   auto [program, before, at_once] = relief.fit(aim.targets);
   Partial partial{.plan = {std::move(program)}};
   Planned& plan = partial.plan;
-  plan.choice = {.decisions = std::move(relief).decisions(), .room = aim.room};
-  for (const Tensor& tensor : program_.tensors) plan.choice.homes.push_back(tensor.home);
+  plan.choice = Choice{.decisions = std::move(relief).decisions(), .room = aim.room};
+  for (const Tensor& tensor : program_.tensors) plan.choice->homes.push_back(tensor.home);
   for (int t = 0; t < kTiers; ++t) plan.least[size_t(t)] = before.tiers[t].total_bytes();
   if (wanted || predicts) partial.busiest = busiest_seconds(plan.program);
   if (is_beyond(plan, partial.busiest, wanted)) return partial;

@@ -23,7 +23,7 @@ struct Planned {
   bool last_resort = false;             // not what the plugins ask for, but it fits
   std::array<int64_t, kTiers> least{};  // bytes of each tier that it cannot be placed in less than
   int64_t same_from = INT64_MAX;        // every aim that leaves the device so many bytes gives the same
-  Choice choice{};                      // what was decided
+  std::optional<Choice> choice{};       // what was decided
   bool limited = false;                 // something would have come back earlier, had there been room
   bool is_made() const { return !memory.buffer_of.empty(); }
 };
@@ -35,9 +35,9 @@ struct Aim {
   bool homes_first = true;                // what has its home in memory goes before what waits there
   bool forms = true;
   bool again_first = false;  // see Relief
-  size_t start = 0;        // the decisions that relief begins with
-  bool by_budget = false;  // the target is the budget's, and not one of a series that is the same for all
-  int64_t otherwise = 0;   // the device's target where that is beyond the budget; 0: none
+  size_t start = 0;          // the decisions that relief begins with
+  bool by_budget = false;    // the target is the budget's, and not one of a series that is the same for all
+  int64_t otherwise = 0;     // the device's target where that is beyond the budget; 0: none
 };
 
 // Beyond these nobody wants a plan.

@@ -13,7 +13,7 @@ int64_t kept_bytes(const Program& program, int32_t tensor, int form) {
 }
 
 Decisions decisions_at_start(const Program& program, const Uses& all, const Homes& homes, bool everything) {
-  Decisions decisions;
+  Decisions decisions(all);
   for (int32_t t = 0; t < int32_t(program.tensors.size()); ++t) {
     const Tensor& tensor = program.tensors[t];
     const auto& uses = all.of[t];
@@ -36,14 +36,15 @@ Decisions decisions_at_start(const Program& program, const Uses& all, const Home
                                   (last || program.ops[uses[u + 1]].step_part != StepPart::forward);
       if (between >= 0) {
         if (!last && all.whole_visit[uses[u + 1]] - all.whole_visit[uses[u]] > 1)
-          decisions[{t, uses[u + 1]}] = {between, Tier::device, Decision::Again::in_other_blocks};
+          decisions.set({t, uses[u + 1]}, Decision{between, Tier::device, Decision::Again::in_other_blocks});
       } else if (always >= 0) {
         const bool nothing_kept = forms->second[always].rest.empty();
         if (leaves_forward && (!last || nothing_kept))
-          decisions[{t, last ? kNever : uses[u + 1]}] = {
-              always, !everything || tensor.farthest == Tier::device ? Tier::device : tier, Decision::Again::never};
+          decisions.set({t, last ? kNever : uses[u + 1]},
+                        Decision{always, !everything || tensor.farthest == Tier::device ? Tier::device : tier,
+                                 Decision::Again::never});
       } else if (!last && everything && all.visit[uses[u + 1]] - all.visit[uses[u]] > 1) {
-        decisions[{t, uses[u + 1]}] = {-1, tier, Decision::Again::in_other_blocks};
+        decisions.set({t, uses[u + 1]}, Decision{-1, tier, Decision::Again::in_other_blocks});
       }
     }
   }
@@ -105,7 +106,7 @@ void add_pattern(const Program& program, const Uses& all, const Pattern& pattern
     Again again = Again::never;
     if (other_group || (pattern.kind == Pattern::Kind::selective && reads_matrix(program, maker))) continue;
     if (pattern.kind == Pattern::Kind::nested && !other_block) again = Again::in_other_blocks;
-    decisions.try_emplace({t, u + 1 < uses.size() ? uses[u + 1] : kNever}, Decision{form, Tier::device, again});
+    decisions.add({t, u + 1 < uses.size() ? uses[u + 1] : kNever}, {form, Tier::device, again});
   }
 }
 

@@ -26,8 +26,9 @@ size_t mixed(size_t value) {
 // The same for the same decisions in any order.
 size_t hash_of(const Choice& choice) {
   size_t hash = mixed(size_t(choice.room));
-  for (const auto& [gap, d] : choice.decisions)
-    hash += mixed(GapHash()(gap) * 31 + size_t(d.form + 1) * 64 + size_t(d.tier) * 8 + size_t(d.again));
+  choice.decisions.each([&](int32_t, size_t gap, const Decision& d) {
+    hash += mixed(gap * 0x9E3779B97F4A7C15ull * 31 + size_t(d.form + 1) * 64 + size_t(d.tier) * 8 + size_t(d.again));
+  });
   for (size_t t = 0; t < choice.homes.size(); ++t) hash += mixed(t * 4 + size_t(choice.homes[t]) + (size_t{1} << 40));
   return hash;
 }
@@ -75,7 +76,7 @@ std::vector<Decision> LocalSearch::ways_of(const Homes& homes, Gap gap) const {
 void LocalSearch::add_changes_of_gaps(const Homes& homes, const Uses& uses, const Decisions& demanded) {
   std::map<std::tuple<std::string, size_t, int, int, int>, std::vector<Gap>> alike;  // by name, use and decision
   const auto add = [&](Gap gap, size_t use) {
-    if (demanded.contains(gap)) return;
+    if (demanded.find(gap)) return;
     const std::vector<Decision> ways = ways_of(homes, gap);
     if (ways.empty()) return;
     changes_.push_back({.gaps = {gap}});
@@ -121,16 +122,9 @@ std::optional<Choice> LocalSearch::changed(const Choice& choice, const Change& c
   Choice result = choice;
   bool differs = false;
   for (Gap gap : change.gaps) {
-    const auto found = result.decisions.find(gap);
-    if (!change.decision) {
-      differs |= result.decisions.erase(gap) > 0;
-      continue;
-    }
-    const Decision& to = *change.decision;
-    if (found != result.decisions.end() && found->second.form == to.form && found->second.tier == to.tier &&
-        found->second.again == to.again)
-      continue;
-    result.decisions[gap] = to;
+    const Decision* const from = result.decisions.find(gap);
+    if (change.decision ? from && *from == *change.decision : !from) continue;
+    result.decisions.set(gap, change.decision);
     differs = true;
   }
   for (int32_t t : change.tensors) {

@@ -323,10 +323,13 @@ class Materializer {
     Copies& c = copies(id);
     if (c.at[int(Tier::host)] && c.at[int(Tier::nvme)] && !soon_on_host(id)) c.at[int(Tier::host)] = {};  // staged
     if (!c.at[0]) return;
-    const int32_t next = next_use(id, position_ + 1);
-    const auto found = decisions_.find({id.value, next});
-    if (found == decisions_.end()) return;
-    const Decision& decision = found->second;
+    const size_t gap = all_uses_.number({id.value, position_ + 1});
+    const Decision* const found = decisions_.of_number(gap);
+    if (!found) return;
+    const Decision& decision = *found;
+    const std::vector<int32_t>& uses = all_uses_.of[size_t(id.value)];
+    const size_t use = gap - all_uses_.first_gap(id.value);
+    const int32_t next = use < uses.size() ? uses[use] : kNever;
     if (decision.again != Decision::Again::always && context.step_part != StepPart::forward) {
       if (decision.again == Decision::Again::never) return;
       if (next == kNever) return lingering_.push_back(id);  // others of this block may be restored from it

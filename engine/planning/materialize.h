@@ -3,7 +3,6 @@
 #pragma once
 #include <cstdint>
 #include <optional>
-#include <unordered_map>
 #include <vector>
 
 #include "engine/planning/uses.h"
@@ -20,19 +19,42 @@ struct Decision {
   int form = -1;
   Tier tier = Tier::device;
   Again again = Again::always;
+  bool operator==(const Decision&) const = default;
 };
 
-// A tensor is given up after its last use before the op at `use` of the original program; kNever: no op there uses it
-// again, but restoring others may.
-inline constexpr int32_t kNever = INT32_MAX;
-struct Gap {
-  int32_t tensor = -1, use = -1;
-  bool operator==(const Gap&) const = default;
+// By gap: a tensor is given up after its last use before the op at `use` of the original program, whose uses must
+// outlive this.
+class Decisions {
+ public:
+  explicit Decisions(const Uses& uses) : uses_(&uses), by_number_(uses.gaps()) {}
+  // Null where nothing is decided.
+  const Decision* find(Gap gap) const { return of_number(uses_->number(gap)); }
+  const Decision* of_number(size_t gap) const { return by_number_[gap] ? &*by_number_[gap] : nullptr; }
+  void set(Gap gap, std::optional<Decision> decision) { by_number_[uses_->number(gap)] = decision; }
+  void add(Gap gap, Decision decision) {  // unless there is one
+    if (!find(gap)) set(gap, decision);
+  }
+  void add(const Decisions& others) {
+    for (size_t i = 0; i < by_number_.size(); ++i)
+      if (!by_number_[i]) by_number_[i] = others.by_number_[i];
+  }
+  template <class Condition>
+  void erase_if(Condition&& condition) {
+    for (std::optional<Decision>& decision : by_number_)
+      if (decision && condition(*decision)) decision.reset();
+  }
+  // Calls visit(tensor, number of the gap, decision), tensor by tensor.
+  template <class Visit>
+  void each(Visit&& visit) const {
+    for (int32_t t = 0; t < int32_t(uses_->of.size()); ++t)
+      for (size_t gap = uses_->first_gap(t), i = 0; i <= uses_->of[size_t(t)].size(); ++i)
+        if (const Decision* decision = of_number(gap + i)) visit(t, gap + i, *decision);
+  }
+
+ private:
+  const Uses* uses_;
+  std::vector<std::optional<Decision>> by_number_;
 };
-struct GapHash {
-  size_t operator()(const Gap& gap) const { return size_t(gap.tensor) * 0x9E3779B97F4A7C15ull + size_t(gap.use); }
-};
-using Decisions = std::unordered_map<Gap, Decision, GapHash>;
 
 // A stretch of the new program in which a tensor waits in memory for its next use: what a decision could change.
 struct Waiting {

@@ -112,10 +112,10 @@ class Exhaustive {
     if (gap == gaps_.size()) return evaluate();
     visit(gap + 1);
     for (const Decision& option : gaps_[gap].second) {
-      decisions_[gaps_[gap].first] = option;
+      decisions_.set(gaps_[gap].first, option);
       visit(gap + 1);
     }
-    decisions_.erase(gaps_[gap].first);
+    decisions_.set(gaps_[gap].first, {});
   }
   void evaluate() {
     constexpr size_t kMost = 200;  // ops: what restores from what is restored, again and again, is nobody's best
@@ -139,7 +139,7 @@ class Exhaustive {
   const Uses uses_;
   int64_t bytes_without_ = 0;
   std::vector<std::pair<Gap, std::vector<Decision>>> gaps_;
-  Decisions decisions_;
+  Decisions decisions_{uses_};
   std::vector<Reached> all_;
 };
 

@@ -46,8 +46,9 @@ bool Relief::relieve(const Materialized& now, const MemoryPlan& plan, Tier tier,
   bool changed = false;
   seconds_.clear();
   given_up_.clear();
-  for (const auto& [gap, decision] : decisions_)
-    if (decision.form >= 0) given_up_[gap.tensor] = decision.form;
+  decisions_.each([&](int32_t tensor, size_t, const Decision& decision) {
+    if (decision.form >= 0) given_up_[tensor] = decision.form;
+  });
   std::vector<std::vector<Candidate>> begins(now.program.ops.size());
   for (size_t w = 0; w < now.waiting.size(); ++w) {
     const Waiting& waiting = now.waiting[w];
@@ -72,7 +73,7 @@ bool Relief::relieve(const Materialized& now, const MemoryPlan& plan, Tier tier,
       open.pop();
       const Waiting& waiting = now.waiting[chosen.waiting];
       if (waiting.to <= i) continue;
-      decisions_[waiting.gap] = chosen.decision;
+      decisions_.set(waiting.gap, chosen.decision);
       changed = true;
       bytes -= chosen.bytes;
       saved += chosen.bytes;
@@ -87,8 +88,7 @@ std::optional<Relief::Candidate> Relief::best(const Waiting& waiting) const {
   const TensorId id{waiting.gap.tensor};
   const Tensor& tensor = program_[id];
   if (tensor.step_output) return {};
-  const auto found = decisions_.find(waiting.gap);
-  const Decision* taken = found == decisions_.end() ? nullptr : &found->second;
+  const Decision* const taken = decisions_.find(waiting.gap);
   std::optional<Candidate> best;
   const auto offer = [&](Decision decision, int64_t bytes, double seconds) {
     if (bytes <= 0) return;

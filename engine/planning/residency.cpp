@@ -171,7 +171,7 @@ class Planner {
   void add_starts(size_t most) {
     const auto with = [&](Choice start, const Pattern* pattern, bool away) {
       if (pattern) add_pattern(program_, uses_, *pattern, start.decisions);
-      if (away) start.decisions.merge(decisions_at_start(program_, uses_, homes_, true));
+      if (away) start.decisions.add(decisions_at_start(program_, uses_, homes_, true));
       starts_.push_back(std::move(start));
     };
     const std::vector<Pattern> patterns = patterns_of(program_, most);
@@ -428,7 +428,8 @@ class Planner {
           const int64_t target = least + int64_t(double(std::max(bytes_without_ - least, int64_t{0})) * share);
           for (bool again_first : {false, true})
             begin.push_back(
-                attempt({.targets = {target, host, 0}, .homes_first = homes_first, .again_first = again_first}).choice);
+                *attempt({.targets = {target, host, 0}, .homes_first = homes_first, .again_first = again_first})
+                     .choice);
         }
     LocalSearch search(program_, uses_, homes_, starts_[0].decisions, bytes_without_);
     search.run(begin, most, [&](const Choice& choice) -> std::optional<LocalSearch::Reached> {

@@ -62,6 +62,7 @@ Uses::Uses(const Program& program)
         if (auto* uses = id ? &of[program.whole(id).value] : nullptr; uses && (uses->empty() || uses->back() != i))
           uses->push_back(i);
   }
+  for (const std::vector<int32_t>& uses : of) first_.push_back(first_.back() + uses.size() + 1);
 }
 
 }  // namespace strata

@@ -52,13 +52,6 @@ void TensorIds::reserve(size_t capacity) {
   outside_ = 1;
 }
 
-void TensorIds::swap(TensorIds& other) noexcept {
-  std::swap(inside_, other.inside_);
-  const uint32_t size = size_, outside = outside_;
-  size_ = other.size_, outside_ = other.outside_;
-  other.size_ = size, other.outside_ = outside;
-}
-
 void TensorIds::check(size_t i) const {
   if (i >= size_)
     throw std::out_of_range("tensor " + std::to_string(i) + " of an op that has " + std::to_string(size_));

@@ -1,6 +1,7 @@
 // Tensors as planning sees them: a name, a shape, a type and a role; no storage.
 // Storage appears only when a plan has been bound to a device (op_kind.h, Binding).
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <initializer_list>
 #include <string>
@@ -55,10 +56,20 @@ class TensorIds {
   TensorIds(std::initializer_list<TensorId> ids) : TensorIds(ids.begin(), ids.end()) {}
   TensorIds(const std::vector<TensorId>& ids) : TensorIds(ids.data(), ids.data() + ids.size()) {}
   TensorIds(const TensorId* first, const TensorId* last) { insert(end(), first, last); }
-  TensorIds(const TensorIds& other) : TensorIds(other.begin(), other.end()) {}
-  TensorIds(TensorIds&& other) noexcept { swap(other); }
+  TensorIds(const TensorIds& other) : TensorIds() {
+    if (other.is_inside())
+      take(other);
+    else
+      insert(end(), other.begin(), other.end());
+  }
+  TensorIds(TensorIds&& other) noexcept {
+    take(other);
+    other.size_ = other.outside_ = 0;
+  }
   TensorIds& operator=(TensorIds other) noexcept {
-    swap(other);
+    if (!is_inside()) delete[] elsewhere();
+    take(other);
+    other.size_ = other.outside_ = 0;
     return *this;
   }
   ~TensorIds() {
@@ -100,7 +111,10 @@ class TensorIds {
   TensorId* elsewhere() const;
   size_t capacity() const { return is_inside() ? kInside : size_t(inside_[2].value); }
   void reserve(size_t capacity);
-  void swap(TensorIds& other) noexcept;
+  void take(const TensorIds& other) {  // all of it as it is
+    std::copy_n(other.inside_, kInside, inside_);
+    size_ = other.size_, outside_ = other.outside_;
+  }
   void check(size_t i) const;
 
   alignas(8) TensorId inside_[kInside]{};
