@@ -26,9 +26,11 @@ std::optional<Tier> beyond(const MemoryPlan& plan, const std::array<int64_t, kTi
 }
 
 void predict_time(Planned& plan, const Rates& rates) {
+  if (plan.is_predicted) return;
   const Prediction prediction = predict(plan.program, plan.memory, rates);
   plan.seconds = prediction.seconds;
   plan.waits = prediction.stalls.total();
+  plan.is_predicted = true;
 }
 
 Planned Attempts::make(const Choice& start, const Aim& aim, const std::optional<Bounds>& wanted) {
@@ -85,7 +87,9 @@ Attempts::Partial Attempts::begin(const Choice& start, const Aim& aim, const std
   // Where all ops are of one stream none waits for what shares its memory, and nothing need be lost.
   const bool none_waits = std::all_of(plan.program.ops.begin(), plan.program.ops.end(),
                                       [](const Op& op) { return op.stream == Stream::compute; });
-  place_closely(plan.program, plan.memory, none_waits ? std::array<int64_t, kTiers>{1, 1, 1} : aim.targets);
+  const bool moved =
+      place_closely(plan.program, plan.memory, none_waits ? std::array<int64_t, kTiers>{1, 1, 1} : aim.targets);
+  plan.is_predicted &= !moved;
   partial.is_made = true;
   return partial;
 }

@@ -366,7 +366,8 @@ MemoryPlan plan_memory(const Program& program, const std::string& backend, int t
   return plan;
 }
 
-void place_closely(const Program& program, MemoryPlan& plan, const std::array<int64_t, kTiers>& goals) {
+bool place_closely(const Program& program, MemoryPlan& plan, const std::array<int64_t, kTiers>& goals) {
+  bool moved = false;
   constexpr int64_t kVisits = 12'000;                 // a buffer
   constexpr double kLittle = 0.01, kBearable = 0.02;  // the first order is worth a try, further ones where more is lost
   constexpr int64_t kFewBuffers = 6000;               // where less is lost, no more time than for these
@@ -394,6 +395,7 @@ void place_closely(const Program& program, MemoryPlan& plan, const std::array<in
       const int64_t bytes = placement.place(order, tier.transient_bytes);
       if (bytes < 0) return;
       tier.transient_bytes = bytes;
+      moved = true;
       for (size_t b = 0; b < list.size(); ++b) plan.buffers[list[b]].offset = placement.buffers()[b].offset;
     };
     for (int way = 0; way < 3 && (way == 0 || loses(kBearable)); ++way) {
@@ -415,6 +417,7 @@ void place_closely(const Program& program, MemoryPlan& plan, const std::array<in
       try_order();
     }
   }
+  return moved;
 }
 
 std::vector<Held> held_at(const Program& program, const MemoryPlan& plan, Tier tier, int32_t at) {

@@ -85,8 +85,9 @@ MemoryPlan plan_memory(const Program& program, const std::string& backend, int t
 // Tries other orders of placement where more than a hundredth of a tier is lost between tensors: the longest lives
 // first; where two are lost then, the largest, the most of both, and again with what ended too high before the rest.
 // What shares memory waits for it, so less is not worth it, unless a tier is beyond its goal (bytes; 0: none): then all
-// of these are tried until nothing is lost. Takes up to some 10 us a buffer; `plan` is never larger afterwards.
-void place_closely(const Program& program, MemoryPlan& plan, const std::array<int64_t, kTiers>& goals = {});
+// of these are tried until nothing is lost. Takes up to some 10 us a buffer; `plan` is never larger afterwards. Returns
+// whether anything lies elsewhere.
+bool place_closely(const Program& program, MemoryPlan& plan, const std::array<int64_t, kTiers>& goals = {});
 
 // plan_memory without offsets: liveness and peaks alone, for planning passes that try many programs. The arena is then
 // taken to be as large as its live peak.

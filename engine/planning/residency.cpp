@@ -321,6 +321,7 @@ class Planner {
       }
       // What was relieved enough by what is alive may lie a little apart: relieved by so much more, it fits. Not so on
       // the device while nothing fits: the smallest budget that does is not to depend on the one that is asked about.
+      // Nor where it is too slow already.
       Aim tighter = asked;
       for (int again = settings_.same_series ? 2 : 0; again < 2; ++again) {
         const auto beyond_by = [&](Tier tier) {
@@ -328,7 +329,8 @@ class Planner {
           return target > 1 && bytes_of(tier) > budget(tier) ? bytes_of(tier) - target : 0;
         };
         const int64_t of_device = best ? beyond_by(Tier::device) : 0, of_host = beyond_by(Tier::host);
-        if (of_device + of_host == 0) break;
+        const bool is_slow = !plan.is_made() && !exceeds(plan.least, wanted->bytes);
+        if (of_device + of_host == 0 || is_slow) break;
         tighter.targets[int(Tier::device)] -= (again + 1) * of_device;
         tighter.targets[int(Tier::host)] -= (again + 1) * of_host;
         if (std::min(tighter.targets[0], tighter.targets[1]) < 0) break;
