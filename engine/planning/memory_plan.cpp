@@ -2,11 +2,13 @@
 #include "engine/planning/memory_plan.h"
 
 #include <algorithm>
+#include <array>
 #include <cstdio>
 #include <map>
 #include <memory_resource>
 #include <numeric>
 #include <set>
+#include <unordered_map>
 
 #include "engine/planning/ordered_placement.h"
 #include "engine/planning/repeats.h"
@@ -138,10 +140,10 @@ void make_buffers(const Program& program, int64_t alignment, MemoryPlan& plan) {
 void add_workspaces(const Program& program, const std::string& backend, int threads, int64_t alignment,
                     MemoryPlan& plan) {
   plan.workspace_of.assign(program.ops.size(), -1);
-  std::map<std::pair<const OpKind*, bool>, const Kernel*> kernels;  // by kind, on the device or beside it
+  std::unordered_map<const OpKind*, std::array<const Kernel*, 2>> kernels;  // beside the device and on it
   for (int32_t i = 0; i < int32_t(program.ops.size()); ++i) {
     const Op& op = program.ops[i];
-    const Kernel*& kernel = kernels[{op.kind, on_device(op.stream)}];
+    const Kernel*& kernel = kernels[op.kind][on_device(op.stream)];
     if (!kernel) {
       const auto found = op.kind->kernels.find(backend_of(op, backend));
       if (found == op.kind->kernels.end())
@@ -253,10 +255,12 @@ void require_countable(const Program& program) {
   constexpr double kMost = double(int64_t{1} << 61);
   double bytes = 0;
   const Tensor* largest = nullptr;
+  int64_t most = -1;
   for (const Tensor& tensor : program.tensors) {
     if (tensor.part_of) continue;
-    bytes += double(tensor.bytes()) + double(kStorageAlignment);
-    if (!largest || tensor.bytes() > largest->bytes()) largest = &tensor;
+    const int64_t own = tensor.bytes();
+    bytes += double(own) + double(kStorageAlignment);
+    if (own > most) largest = &tensor, most = own;
   }
   if (bytes > kMost)
     throw Error("the tensors of a step take " + bytes_text(int64_t(std::min(bytes, 9e18))) +

@@ -93,8 +93,8 @@ class Slicer {
     if (!fits(chain.update)) return false;
     for (const auto* list : {&chain.reads, &chain.casts, &chain.writes})
       if (!std::all_of(list->begin(), list->end(), fits)) return false;
-    const int64_t row = parameter.bytes() / rows;
-    chain.rows = std::max(unit, (bytes_ / row + unit - 1) / unit * unit);
+    const int64_t row = parameter.bytes() / rows, least = std::max(bytes_ / row, rows / kMostSlices);
+    chain.rows = std::max(unit, (least + unit - 1) / unit * unit);
     return chain.rows < rows;
   }
 
@@ -176,6 +176,8 @@ class Slicer {
     parts.insert(known, {begin, made});
     return made;
   }
+
+  static constexpr int64_t kMostSlices = 64;  // of a tensor; more hide no more of its way, and all are planned
 
   Program& program_;
   const int64_t bytes_;
