@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <system_error>
+#include <tuple>
 
 #include "engine/planning/predict.h"
 #include "engine/planning/relief.h"
@@ -23,6 +24,13 @@ std::optional<Tier> beyond(const MemoryPlan& plan, const std::array<int64_t, kTi
   for (int t = 0; t < kTiers; ++t)
     if (limits[size_t(t)] > 0 && plan.tiers[t].total_bytes() > limits[size_t(t)]) return Tier(t);
   return {};
+}
+
+bool makes_the_same(const Aim& a, const Aim& b) {
+  const auto key = [](const Aim& aim) {
+    return std::tuple(aim.targets, aim.room, aim.homes_first, aim.forms, aim.again_first, aim.start);
+  };
+  return key(a) == key(b);
 }
 
 void predict_time(Planned& plan, const Rates& rates) {

@@ -41,6 +41,8 @@ struct Aim {
   int64_t otherwise = 0;     // the device's target where that is beyond the budget; 0: none
 };
 
+bool makes_the_same(const Aim& a, const Aim& b);
+
 // Beyond these nobody wants a plan.
 struct Bounds {
   double seconds;

@@ -130,11 +130,12 @@ class Planner {
     return limits;
   }
   // Where restoring takes more memory than it saves: the plain program, or the one that moves what it must.
-  Planned without_restoring() {
+  Planned without_restoring(const std::optional<Bounds>& wanted = {}) {
     Planned plan;
     if (moves_)
       plan = attempt(
-          {.targets = {budget(Tier::device) > 0 ? bytes_without_ : 0, budget(Tier::host) > 0, 0}, .forms = false});
+          {.targets = {budget(Tier::device) > 0 ? bytes_without_ : 0, budget(Tier::host) > 0, 0}, .forms = false},
+          wanted);
     else
       plan = without_;
     plan.last_resort = true;
@@ -315,7 +316,13 @@ class Planner {
       const auto bytes_of = [&](Tier tier) {
         return plan.is_made() ? plan.memory[tier].total_bytes() : plan.least[size_t(tier)];
       };
-      if (aim.otherwise > 0 && bytes_of(Tier::device) > budget(Tier::device)) {
+      const bool as_it_is = aim.otherwise > 0;  // which the series has, too
+      if (as_it_is && bytes_of(Tier::device) > budget(Tier::device)) {
+        beyond_.push_back({bytes_of(Tier::device), aim});
+        if (plan.is_made())
+          count_asked(plan.memory);
+        else
+          skipped.push_back({plan.least[int(Tier::device)], aim});
         asked.targets[int(Tier::device)] = aim.otherwise;
         plan = attempt(asked, wanted);
       }
@@ -340,8 +347,9 @@ class Planner {
       const bool is_made = plan.is_made();
       const int64_t bytes = bytes_of(Tier::device);
       if (budget(Tier::device) > 0 && target != 1 && bytes > budget(Tier::device)) beyond_.push_back({bytes, aim});
-      if (!is_made && !aim.by_budget) skipped.push_back({plan.least[int(Tier::device)], aim});
-      consider(std::move(plan), aim.by_budget);
+      const bool by_budget = aim.by_budget && !(as_it_is && asked.targets[int(Tier::device)] == 0);
+      if (!is_made && !by_budget) skipped.push_back({plan.least[int(Tier::device)], aim});
+      consider(std::move(plan), by_budget);
       return true;
     };
     // The least of all: from what is demanded, from everything away, from recomputation in two levels.
@@ -354,6 +362,7 @@ class Planner {
       AttemptsAhead of_smallest = attempts_ahead(std::move(smallest));
       for (size_t i = 0; i < of_smallest.size(); ++i) consider_aim(of_smallest, i);
     }
+    const size_t most = host ? left / 2 : left;
     struct Series {
       std::vector<Aim> aims;
       size_t next = 0, made = 0;
@@ -369,11 +378,17 @@ class Planner {
         });
         for (auto aim = too_much; aim != aims.end(); ++aim) beyond_.push_back({aim->targets[int(Tier::device)], *aim});
         aims.erase(too_much, aims.end());
+        const auto comes_first = [&](const Aim& aim) {
+          return std::any_of(first.begin(), first.end(), [&](const Aim& other) { return makes_the_same(aim, other); });
+        };
+        const size_t would_be_made = std::min(aims.size(), most - std::min(most, first.size()));
+        begun.made = size_t(std::count_if(aims.begin(), aims.begin() + int64_t(would_be_made), comes_first));
+        std::erase_if(aims, comes_first);
         aims.insert(aims.begin(), first.begin(), first.end());
       }
       return begun;
     };
-    const auto go_on = [&](Series& begun, size_t most, bool until_one_fits = false) {
+    const auto go_on = [&](Series& begun, bool until_one_fits = false) {
       AttemptsAhead ahead = attempts_ahead({begun.aims.begin() + int64_t(begun.next), begun.aims.end()});
       for (size_t i = 0; i < ahead.size() && begun.made < most && !(until_one_fits && best); ++i, ++begun.next)
         begun.made += consider_aim(ahead, i) || settings_.same_series;
@@ -381,23 +396,26 @@ class Planner {
     // Whether the budgets can be met at all is a question to plans that give up on the host what they can; so the
     // answer for one budget does not hang on the other's series. Once one fits, those that use the host's budget are
     // faster, and fewer of the others are worth planning to their end.
-    const size_t most = host ? left / 2 : left;
     Series least_on_host = begin(host);
-    go_on(least_on_host, most, host);
+    go_on(least_on_host, host);
     const bool one_fits = best.has_value();
     const auto use_host = [&] {
       Series all_of_host = begin(budget(Tier::host));
-      go_on(all_of_host, most);
+      go_on(all_of_host);
     };
     if (host && one_fits) {
       use_host();
-      go_on(least_on_host, most);
+      go_on(least_on_host);
     }
     if (budget(Tier::device) > 0)
       if (auto found = search_around(least)) consider(attempts_->make(*found, {.room = found->room}, {}));
     const bool must = to_beat_ == HUGE_VAL;
     std::optional<Planned> last;
-    if (!must_restore_) last = without_restoring();
+    const bool settled = best && best->memory.device().total_bytes() <= bytes_without_ && !best->last_resort;
+    const double beaten_by = settled ? best->seconds : best ? HUGE_VAL : to_beat_;
+    if (!must_restore_)
+      last = without_restoring(beaten_by < HUGE_VAL ? std::optional(Bounds{beaten_by, {}}) : std::nullopt);
+    if (last && !last->is_made()) last.reset();  // slower than what there is
     if (!best && must && (!last || over(last->memory))) {
       if (last) consider(std::move(*last));
       return std::move(best ? *best : *refused);
