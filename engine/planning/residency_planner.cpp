@@ -1,0 +1,463 @@
+// Series of plans under budgets, and the one that is taken; see residency_planner.h.
+#include "engine/planning/residency_planner.h"
+
+#include <algorithm>
+#include <cstdio>
+
+#include "engine/planning/decisions_at_start.h"
+#include "engine/planning/predict.h"
+#include "strata/device.h"
+
+namespace strata {
+namespace {
+
+constexpr size_t kFewOps = 3000;  // less is not worth threads
+
+// How many the local search makes; 0: the program is too large for one.
+size_t most_of_search(size_t ops) {
+  const size_t most = 25'000 / std::max<size_t>(1, ops);
+  return most < 64 ? 0 : most;
+}
+
+}  // namespace
+
+size_t most_attempts(size_t ops) { return std::clamp<size_t>(500'000 / std::max<size_t>(1, ops), 4, kMostAttempts); }
+
+ResidencyPlanner::ResidencyPlanner(Program& program, const ResidencySettings& settings, double to_beat, int64_t least)
+    : program_(program),
+      settings_(settings),
+      to_beat_(to_beat),
+      homes_(program, settings),
+      uses_(program),
+      least_(least) {}
+
+std::optional<Planned> ResidencyPlanner::run() {
+  const int64_t alignment = program_.storage_directories.empty() ? kAlignment : kStorageAlignment;
+  without_.memory = plan_memory(program_, settings_.backend, settings_.threads, alignment);
+  place_closely(program_, without_.memory);
+  bytes_without_ = without_.memory.device().total_bytes();
+  // Of small tensors the blocks of a disk take more than they hold: nobody who goes without the disk has those.
+  plain_bytes_ = alignment == kAlignment
+                     ? bytes_without_
+                     : plan_memory(program_, settings_.backend, settings_.threads, kAlignment).device().total_bytes();
+  moves_ = moves_any(program_);
+  for (const auto& [tensor, forms] : program_.forms)
+    for (const RestingForm& form : forms) must_restore_ |= !form.exact && form.when == RestingForm::When::after_forward;
+  if (!moves_) without_.program = program_;
+  const bool budgets = has_budgets();
+  if (budgets) seconds_without_ = predict(program_, without_.memory, settings_.rates).seconds;
+  homes_.choose_homes(program_);
+  homes_.choose_update_tiers(program_);
+  Choice start{.decisions = decisions_at_start(program_, uses_, homes_, budget(Tier::device) <= 0)};
+  for (const Tensor& tensor : program_.tensors) start.homes.push_back(tensor.home);
+  const auto may_go = [](const Tensor& t) { return t.persistent && !t.part_of && t.home != t.farthest; };
+  homes_may_go_ = homes_.one_memory() && std::any_of(program_.tensors.begin(), program_.tensors.end(), may_go);
+  starts_.push_back(std::move(start));
+  const auto new_attempts = [&] {
+    return std::make_unique<Attempts>(program_, settings_, homes_, uses_, bytes_without_);
+  };
+  attempts_ = new_attempts();
+  const int at_once = program_.ops.size() < kFewOps ? 1 : settings_.plans_at_once;
+  for (int i = 0; i < at_once && at_once > 1; ++i) makers_.push_back(new_attempts());
+  std::optional<Planned> found = budgets ? within_budgets() : without_budgets();
+  if (!found) return {};
+  Planned& chosen = *found;
+  // What is to be elsewhere goes there all the same.
+  if (!budgets && !must_restore_ && chosen.memory.device().total_bytes() > bytes_without_)
+    if (Planned moved = without_restoring();
+        moved.memory.device().total_bytes() < chosen.memory.device().total_bytes() && !over(moved.memory))
+      chosen = std::move(moved);
+  if (const auto beyond = over(chosen.memory)) refuse(chosen, *beyond);
+  verify(chosen.program, "residency");
+  return found;
+}
+
+std::string ResidencyPlanner::notice(double seconds) {
+  constexpr double kMuch = 3;
+  if (!has_budgets() || seconds <= kMuch * seconds_without_) return "";
+  char times[32];
+  std::snprintf(times, sizeof times, "%.1f", seconds / seconds_without_);
+  std::string text = "a step takes " + std::string(times) + " times as long as with memory for everything";
+  std::stable_sort(beyond_.begin(), beyond_.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+  const Bounds wanted{seconds / 2, {0, budget(Tier::host), budget(Tier::nvme)}};
+  // More memory is hardly ever slower, so of those tried the smallest that will do is looked for by halves.
+  std::optional<int64_t> enough;
+  for (size_t first = 0, last = beyond_.size(), i = last - 1; first < last; i = (first + last) / 2) {
+    Planned plan = attempt(beyond_[i].second, wanted);
+    bool will_do = plan.is_made() && !beyond(plan.memory, wanted.bytes);
+    if (will_do) predict_time(plan, settings_.rates), will_do = plan.seconds <= wanted.seconds;
+    if (!will_do && !enough) break;
+    if (will_do) enough = plan.memory.device().total_bytes();
+    (will_do ? last : first) = will_do ? i : i + 1;
+  }
+  if (enough)
+    text += "; with " + option_of(Tier::device, settings_) + " = " + std::to_string(*enough) + " (" +
+            bytes_text(*enough) + ") it would take less than half of that";
+  return text + ".";
+}
+
+Planned ResidencyPlanner::attempt(const Aim& aim, const std::optional<Bounds>& wanted) {
+  return attempts_->make(starts_[aim.start], aim, wanted);
+}
+
+AttemptsAhead ResidencyPlanner::attempts_ahead(std::vector<Aim> aims) const {
+  return {makers_.empty() ? std::span(&attempts_, 1) : makers_, starts_, std::move(aims)};
+}
+
+std::array<int64_t, kTiers> ResidencyPlanner::what_would_not_help(const Planned& refused) const {
+  const auto [count, tier, bytes] = excess(refused.memory);
+  std::array<int64_t, kTiers> limits{};
+  if (count == 1) limits[size_t(tier)] = bytes;
+  return limits;
+}
+
+Planned ResidencyPlanner::without_restoring(const std::optional<Bounds>& wanted) {
+  Planned plan;
+  if (moves_)
+    plan =
+        attempt({.targets = {budget(Tier::device) > 0 ? bytes_without_ : 0, budget(Tier::host) > 0, 0}, .forms = false},
+                wanted);
+  else
+    plan = without_;
+  plan.last_resort = true;
+  if (!moves_)
+    for (int t = 0; t < kTiers; ++t) {
+      const TierPlan& tier = plan.memory.tiers[t];
+      plan.least[size_t(t)] = tier.persistent_bytes + tier.live_peak_bytes;
+    }
+  return plan;
+}
+
+Planned ResidencyPlanner::without_budgets() {
+  Planned tight = attempt({.room = homes_.one_memory() ? 1 : 0});
+  const bool stored = tight.memory[Tier::nvme].total_bytes() > 0;
+  if (!homes_.one_memory() || !stored) return tight;
+  // Half of what it would take without is enough for what is on its way; beyond that time buys memory.
+  constexpr int kSteps = 4;
+  constexpr double kLittle = 1.05;
+  const int64_t least = tight.memory.device().total_bytes(), most = std::max(least, plain_bytes_ / 2);
+  std::vector<Planned> plans;
+  predict_time(plans.emplace_back(std::move(tight)), settings_.rates);
+  for (int step = 1; step <= kSteps && most > least && plans.back().waits > 0; ++step)
+    if (Planned plan = attempt({.room = least + (most - least) * step / kSteps});
+        plan.memory.device().total_bytes() <= most)
+      predict_time(plans.emplace_back(std::move(plan)), settings_.rates);
+  double fastest = plans.front().seconds;
+  for (const Planned& plan : plans) fastest = std::min(fastest, plan.seconds);
+  return std::move(*std::find_if(plans.begin(), plans.end(),
+                                 [&](const Planned& plan) { return plan.seconds <= kLittle * fastest; }));
+}
+
+void ResidencyPlanner::add_starts(size_t most) {
+  const auto with = [&](Choice start, const Pattern* pattern, bool away) {
+    if (pattern) add_pattern(program_, uses_, *pattern, start.decisions);
+    if (away) start.decisions.add(decisions_at_start(program_, uses_, homes_, true));
+    starts_.push_back(std::move(start));
+  };
+  const std::vector<Pattern> patterns = patterns_of(program_, most);
+  if (moves_ && budget(Tier::device) > 0) {
+    with(starts_[0], nullptr, true);
+    for (size_t p : {0, 2, 3})  // groups of one block, nested ones, groups of two
+      if (p < patterns.size()) with(starts_[0], &patterns[p], true);
+  }
+  away_ = starts_.size();
+  for (const Pattern& pattern : patterns) with(starts_[0], &pattern, false);
+}
+
+std::vector<Aim> ResidencyPlanner::series(int64_t least, int64_t host_target) const {
+  std::vector<Aim> aims;
+  const auto add = [&](double share, size_t start, bool again_first = false) {
+    if (start >= starts_.size()) return;
+    const int64_t target = least + int64_t(double(bytes_without_ - least) * share);
+    for (bool homes_first : {true, false})
+      if (homes_first || (homes_may_go_ && start == 0))
+        aims.push_back({.targets = {share < 0 ? 0 : target, host_target, 0},
+                        .homes_first = homes_first,
+                        .again_first = again_first,
+                        .start = start});
+  };
+  constexpr double kAsItIs = -1;
+  if (budget(Tier::device) <= 0) {
+    add(kAsItIs, 0);
+    return aims;
+  }
+  const size_t starts = starts_.size(), groups = away_, selective = away_ + 1, nested = away_ + 2;
+  // Of the largest programs four aims are all: everything kept, what is demanded in the least memory, everything away
+  // with each block made again (of what is away alone each microbatch moves all activations), and what lies between.
+  const size_t again = away_ > 1 ? 2 : groups;
+  if (bytes_without_ > least) {
+    for (double share : {1.0, 0.0}) add(share, 0);
+    for (size_t start : {again, selective}) add(kAsItIs, start);
+    for (double share : {0.25, 0.5}) add(share, 0);
+  } else {
+    add(0, 0);
+  }
+  for (size_t start = 1; start < std::min(starts, away_ + 3); ++start)
+    if ((start != again && start != selective) || bytes_without_ <= least) add(kAsItIs, start);
+  if (bytes_without_ > least) {
+    for (double share : {0.1, 0.03}) {
+      for (size_t start = 1; start < away_; ++start) add(share, start);
+      for (size_t start : {groups, nested}) add(share, start);
+      add(share, 0);
+    }
+    for (double share : {0.75, 0.125, 0.015}) add(share, 0);
+    for (size_t start : {groups, nested, selective}) add(0.25, start);
+    for (size_t start : {groups, nested}) add(0.01, start), add(0, start);
+    for (double share : {0.0, 0.01, 0.03, 0.1}) add(share, 0, true);
+  }
+  for (size_t start = away_ + 3; start < starts; ++start) add(kAsItIs, start);
+  if (bytes_without_ > least)
+    for (double share : {0.875, 0.625, 0.375, 0.3125, 0.1875, 0.0625}) add(share, 0);
+  return aims;
+}
+
+std::vector<Aim> ResidencyPlanner::nearest(int64_t least, int64_t host_target) const {
+  const double all = double(bytes_without_ - least), room = double(budget(Tier::device) - least);
+  if (all <= 0 || room <= 0) return {};
+  constexpr double kSteps = 16;  // by which it doubles
+  const double share = std::min(1.0, std::exp2(-std::ceil(kSteps * std::log2(all / room)) / kSteps));
+  const int64_t target = least + int64_t(all * share);
+  std::vector<Aim> aims{{.targets = {target, host_target, 0}, .by_budget = true}};
+  const bool many = most_attempts(program_.ops.size()) == kMostAttempts;  // the series has simpler settings as well
+  const bool small = most_of_search(program_.ops.size()) > 0;
+  const size_t again = away_ > 1 ? 2 : away_, in_twos = away_ > 4 ? 4 : away_, selective = away_ + 1;
+  for (size_t start : many && !small ? std::vector{away_} : std::vector{again, in_twos, away_, selective})
+    if (start < starts_.size() && start != aims.back().start)
+      aims.push_back({.targets = {many ? target : 0, host_target, 0},
+                      .start = start,
+                      .by_budget = true,
+                      .otherwise = many ? 0 : target});
+  for (size_t i = 0, first = aims.size(); small && i < first; ++i)
+    for (int steps = 1; steps < 6; ++steps) {
+      aims.push_back(aims[i]);
+      aims.back().targets[0] = least + int64_t(all * share * std::exp2(-steps / kSteps));
+    }
+  for (size_t i = 0, first = aims.size(); many && i < first; ++i)
+    aims.push_back(aims[i]), aims.back().again_first = true;
+  return aims;
+}
+
+bool ResidencyPlanner::better(const Planned& b, const Planned& a) const {
+  const auto rank = [&](const Planned& plan) {
+    const int64_t bytes = plan.memory.device().total_bytes();
+    return std::tuple(bytes > bytes_without_, plan.last_resort, plan.seconds, -bytes);
+  };
+  return rank(b) < rank(a);
+}
+
+std::optional<Planned> ResidencyPlanner::within_budgets() {
+  const bool host = budget(Tier::host) > 0;
+  const size_t most = settings_.plans > 0 ? size_t(settings_.plans) : most_attempts(program_.ops.size());
+  most_of_series_ = host ? most / 2 : most;
+  add_starts(most / 2);
+  if (least_ == INT64_MAX) find_least(host);
+  // Whether the budgets can be met at all is a question to plans that give up on the host what they can; so the
+  // answer for one budget does not hang on the other's series. Once one fits, those that use the host's budget are
+  // faster, and fewer of the others are worth planning to their end.
+  Series least_on_host = begin(host);
+  go_on(least_on_host, host);
+  const bool one_fits = best_.has_value();
+  const auto use_host = [&] {
+    Series all_of_host = begin(budget(Tier::host));
+    go_on(all_of_host);
+  };
+  if (host && one_fits) {
+    use_host();
+    go_on(least_on_host);
+  }
+  if (budget(Tier::device) > 0)
+    if (auto found = search_around(least_)) consider(attempts_->make(*found, {.room = found->room}, {}));
+  const bool must = to_beat_ == HUGE_VAL;
+  std::optional<Planned> last = must_restore_ ? std::nullopt : without_restoring_if_faster();
+  if (!best_ && must && (!last || over(last->memory))) {
+    if (last) consider(std::move(*last));
+    return std::move(best_ ? *best_ : *refused_);
+  }
+  if (host && !one_fits) use_host();
+  if (last) consider_without_restoring(std::move(*last));
+  if (!must && best_ && (best_->last_resort || best_->seconds >= to_beat_)) best_.reset();
+  return std::move(best_);
+}
+
+void ResidencyPlanner::find_least(bool host) {
+  std::vector<Aim> smallest;
+  for (size_t start : {size_t{0}, size_t{1}, away_ + 2})
+    if (start == 0 || (start < starts_.size() && (start != 1 || away_ > 1)))
+      smallest.push_back({.targets = {1, host, 0}, .start = start});
+  smallest.push_back({.targets = {1, host, 0}, .again_first = true});
+  AttemptsAhead of_smallest = attempts_ahead(std::move(smallest));
+  for (size_t i = 0; i < of_smallest.size(); ++i) consider_aim(of_smallest, i);
+}
+
+ResidencyPlanner::Series ResidencyPlanner::begin(int64_t host_target) {
+  Series begun{series(least_, host_target)};
+  std::vector<Aim>& aims = begun.aims;
+  if (!best_ || budget(Tier::device) <= 0 || settings_.same_series) return begun;
+  // What is relieved to more than the budget does not fit.
+  const auto too_much = std::stable_partition(
+      aims.begin(), aims.end(), [&](const Aim& aim) { return aim.targets[int(Tier::device)] <= budget(Tier::device); });
+  for (auto aim = too_much; aim != aims.end(); ++aim) beyond_.push_back({aim->targets[int(Tier::device)], *aim});
+  aims.erase(too_much, aims.end());
+  const std::vector<Aim> first = nearest(least_, host_target);
+  const auto comes_first = [&](const Aim& aim) {
+    return std::any_of(first.begin(), first.end(), [&](const Aim& other) { return makes_the_same(aim, other); });
+  };
+  const size_t would_be_made = std::min(aims.size(), most_of_series_ - std::min(most_of_series_, first.size()));
+  begun.made = size_t(std::count_if(aims.begin(), aims.begin() + int64_t(would_be_made), comes_first));
+  std::erase_if(aims, comes_first);
+  aims.insert(aims.begin(), first.begin(), first.end());
+  return begun;
+}
+
+void ResidencyPlanner::go_on(Series& begun, bool until_one_fits) {
+  AttemptsAhead ahead = attempts_ahead({begun.aims.begin() + int64_t(begun.next), begun.aims.end()});
+  for (size_t i = 0; i < ahead.size() && begun.made < most_of_series_ && !(until_one_fits && best_); ++i, ++begun.next)
+    begun.made += consider_aim(ahead, i) || settings_.same_series;
+}
+
+bool ResidencyPlanner::consider_aim(AttemptsAhead& ahead, size_t i) {
+  const Aim& aim = ahead[i];
+  const auto [same_from, is_new] =
+      same_from_.try_emplace({aim.start, aim.homes_first, aim.targets[int(Tier::host)]}, INT64_MAX);
+  const int64_t target = aim.targets[int(Tier::device)];
+  if ((target > 0 ? target : bytes_without_) >= same_from->second) return false;
+  std::optional<Bounds> wanted;
+  if (is_settled())
+    wanted = {best_->seconds, homes_.budgets()};
+  else if (to_beat_ < HUGE_VAL)
+    wanted = {to_beat_, homes_.budgets()};
+  else if (refused_ && !best_)  // what does not fit either is of use where it takes less
+    wanted = {HUGE_VAL, what_would_not_help(*refused_)};
+  Planned plan = ahead.take(i, wanted);
+  Aim asked = aim;
+  const auto bytes_of = [&](Tier tier) {
+    return plan.is_made() ? plan.memory[tier].total_bytes() : plan.least[size_t(tier)];
+  };
+  const bool as_it_is = aim.otherwise > 0;  // which the series has, too
+  if (as_it_is && bytes_of(Tier::device) > budget(Tier::device)) {
+    beyond_.push_back({bytes_of(Tier::device), aim});
+    if (plan.is_made())
+      count_asked(plan.memory);
+    else
+      skipped_.push_back({plan.least[int(Tier::device)], aim});
+    asked.targets[int(Tier::device)] = aim.otherwise;
+    plan = attempt(asked, wanted);
+  }
+  // What was relieved enough by what is alive may lie a little apart: relieved by so much more, it fits. Not so on
+  // the device while nothing fits: the smallest budget that does is not to depend on the one that is asked about.
+  // Nor where it is too slow already.
+  Aim tighter = asked;
+  for (int again = settings_.same_series ? 2 : 0; again < 2; ++again) {
+    const auto beyond_by = [&](Tier tier) {
+      const int64_t target = asked.targets[size_t(tier)];
+      return target > 1 && bytes_of(tier) > budget(tier) ? bytes_of(tier) - target : 0;
+    };
+    const int64_t of_device = best_ ? beyond_by(Tier::device) : 0, of_host = beyond_by(Tier::host);
+    const bool is_slow = !plan.is_made() && !exceeds(plan.least, wanted->bytes);
+    if (of_device + of_host == 0 || is_slow) break;
+    tighter.targets[int(Tier::device)] -= (again + 1) * of_device;
+    tighter.targets[int(Tier::host)] -= (again + 1) * of_host;
+    if (std::min(tighter.targets[0], tighter.targets[1]) < 0) break;
+    plan = attempt(tighter, wanted);
+  }
+  same_from->second = std::min(same_from->second, plan.same_from);
+  const bool is_made = plan.is_made();
+  const int64_t bytes = bytes_of(Tier::device);
+  if (budget(Tier::device) > 0 && target != 1 && bytes > budget(Tier::device)) beyond_.push_back({bytes, aim});
+  const bool by_budget = aim.by_budget && !(as_it_is && asked.targets[int(Tier::device)] == 0);
+  if (!is_made && !by_budget) skipped_.push_back({plan.least[int(Tier::device)], aim});
+  consider(std::move(plan), by_budget);
+  return true;
+}
+
+void ResidencyPlanner::consider(Planned plan, bool by_budget) {
+  least_ = std::min(least_, plan.least[int(Tier::device)]);
+  if (!plan.is_made()) return;  // it would not be taken
+  if (!plan.last_resort && !by_budget) count_asked(plan.memory);
+  if (!over(plan.memory)) {
+    predict_time(plan, settings_.rates);
+    if (!best_ || better(plan, *best_)) best_ = std::move(plan);
+  } else if (!refused_ || excess(plan.memory) < excess(refused_->memory)) {
+    refused_ = std::move(plan);
+  }
+}
+
+void ResidencyPlanner::count_asked(const MemoryPlan& plan) {
+  if (!beyond(plan, {0, budget(Tier::host), budget(Tier::nvme)}))
+    least_asked_ = std::min(least_asked_, plan.device().total_bytes());
+}
+
+std::optional<Planned> ResidencyPlanner::without_restoring_if_faster() {
+  const bool settled = is_settled() && !best_->last_resort;
+  const double beaten_by = settled ? best_->seconds : best_ ? HUGE_VAL : to_beat_;
+  Planned plan = without_restoring(beaten_by < HUGE_VAL ? std::optional(Bounds{beaten_by, {}}) : std::nullopt);
+  if (!plan.is_made()) return {};
+  return plan;
+}
+
+void ResidencyPlanner::consider_without_restoring(Planned plan) {
+  const int64_t bytes = plan.memory.device().total_bytes();
+  predict_time(plan, settings_.rates);
+  if (!over(plan.memory) && plan.seconds < (best_ ? best_->seconds : to_beat_))
+    for (const auto& [at_least, aim] : skipped_)
+      if (least_asked_ >= bytes && at_least < bytes) count_asked(attempt(aim).memory);
+  plan.last_resort = bytes > least_asked_;
+  consider(std::move(plan));
+}
+
+std::optional<Choice> ResidencyPlanner::search_around(int64_t least) {
+  const size_t most = settings_.plans > 0 ? 0 : most_of_search(program_.ops.size());
+  if (most == 0) return {};
+  std::vector<Choice> begin = starts_;
+  const int64_t host = budget(Tier::host) > 0;
+  for (double share : {1.0, 0.5, 0.25, 0.1, 0.0})
+    for (bool homes_first : {true, false})
+      if (homes_first || homes_may_go_) {
+        const int64_t target = least + int64_t(double(std::max(bytes_without_ - least, int64_t{0})) * share);
+        for (bool again_first : {false, true})
+          begin.push_back(
+              *attempt({.targets = {target, host, 0}, .homes_first = homes_first, .again_first = again_first}).choice);
+      }
+  LocalSearch search(program_, uses_, homes_, starts_[0].decisions, bytes_without_);
+  search.run(begin, most, [&](const Choice& choice) -> std::optional<LocalSearch::Reached> {
+    Planned plan = attempts_->make(choice, {.room = choice.room}, {});
+    if (plan.memory.device().total_bytes() > bytes_without_) return {};
+    predict_time(plan, settings_.rates);
+    LocalSearch::Reached reached{.seconds = plan.seconds, .limited = plan.limited};
+    for (int t = 0; t < kTiers; ++t) reached.bytes[size_t(t)] = plan.memory.tiers[t].total_bytes();
+    return reached;
+  });
+  const auto rank = [&](const LocalSearch::Point& point) {
+    const auto& bytes = point.reached.bytes;
+    auto beyond = homes_.budgets();
+    for (size_t t = 0; t < size_t(kTiers); ++t)
+      beyond[t] = beyond[t] > 0 ? std::max<int64_t>(0, bytes[t] - beyond[t]) : 0;
+    return std::tuple(beyond[1] + beyond[2], beyond[0], point.reached.seconds, bytes);
+  };
+  const auto& front = search.front();
+  const auto best =
+      std::min_element(front.begin(), front.end(), [&](const auto& a, const auto& b) { return rank(a) < rank(b); });
+  if (best == front.end()) return {};
+  return best->choice;
+}
+
+std::tuple<int, int, int64_t> ResidencyPlanner::excess(const MemoryPlan& plan) const {
+  int beyond = 0;
+  for (int t = 0; t < kTiers; ++t) {
+    const int64_t most = homes_.budgets()[t];
+    beyond += most > 0 && plan.tiers[t].total_bytes() > most;
+  }
+  return {beyond, int(*over(plan)), plan[*over(plan)].total_bytes()};
+}
+
+[[noreturn]] void ResidencyPlanner::refuse(const Planned& plan, Tier tier) {
+  std::string advice = settings_.advice ? settings_.advice(plan.memory) : "";
+  for (Tier other : {Tier::host, Tier::nvme})
+    if (other != tier && budget(other) > 0 && plan.memory[other].total_bytes() > budget(other))
+      advice = " With it, " + option_of(other, settings_) + " must be " +
+               std::to_string(plan.memory[other].total_bytes() + beside(other, settings_)) + " bytes." + advice;
+  refuse_budget(plan.program, plan.memory, tier, option_of(tier, settings_), budget(tier) + beside(tier, settings_),
+                beside(tier, settings_), advice);
+}
+
+}  // namespace strata

@@ -1,0 +1,132 @@
+// Which of a series of plans is taken, for residency.h: the series, what is considered of it, and the refusal where
+// nothing fits. Single plans are attempts.h's.
+#pragma once
+#include <cmath>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "engine/planning/attempts.h"
+#include "engine/planning/homes.h"
+#include "engine/planning/residency.h"
+
+namespace strata {
+
+// How many plans are made: as many as 500,000 ops allow (planning takes 2 to 3 us an op and plan), within limits.
+inline constexpr size_t kMostAttempts = 32;
+size_t most_attempts(size_t ops);
+
+class ResidencyPlanner {
+ public:
+  // `to_beat`: seconds; only a faster plan is wanted, if any. `least`: bytes of the device that plans are known to take
+  // at least; without it they are looked for.
+  ResidencyPlanner(Program& program, const ResidencySettings& settings, double to_beat = HUGE_VAL,
+                   int64_t least = INT64_MAX);
+
+  // Without budgets one plan, or of those that bring things back earlier or later the smallest that costs little. With
+  // budgets the fastest of a series of plans that fits. The series does not depend on the budgets, so a larger one
+  // never gives a slower plan, and what a refusal says is enough is enough.
+  std::optional<Planned> run();
+  // What someone should know whose budget costs more than it saves, of a plan that takes so long.
+  std::string notice(double seconds);
+
+  int64_t least() const { return least_; }  // bytes of the device, of all plans under a budget
+
+ private:
+  Planned attempt(const Aim& aim, const std::optional<Bounds>& wanted = {});
+  // One after the other, while others of them are made ahead.
+  AttemptsAhead attempts_ahead(std::vector<Aim> aims) const;
+
+  // Where a plan is beyond one budget alone: no other that is as far beyond that is nearer to fitting.
+  std::array<int64_t, kTiers> what_would_not_help(const Planned& refused) const;
+  // Where restoring takes more memory than it saves: the plain program, or the one that moves what it must.
+  Planned without_restoring(const std::optional<Bounds>& wanted = {});
+  Planned without_budgets();
+  std::optional<Planned> within_budgets();
+
+  // Simpler settings beside what plugins demand: recomputation by groups of blocks, in two levels, of cheap ops alone;
+  // everything away that may go, with recomputation and without.
+  void add_starts(size_t most);
+
+  // The series of aims, the most useful first, so that of large programs, of which fewer plans are made, the first
+  // will do. It does not depend on the budget of the device: from `least` to everything kept, denser at the low end,
+  // where a little memory makes much difference.
+  std::vector<Aim> series(int64_t least, int64_t host_target) const;
+
+  // Where something fits: the most that does, from what is demanded, in steps of 4% beyond the least, since more room
+  // is hardly ever slower; and simpler settings as they are, or relieved so far.
+  std::vector<Aim> nearest(int64_t least, int64_t host_target) const;
+
+  // Whether `b` is to be preferred: one that takes no more than without any of this, then the faster one, and of equals
+  // the one that gives up less.
+  bool better(const Planned& b, const Planned& a) const;
+
+  // The least of all: from what is demanded, from everything away, from recomputation in two levels.
+  void find_least(bool host);
+
+  // A series and how far it has been considered.
+  struct Series {
+    std::vector<Aim> aims;
+    size_t next = 0, made = 0;
+  };
+  Series begin(int64_t host_target);
+  void go_on(Series& begun, bool until_one_fits = false);
+
+  // Whether the best plan takes no more of the device than were nothing to rest.
+  bool is_settled() const { return best_ && best_->memory.device().total_bytes() <= bytes_without_; }
+
+  // Whether the i-th was considered: not what would give a plan again.
+  bool consider_aim(AttemptsAhead& ahead, size_t i);
+  void consider(Planned plan, bool by_budget = false);
+  void count_asked(const MemoryPlan& plan);
+  std::optional<Planned> without_restoring_if_faster();
+  // Restoring needs memory too: what is asked for and saves none need not be. Whether it does is not to hang on which
+  // plans were looked into under this budget.
+  void consider_without_restoring(Planned plan);
+
+  // Of small programs: what a local search finds that fits, the fastest; where nothing does, the smallest.
+  std::optional<Choice> search_around(int64_t least);
+
+  // How far a plan is from fitting: beyond how many budgets, which one first, and what it takes there.
+  std::tuple<int, int, int64_t> excess(const MemoryPlan& plan) const;
+
+  int64_t budget(Tier tier) const { return homes_.budget(tier); }
+  bool has_budgets() const { return budget(Tier::device) > 0 || budget(Tier::host) > 0; }
+  // The first tier whose arena is beyond its budget.
+  std::optional<Tier> over(const MemoryPlan& plan) const { return beyond(plan, homes_.budgets()); }
+
+  [[noreturn]] void refuse(const Planned& plan, Tier tier);
+
+  Program& program_;
+  const ResidencySettings& settings_;
+  const double to_beat_;
+  const Homes homes_;
+  const Uses uses_;
+  std::unique_ptr<Attempts> attempts_;
+  std::vector<std::unique_ptr<Attempts>> makers_;  // of those that are made ahead; none: attempts_
+  std::vector<Choice> starts_;                     // what plugins demand; from 1 on simpler settings added to it
+  size_t away_ = 1;                                // of them, the first that leaves things where they are
+  bool moves_ = false;                             // tensors may be elsewhere
+  bool must_restore_ = false;                      // with forms that are not exact, also where that saves nothing
+  Planned without_;                                // were nothing to rest; its program only where nothing moves
+  bool homes_may_go_ = false;
+  size_t most_of_series_ = 0;              // plans of one that are made
+  std::optional<Planned> best_, refused_;  // of those that fit the fastest, and what is nearest to fitting
+  // Bytes of the device of plans that do what the plugins ask for, where the host has room; and at least, with their
+  // aims, of such plans that were not planned to their end.
+  int64_t least_asked_ = INT64_MAX;
+  std::vector<std::pair<int64_t, Aim>> skipped_;
+  std::vector<std::pair<int64_t, Aim>> beyond_;  // tried, and beyond the budget of the device: bytes, or at least
+  // By start, order of homes and target of the host: Planned::same_from of what was tried.
+  std::map<std::tuple<size_t, bool, int64_t>, int64_t> same_from_;
+  double seconds_without_ = 0;  // of a step, were nothing to rest
+  int64_t least_;               // bytes of the device, of all plans under a budget
+  int64_t bytes_without_ = 0;   // of the device, were nothing to rest
+  int64_t plain_bytes_ = 0;     // the same without a disk, whose blocks tensors fill
+};
+
+}  // namespace strata
