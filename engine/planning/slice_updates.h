@@ -6,10 +6,10 @@
 
 namespace strata {
 
-// In a program whose moves have their places. Only updates that change each element by itself (is_elementwise_update)
-// and casts of what they make. Slices are views of the same memory (Tensor::part_of), of whole blocks of the disk and
-// about so many `bytes` of the parameter, at most 64 of one; tensors of less than two are not cut. Tensors live no longer than before, and
-// results keep their bits. Returns how many updates were cut.
+// In a program whose moves have their places. Only updates that change each element by itself
+// (is_elementwise_update) and casts of what they make. Slices are views of the same memory (Tensor::part_of), of
+// whole blocks of the disk and about so many `bytes` of the parameter, at most 64 of one; tensors of less than two
+// are not cut. Tensors live no longer than before, and results keep their bits. Returns how many updates were cut.
 int slice_updates(Program& program, int64_t bytes);
 
 }  // namespace strata
