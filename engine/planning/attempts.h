@@ -20,7 +20,7 @@ struct Planned {
   Program program{};
   MemoryPlan memory{};                  // without buffers: the plan is beyond its bounds, and not made to its end
   double seconds = 0, waits = 0;        // predicted, once it is compared with others
-  bool is_predicted = false;            // as it is
+  bool is_predicted = false;            // as it is laid out now
   bool last_resort = false;             // not what the plugins ask for, but it fits
   std::array<int64_t, kTiers> least{};  // bytes of each tier that it cannot be placed in less than
   int64_t same_from = INT64_MAX;        // every aim that leaves the device so many bytes gives the same
@@ -41,6 +41,7 @@ struct Aim {
   int64_t otherwise = 0;     // the device's target where that is beyond the budget; 0: none
 };
 
+// Whether two aims give the same plan, and differ at most in what becomes of it.
 bool makes_the_same(const Aim& a, const Aim& b);
 
 // Beyond these nobody wants a plan.

@@ -93,7 +93,7 @@ class Slicer {
     if (!fits(chain.update)) return false;
     for (const auto* list : {&chain.reads, &chain.casts, &chain.writes})
       if (!std::all_of(list->begin(), list->end(), fits)) return false;
-    const int64_t row = parameter.bytes() / rows, least = std::max(bytes_ / row, rows / kMostSlices);
+    const int64_t row = parameter.bytes() / rows, least = std::max(bytes_ / row, (rows - 1) / kMostSlices + 1);
     chain.rows = std::max(unit, (least + unit - 1) / unit * unit);
     return chain.rows < rows;
   }

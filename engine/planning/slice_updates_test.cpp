@@ -104,9 +104,8 @@ struct SmallStep {
 };
 
 int64_t slices_in(const Program& program) {
-  return std::count_if(program.ops.begin(), program.ops.end(), [&](const Op& op) {
-    return is_elementwise_update(*op.kind) && program[op.outputs[0]].part_of;
-  });
+  return std::count_if(program.ops.begin(), program.ops.end(),
+                       [&](const Op& op) { return is_elementwise_update(*op.kind) && program[op.outputs[0]].part_of; });
 }
 
 TEST(SliceUpdates, RandomUpdatesKeepTheirBits) {
@@ -133,28 +132,42 @@ TEST(SliceUpdates, RandomUpdatesKeepTheirBits) {
   EXPECT_GT(slices, 100);
 }
 
+// The update of one tensor, which rests on the disk with its state.
+Program one_update(const Shape& shape) {
+  register_once();
+  Program program;
+  Builder build(program);
+  const Mesh mesh;
+  const TensorId w = build.parameter("w", shape, {});
+  const TensorId x = build.data("x", shape, DType::f32);
+  build.step_part = StepPart::forward;
+  build.block_index = 0;
+  std::vector<Gradient> gradients{{.parameter = w, .tensor = build.emit("gelu", {x}), .scale = {}, .partial = {}}};
+  build.step_part = StepPart::update;
+  build.block_index = -1;
+  UpdateStage stage(build, gradients, mesh);
+  stage.append("sliced_test_update", gradients[0], {stage.state(gradients[0], "m", shape)},
+               {{"learning_rate", 0.1}, {"weight_decay", 0.0}});
+  program.storage_directories = {"/nvme"};
+  for (Tensor& tensor : program.tensors)
+    if (tensor.persistent && elements(tensor.shape) > 1) tensor.nearest = tensor.farthest = Tier::nvme;
+  return program;
+}
+
+// However large a tensor is, and whatever number of rows 64 does not divide.
+TEST(SliceUpdates, ATensorHasAtMost64Slices) {
+  for (int64_t rows : {63, 64, 65, 127, 128, 129, 1000, 50304}) {
+    Program program = one_update({rows, 1024});
+    plan_residency(program, {.threads = 2, .slice = 4096, .rates = {}});  // bytes of a row
+    EXPECT_LE(slices_in(program), 64) << rows;
+    EXPECT_GT(slices_in(program), 32) << rows;
+  }
+}
+
 // One tensor whose way through the disk is all that there is: in slices its ways there and back overlap.
 TEST(SliceUpdates, AStepDoesNotEndWithAWholeTensorsWay) {
-  register_once();
   const auto seconds = [](int64_t slice) {
-    Program program;
-    Builder build(program);
-    const Mesh mesh;
-    const Shape shape{4096, 1024};
-    const TensorId w = build.parameter("w", shape, {});
-    const TensorId x = build.data("x", shape, DType::f32);
-    build.step_part = StepPart::forward;
-    build.block_index = 0;
-    std::vector<Gradient> gradients{
-        {.parameter = w, .tensor = build.emit("gelu", {x}), .scale = {}, .partial = {}}};
-    build.step_part = StepPart::update;
-    build.block_index = -1;
-    UpdateStage stage(build, gradients, mesh);
-    stage.append("sliced_test_update", gradients[0], {stage.state(gradients[0], "m", shape)},
-                 {{"learning_rate", 0.1}, {"weight_decay", 0.0}});
-    program.storage_directories = {"/nvme"};
-    for (Tensor& tensor : program.tensors)
-      if (tensor.persistent && elements(tensor.shape) > 1) tensor.nearest = tensor.farthest = Tier::nvme;
+    Program program = one_update({4096, 1024});
     const Rates rates{.memory = 1e11, .read = 1e9, .write = 1e9};
     const MemoryPlan plan = plan_residency(program, {.threads = 2, .slice = slice, .rates = rates});
     Prediction prediction = predict(program, plan, rates);
@@ -195,8 +208,8 @@ TEST(SliceUpdates, WhatIsUpdatedAndCastInAMomentIsReadOnce) {
   for (TensorId id : {w, m}) program[id].nearest = program[id].farthest = Tier::nvme;
   program[copy].nearest = program[copy].farthest = Tier::host;
   const Rates rates{.memory = 1e11, .read = 1e9, .write = 1e9};
-  const MemoryPlan plan = plan_residency(
-      program, {.backend = "cuda", .threads = 2, .host_stream = true, .slice = 1 << 20, .rates = rates});
+  const MemoryPlan plan =
+      plan_residency(program, {.backend = "cuda", .threads = 2, .host_stream = true, .slice = 1 << 20, .rates = rates});
   EXPECT_GT(slices_in(program), 8);
   int64_t read = 0, written = 0;
   for (const Op& op : program.ops) {
