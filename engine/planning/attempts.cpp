@@ -5,6 +5,7 @@
 #include <cmath>
 #include <system_error>
 #include <tuple>
+#include <utility>
 
 #include "engine/planning/predict.h"
 #include "engine/planning/relief.h"
@@ -28,7 +29,7 @@ std::optional<Tier> beyond(const MemoryPlan& plan, const std::array<int64_t, kTi
 
 bool makes_the_same(const Aim& a, const Aim& b) {
   const auto key = [](const Aim& aim) {
-    return std::tuple(aim.targets, aim.room, aim.homes_first, aim.forms, aim.again_first, aim.start);
+    return std::tuple(aim.targets, aim.slack, aim.room, aim.homes_first, aim.forms, aim.again_first, aim.start);
   };
   return key(a) == key(b);
 }
@@ -65,26 +66,20 @@ Attempts::Partial Attempts::begin(const Choice& start, const Aim& aim, const std
   Decisions decisions = start.decisions;
   if (!aim.forms) decisions.erase_if([](const Decision& decision) { return decision.form >= 0; });
   Relief relief(program_, std::move(decisions), uses_, homes_, settings_, aim.homes_first, aim.again_first);
-  auto [program, before, at_once] = relief.fit(aim.targets);
+  std::array<int64_t, kTiers> relieved = aim.targets;
+  for (size_t t = 0; t < size_t(kTiers); ++t)
+    if (relieved[t] > 1) relieved[t] = std::max<int64_t>(1, int64_t(double(relieved[t]) * (1 - aim.slack[t])));
+  auto [program, before, at_once] = relief.fit(relieved);
   Partial partial{.plan = {std::move(program)}};
   Planned& plan = partial.plan;
+  plan.aim = aim;
   plan.choice = Choice{.decisions = std::move(relief).decisions(), .room = aim.room};
   for (const Tensor& tensor : program_.tensors) plan.choice->homes.push_back(tensor.home);
   for (int t = 0; t < kTiers; ++t) plan.least[size_t(t)] = before.tiers[t].total_bytes();
   if (wanted || predicts) partial.busiest = busiest_seconds(plan.program);
   if (is_beyond(plan, partial.busiest, wanted)) return partial;
-  std::vector<Op> in_place = plan.program.ops;
-  const auto limits = limits_of_spreading(before, aim);
-  const bool limited = spread_moves(plan.program, before, settings_.rates, limits);
-  plan.limited = limited;
-  plan.memory = plan_memory(plan.program, settings_.backend, settings_.threads);
-  if (beyond(plan.memory, {limits[int(Tier::device)], aim.targets[int(Tier::host)], 0})) {
-    plan.program.ops = std::move(in_place);
-    plan.limited = moves_any(program_);
-    plan.memory = plan_memory(plan.program, settings_.backend, settings_.threads);
-  } else if (at_once && !limited) {
-    plan.same_from = plan.memory.device().total_bytes();
-  }
+  spread(plan, before, aim);
+  if (at_once && !plan.limited) plan.same_from = plan.memory.device().total_bytes();
   if (slice_updates(plan.program, settings_.slice) > 0)
     plan.memory = plan_memory(plan.program, settings_.backend, settings_.threads);
   if (predicts) {
@@ -100,6 +95,29 @@ Attempts::Partial Attempts::begin(const Choice& start, const Aim& aim, const std
   plan.is_predicted &= !moved;
   partial.is_made = true;
   return partial;
+}
+
+void Attempts::spread(Planned& plan, const MemoryPlan& before, const Aim& aim) const {
+  constexpr int kMostTries = 4;  // the last leaves all moves where they are, of tiers that have no room for any
+  const auto limits = limits_of_spreading(before, aim);
+  const std::array<int64_t, kTiers> most{limits[int(Tier::device)], aim.targets[int(Tier::host)], 0};
+  const std::vector<Op> in_place = plan.program.ops;
+  auto room = limits;
+  std::array<int64_t, kTiers> taken{};
+  for (int attempt = 1; attempt <= kMostTries; ++attempt) {
+    if (attempt > 1) plan.program.ops = in_place;
+    plan.limited = spread_moves(plan.program, before, settings_.rates, room);
+    plan.memory = plan_memory(plan.program, settings_.backend, settings_.threads);
+    bool again = false;
+    for (size_t t = 0; t < size_t(kTiers); ++t) {
+      const int64_t bytes = plan.memory.tiers[t].total_bytes(), over = most[t] > 0 ? bytes - most[t] : 0;
+      if (over <= 0 || room[t] <= 1) continue;
+      const bool is_of_use = bytes != std::exchange(taken[t], bytes) && attempt + 1 < kMostTries;
+      room[t] = is_of_use ? std::max<int64_t>(1, room[t] - over) : 1;
+      again = true;
+    }
+    if (!again) break;
+  }
 }
 
 std::optional<Planned> Attempts::finish(Partial partial, const std::optional<Bounds>& wanted) {

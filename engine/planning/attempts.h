@@ -16,6 +16,19 @@
 
 namespace strata {
 
+// What one attempt aims at.
+struct Aim {
+  std::array<int64_t, kTiers> targets{};  // bytes of each tier that the plan may take; 0: any number
+  std::array<double, kTiers> slack{};     // share of each that is left to what is on its way
+  int64_t room = 0;                       // bytes of the device for bringing back early; 0: the target
+  bool homes_first = true;                // what has its home in memory goes before what waits there
+  bool forms = true;
+  bool again_first = false;  // see Relief
+  size_t start = 0;          // the decisions that relief begins with
+  bool by_budget = false;    // the target is the budget's, and not one of a series that is the same for all
+  int64_t otherwise = 0;     // the device's target where that is beyond the budget; 0: none
+};
+
 struct Planned {
   Program program{};
   MemoryPlan memory{};                  // without buffers: the plan is beyond its bounds, and not made to its end
@@ -25,20 +38,9 @@ struct Planned {
   std::array<int64_t, kTiers> least{};  // bytes of each tier that it cannot be placed in less than
   int64_t same_from = INT64_MAX;        // every aim that leaves the device so many bytes gives the same
   std::optional<Choice> choice{};       // what was decided
+  Aim aim{};                            // what for
   bool limited = false;                 // something would have come back earlier, had there been room
   bool is_made() const { return !memory.buffer_of.empty(); }
-};
-
-// What one attempt aims at.
-struct Aim {
-  std::array<int64_t, kTiers> targets{};  // bytes that each tier is relieved down to; 0: as it is
-  int64_t room = 0;                       // bytes of the device for bringing back early; 0: the target
-  bool homes_first = true;                // what has its home in memory goes before what waits there
-  bool forms = true;
-  bool again_first = false;  // see Relief
-  size_t start = 0;          // the decisions that relief begins with
-  bool by_budget = false;    // the target is the budget's, and not one of a series that is the same for all
-  int64_t otherwise = 0;     // the device's target where that is beyond the budget; 0: none
 };
 
 // Whether two aims give the same plan, and differ at most in what becomes of it.
@@ -78,6 +80,8 @@ class Attempts {
     double seconds = 0;    // predicted before what it lays out is moved closer together; 0: not predicted
   };
   Partial begin(const Choice& start, const Aim& aim, const std::optional<Bounds>& wanted, bool predicts);
+  // Spreads the moves of a plan, and plans its memory: as far as that fits in with what lies between tensors.
+  void spread(Planned& plan, const MemoryPlan& before, const Aim& aim) const;
   // What make() gives for other bounds than it was begun with; nothing where it was cut short by those alone.
   static std::optional<Planned> finish(Partial partial, const std::optional<Bounds>& wanted);
   double busiest_seconds(const Program& program);

@@ -11,6 +11,17 @@
 namespace strata {
 namespace {
 
+// Share of the host's budget that plans leave to what is on its way. Without any, gradients wait on the device for the
+// host memory of updates, and the next pass waits for them: GPT-175B takes 1.29 times as long.
+constexpr double kSlackOfHost = 0.125;
+
+// Whether series that leave some of the device, too, are worth their time; of larger programs the best plan alone is
+// tried with that.
+bool has_time_for_slack(size_t ops) { return ops <= 2000; }
+
+// Plans with slack have more gaps: of the best plan's time without, what they may take to be preferred.
+constexpr double kWorthGaps = 0.99;
+
 constexpr size_t kFewOps = 3000;  // less is not worth threads
 
 // How many the local search makes; 0: the program is too large for one.
@@ -164,7 +175,7 @@ void ResidencyPlanner::add_starts(size_t most) {
   for (const Pattern& pattern : patterns) with(starts_[0], &pattern, false);
 }
 
-std::vector<Aim> ResidencyPlanner::series(int64_t least, int64_t host_target) const {
+std::vector<Aim> ResidencyPlanner::series(int64_t least, int64_t host_target, double slack_of_device) const {
   std::vector<Aim> aims;
   const auto add = [&](double share, size_t start, bool again_first = false) {
     if (start >= starts_.size()) return;
@@ -172,6 +183,7 @@ std::vector<Aim> ResidencyPlanner::series(int64_t least, int64_t host_target) co
     for (bool homes_first : {true, false})
       if (homes_first || (homes_may_go_ && start == 0))
         aims.push_back({.targets = {share < 0 ? 0 : target, host_target, 0},
+                        .slack = {slack_of_device, kSlackOfHost, 0},
                         .homes_first = homes_first,
                         .again_first = again_first,
                         .start = start});
@@ -211,19 +223,21 @@ std::vector<Aim> ResidencyPlanner::series(int64_t least, int64_t host_target) co
   return aims;
 }
 
-std::vector<Aim> ResidencyPlanner::nearest(int64_t least, int64_t host_target) const {
+std::vector<Aim> ResidencyPlanner::nearest(int64_t least, int64_t host_target, double slack_of_device) const {
   const double all = double(bytes_without_ - least), room = double(budget(Tier::device) - least);
   if (all <= 0 || room <= 0) return {};
   constexpr double kSteps = 16;  // by which it doubles
   const double share = std::min(1.0, std::exp2(-std::ceil(kSteps * std::log2(all / room)) / kSteps));
   const int64_t target = least + int64_t(all * share);
-  std::vector<Aim> aims{{.targets = {target, host_target, 0}, .by_budget = true}};
+  std::vector<Aim> aims{
+      {.targets = {target, host_target, 0}, .slack = {slack_of_device, kSlackOfHost, 0}, .by_budget = true}};
   const bool many = most_attempts(program_.ops.size()) == kMostAttempts;  // the series has simpler settings as well
   const bool small = most_of_search(program_.ops.size()) > 0;
   const size_t again = away_ > 1 ? 2 : away_, in_twos = away_ > 4 ? 4 : away_, selective = away_ + 1;
   for (size_t start : many && !small ? std::vector{away_} : std::vector{again, in_twos, away_, selective})
     if (start < starts_.size() && start != aims.back().start)
       aims.push_back({.targets = {many ? target : 0, host_target, 0},
+                      .slack = {slack_of_device, kSlackOfHost, 0},
                       .start = start,
                       .by_budget = true,
                       .otherwise = many ? 0 : target});
@@ -242,7 +256,7 @@ bool ResidencyPlanner::better(const Planned& b, const Planned& a) const {
     const int64_t bytes = plan.memory.device().total_bytes();
     return std::tuple(bytes > bytes_without_, plan.last_resort, plan.seconds, -bytes);
   };
-  return rank(b) < rank(a);
+  return rank(b) < rank(a) && b.seconds <= at_most_ * a.seconds;
 }
 
 std::optional<Planned> ResidencyPlanner::within_budgets() {
@@ -274,6 +288,14 @@ std::optional<Planned> ResidencyPlanner::within_budgets() {
     return std::move(best_ ? *best_ : *refused_);
   }
   if (host && !one_fits) use_host();
+  at_most_ = kWorthGaps;
+  if (best_ && moves_ && budget(Tier::device) > 0 && settings_.plans == 0 && has_time_for_slack(program_.ops.size()))
+    for (double slack : {0.125, 0.25}) {
+      Series with_slack = begin(host ? budget(Tier::host) : 0, slack);
+      go_on(with_slack);
+    }
+  for (Tier tier : {Tier::host, Tier::device}) try_other_slack(tier);
+  at_most_ = 1;
   if (last) consider_without_restoring(std::move(*last));
   if (!must && best_ && (best_->last_resort || best_->seconds >= to_beat_)) best_.reset();
   return std::move(best_);
@@ -289,8 +311,8 @@ void ResidencyPlanner::find_least(bool host) {
   for (size_t i = 0; i < of_smallest.size(); ++i) consider_aim(of_smallest, i);
 }
 
-ResidencyPlanner::Series ResidencyPlanner::begin(int64_t host_target) {
-  Series begun{series(least_, host_target)};
+ResidencyPlanner::Series ResidencyPlanner::begin(int64_t host_target, double slack_of_device) {
+  Series begun{series(least_, host_target, slack_of_device)};
   std::vector<Aim>& aims = begun.aims;
   if (!best_ || budget(Tier::device) <= 0 || settings_.same_series) return begun;
   // What is relieved to more than the budget does not fit.
@@ -298,7 +320,7 @@ ResidencyPlanner::Series ResidencyPlanner::begin(int64_t host_target) {
       aims.begin(), aims.end(), [&](const Aim& aim) { return aim.targets[int(Tier::device)] <= budget(Tier::device); });
   for (auto aim = too_much; aim != aims.end(); ++aim) beyond_.push_back({aim->targets[int(Tier::device)], *aim});
   aims.erase(too_much, aims.end());
-  const std::vector<Aim> first = nearest(least_, host_target);
+  const std::vector<Aim> first = nearest(least_, host_target, slack_of_device);
   const auto comes_first = [&](const Aim& aim) {
     return std::any_of(first.begin(), first.end(), [&](const Aim& other) { return makes_the_same(aim, other); });
   };
@@ -318,7 +340,7 @@ void ResidencyPlanner::go_on(Series& begun, bool until_one_fits) {
 bool ResidencyPlanner::consider_aim(AttemptsAhead& ahead, size_t i) {
   const Aim& aim = ahead[i];
   const auto [same_from, is_new] =
-      same_from_.try_emplace({aim.start, aim.homes_first, aim.targets[int(Tier::host)]}, INT64_MAX);
+      same_from_.try_emplace({aim.start, aim.homes_first, aim.targets[int(Tier::host)], aim.slack}, INT64_MAX);
   const int64_t target = aim.targets[int(Tier::device)];
   if ((target > 0 ? target : bytes_without_) >= same_from->second) return false;
   std::optional<Bounds> wanted;
@@ -403,6 +425,18 @@ void ResidencyPlanner::consider_without_restoring(Planned plan) {
       if (least_asked_ >= bytes && at_least < bytes) count_asked(attempt(aim).memory);
   plan.last_resort = bytes > least_asked_;
   consider(std::move(plan));
+}
+
+void ResidencyPlanner::try_other_slack(Tier tier) {
+  if (!best_ || best_->aim.targets[size_t(tier)] <= 1) return;
+  std::vector<Aim> aims;
+  for (double slack : {0.0, 0.0625, 0.125, 0.25}) {
+    if (slack == best_->aim.slack[size_t(tier)]) continue;
+    aims.push_back(best_->aim);
+    aims.back().slack[size_t(tier)] = slack;
+  }
+  AttemptsAhead ahead = attempts_ahead(std::move(aims));
+  for (size_t i = 0; i < ahead.size(); ++i) consider_aim(ahead, i);
 }
 
 std::optional<Choice> ResidencyPlanner::search_around(int64_t least) {

@@ -55,11 +55,11 @@ class ResidencyPlanner {
   // The series of aims, the most useful first, so that of large programs, of which fewer plans are made, the first
   // will do. It does not depend on the budget of the device: from `least` to everything kept, denser at the low end,
   // where a little memory makes much difference.
-  std::vector<Aim> series(int64_t least, int64_t host_target) const;
+  std::vector<Aim> series(int64_t least, int64_t host_target, double slack_of_device) const;
 
   // Where something fits: the most that does, from what is demanded, in steps of 4% beyond the least, since more room
   // is hardly ever slower; and simpler settings as they are, or relieved so far.
-  std::vector<Aim> nearest(int64_t least, int64_t host_target) const;
+  std::vector<Aim> nearest(int64_t least, int64_t host_target, double slack_of_device) const;
 
   // Whether `b` is to be preferred: one that takes no more than without any of this, then the faster one, and of equals
   // the one that gives up less.
@@ -73,7 +73,7 @@ class ResidencyPlanner {
     std::vector<Aim> aims;
     size_t next = 0, made = 0;
   };
-  Series begin(int64_t host_target);
+  Series begin(int64_t host_target, double slack_of_device = 0);
   void go_on(Series& begun, bool until_one_fits = false);
 
   // Whether the best plan takes no more of the device than were nothing to rest.
@@ -87,6 +87,9 @@ class ResidencyPlanner {
   // Restoring needs memory too: what is asked for and saves none need not be. Whether it does is not to hang on which
   // plans were looked into under this budget.
   void consider_without_restoring(Planned plan);
+
+  // What the best plan gives with other shares of a tier left to what is on its way.
+  void try_other_slack(Tier tier);
 
   // Of small programs: what a local search finds that fits, the fastest; where nothing does, the smallest.
   std::optional<Choice> search_around(int64_t least);
@@ -115,14 +118,15 @@ class ResidencyPlanner {
   Planned without_;                                // were nothing to rest; its program only where nothing moves
   bool homes_may_go_ = false;
   size_t most_of_series_ = 0;              // plans of one that are made
+  double at_most_ = 1;                     // share of the best plan's time that a better one may take
   std::optional<Planned> best_, refused_;  // of those that fit the fastest, and what is nearest to fitting
   // Bytes of the device of plans that do what the plugins ask for, where the host has room; and at least, with their
   // aims, of such plans that were not planned to their end.
   int64_t least_asked_ = INT64_MAX;
   std::vector<std::pair<int64_t, Aim>> skipped_;
   std::vector<std::pair<int64_t, Aim>> beyond_;  // tried, and beyond the budget of the device: bytes, or at least
-  // By start, order of homes and target of the host: Planned::same_from of what was tried.
-  std::map<std::tuple<size_t, bool, int64_t>, int64_t> same_from_;
+  // By start, order of homes, target of the host and slack: Planned::same_from of what was tried.
+  std::map<std::tuple<size_t, bool, int64_t, std::array<double, kTiers>>, int64_t> same_from_;
   double seconds_without_ = 0;  // of a step, were nothing to rest
   int64_t least_;               // bytes of the device, of all plans under a budget
   int64_t bytes_without_ = 0;   // of the device, were nothing to rest
