@@ -164,4 +164,15 @@ for share, most in ((1.0005, 1.5), (1.002, 1.05)):
     assert found <= most * blocks
 PYTHON
 
+# Block by block, with everything on host and disk: moves are spread though what lies between tensors takes some of the
+# room, and the host has some left for gradients while updates are on their way. Without either a step takes 1.18 times
+# as long, and compute is busy for 0.72 of it.
+sed -e '/^\[mesh\]/,/^data/d' -e '/^\[plugins.zero\]/,/^stage/d' -e 's/^layers.*/layers = 6/' -e 's/^hidden.*/hidden = 5120/' \
+  -e 's/^heads.*/heads = 40/' -e 's/^global_batch.*/global_batch = 128/' -e 's/^micro_batch.*/micro_batch = 8/' \
+  -e 's/^vocabulary.*/vocabulary = 8192\ntied = false/' -e 's/^backend.*/&\nmemory = "8GiB"\n[host]\nmemory = "12GiB"/' \
+  -e 's/^directory.*/&\norder = "block"/' large.toml >blocks.toml
+"$strata" plan blocks.toml --machine "$here/../configs/machines/a100-80gb.toml" --json >blocks.json
+python3 -c 'import json; busy = json.load(open("blocks.json"))["predicted"]["busy"]; print(busy); assert busy["compute"] > 0.8' ||
+  fail "compute waits for what moves behind it"
+
 finish budgets
