@@ -217,7 +217,7 @@ good=0
 for i in 1 2 3; do
   case $(cat status.$i) in
     0) good=$((good + 1)) ;;
-    1) grep -q 'another import or export into this folder is under way' error.$i || fail "two at once: $(cat error.$i)" ;;
+    1) grep -q 'another strata command is writing into this folder' error.$i || fail "two at once: $(cat error.$i)" ;;
     2) grep -q 'of an import before' error.$i || fail "two at once: $(cat error.$i)" ;;  # the first had ended
     *) fail "two at once: exit $(cat status.$i): $(cat error.$i)" ;;
   esac

@@ -6,7 +6,7 @@
 #include <system_error>
 #include <vector>
 
-#include "engine/checkpoint/staged_folder.h"
+#include "memory/staged_folder.h"
 #include "memory/atomic_file.h"
 #include "memory/folder.h"
 #include "memory/input_file.h"

@@ -11,7 +11,7 @@
 #include "engine/checkpoint/external_files.h"
 #include "engine/checkpoint/external_import.h"
 #include "engine/checkpoint/safetensors_writer.h"
-#include "engine/checkpoint/staged_folder.h"
+#include "memory/staged_folder.h"
 #include "strata/convert.h"
 #include "strata/json.h"
 #include "tests/harness.h"
@@ -159,9 +159,8 @@ TEST(External, RandomModelsThereAndBack) {
   }
 }
 
-const std::string kTied =
-    R"({"model_type":"llama","num_hidden_layers":1,"num_attention_heads":3,"hidden_size":60,)"
-    R"("intermediate_size":7,"vocab_size":11,"tie_word_embeddings":true})";
+const std::string kTied = R"({"model_type":"llama","num_hidden_layers":1,"num_attention_heads":3,"hidden_size":60,)"
+                          R"("intermediate_size":7,"vocab_size":11,"tie_word_embeddings":true})";
 
 TEST(External, TiedOutputLayers) {
   std::mt19937 random(1);
@@ -322,7 +321,7 @@ TEST(External, StagedFolders) {
   {
     StagedFolder staged(target);
     EXPECT_EQ(message_of([&] { StagedFolder second(target); }),
-              target + ": another import or export into this folder is under way.");
+              target + ": another strata command is writing into this folder; wait for it or name another one.");
     test::write_file(staged.path() + "/config.json", "1");
     test::write_file(staged.path() + "/weights", "1");
     EXPECT_FALSE(fs::exists(target + "/weights"));
@@ -367,10 +366,8 @@ TEST(External, ConfigurationsGivenBack) {
   };
   EXPECT_EQ(config({}, false),
             R"({"model_type":"llama","hidden_size":8,"tie_word_embeddings":false,"torch_dtype":"bfloat16"})");
-  EXPECT_EQ(
-      config(kept, true),
-      R"({"hidden_size":8,"eos_token_id":[1,2],"other":{"a":1.5},"model_type":"llama",)"
-      R"("tie_word_embeddings":false,"dtype":"bfloat16"})");
+  EXPECT_EQ(config(kept, true), R"({"hidden_size":8,"eos_token_id":[1,2],"other":{"a":1.5},"model_type":"llama",)"
+                                R"("tie_word_embeddings":false,"dtype":"bfloat16"})");
   EXPECT_EQ(
       config(kept, false),
       R"({"model_type":"llama","hidden_size":8,"tie_word_embeddings":false,"eos_token_id":[1,2],"dtype":"bfloat16"})");

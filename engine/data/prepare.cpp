@@ -14,12 +14,13 @@
 
 #include "engine/data/line_documents.h"
 #include "engine/data/pieced_document.h"
-#include "engine/data/prepared_folder.h"
+#include "engine/data/prepared_shards.h"
 #include "engine/data/text_reader.h"
 #include "engine/data/token_file.h"
 #include "engine/data/token_marks.h"
 #include "engine/data/tokenizer.h"
 #include "engine/data/tokenizer_json/unicode.h"
+#include "memory/staged_folder.h"
 #include "strata/error.h"
 #include "strata/threads.h"
 
@@ -249,10 +250,11 @@ void check(const PrepareArguments& arguments) {
 PrepareResult prepare(const PrepareArguments& arguments) {
   check(arguments);
   std::vector<Input> inputs = look_at(arguments.inputs);
-  PreparedFolder output(arguments.output_directory);
+  StagedFolder output(arguments.output_directory);
+  const fs::path staging = output.path();
   for (Input& input : inputs)
     if (input.path.empty()) {
-      input.path = (output.aside() / "standard_input").string();
+      input.path = (staging / "standard_input").string();
       copy_standard_input(input.path);
       input.size = text_size(input.path);
       require_text(input);
@@ -260,12 +262,12 @@ PrepareResult prepare(const PrepareArguments& arguments) {
   PrepareResult result;
   for (const Input& input : inputs) result.text_bytes += input.size;
 
-  const Made made = make_tokenizer(arguments.tokenizer, inputs, output.aside());
+  const Made made = make_tokenizer(arguments.tokenizer, inputs, staging);
   result.vocabulary = made.tokenizer->vocabulary();
   const bool wide = result.vocabulary > 65536;
-  const uint64_t checksum = tokenizer_checksum((output.aside() / made.name).string());
-  ShardWriter train(output.aside(), "train", wide, arguments.shard_tokens, checksum);
-  ShardWriter validation(output.aside(), "validation", wide, arguments.shard_tokens, checksum);
+  const uint64_t checksum = tokenizer_checksum((staging / made.name).string());
+  ShardWriter train(staging, "train", wide, arguments.shard_tokens, checksum);
+  ShardWriter validation(staging, "validation", wide, arguments.shard_tokens, checksum);
   int64_t bytes = 0;
   Encoder encoder(made, arguments, [&](int64_t more) {
     bytes += more;
@@ -295,7 +297,7 @@ PrepareResult prepare(const PrepareArguments& arguments) {
   for (const std::string& name : validation.names()) publish(name);
   order.push_back(made.name);
   std::for_each(train.names().rbegin(), train.names().rend(), publish);
-  output.publish(order);
+  output.publish(order, is_prepared);
   for (const ShardWriter* shards : {&train, &validation})
     for (const std::string& name : shards->names())
       result.files.push_back((fs::path(arguments.output_directory) / name).string());

@@ -39,12 +39,12 @@ struct PrepareResult {
 // Writes train_000.bin, … and validation_000.bin, … (uint16 tokens for vocabularies up to 65536, else uint32) and
 // the tokenizer (load_tokenizer) into the output directory, beside each token file where its documents begin, and where
 // there are conversations of which only the assistant's words count a loss mask (token_marks.h): a token counts that
-// has a byte of them, in place of an earlier run's, of which nothing stays. Everything is made in the folder .preparing
-// inside and moved at the very end, old files away first and train_000.bin last: when the run fails, is killed or finds
-// the disk full, what was there before still is. Memory stays bounded (some MiB a core, and what training a tokenizer
-// takes); standard input is kept in .preparing, as its size decides the split. Throws Error (usage) for inputs that are
-// missing, unreadable, empty or, with SentencePiece, no UTF-8; Error (failed) when the system refuses to write, or
-// another run writes to the same folder.
+// has a byte of them, in place of an earlier run's, of which nothing stays. Everything is made in a hidden folder
+// inside (memory/staged_folder.h) and moved at the very end, old files away first and train_000.bin last: when the run
+// fails, is killed or finds the disk full, what was there before still is. Memory stays bounded (some MiB a core, and
+// what training a tokenizer takes); standard input is kept there, as its size decides the split. Throws Error (usage)
+// for inputs that are missing, unreadable, empty or, with SentencePiece, no UTF-8; Error (failed) when the system
+// refuses to write, or another run writes to the same folder.
 PrepareResult prepare(const PrepareArguments& arguments);
 
 }  // namespace strata

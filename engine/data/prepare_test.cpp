@@ -182,7 +182,7 @@ TEST(Prepare, OldFilesGoBeforeNewOnesComeAndTheFirstShardComesLast) {
       .inputs = {folder / "t.txt"}, .output_directory = folder / "out", .shard_tokens = 3000};
   prepare(arguments);
   const int watch = inotify_init1(IN_NONBLOCK);
-  ASSERT_GE(inotify_add_watch(watch, (folder / "out").c_str(), IN_DELETE | IN_MOVED_TO), 0);
+  ASSERT_GE(inotify_add_watch(watch, (folder / "out").c_str(), IN_MOVED_FROM | IN_MOVED_TO), 0);
   prepare(arguments);
   alignas(inotify_event) char buffer[1 << 16];
   const ssize_t bytes = read(watch, buffer, sizeof buffer);
@@ -192,7 +192,7 @@ TEST(Prepare, OldFilesGoBeforeNewOnesComeAndTheFirstShardComesLast) {
     const auto* event = reinterpret_cast<const inotify_event*>(buffer + at);
     at += ssize_t(sizeof(inotify_event)) + event->len;
     if (event->mask & IN_ISDIR) continue;
-    if (event->mask & IN_DELETE) {
+    if (event->mask & IN_MOVED_FROM) {
       EXPECT_TRUE(moved.empty()) << event->name << " was removed when new files were there";
       removed.push_back(event->name);
     } else {
@@ -286,7 +286,7 @@ TEST_F(PrepareRefuses, AFolderThatAnotherRunWritesTo) {
   const int other = open((folder / "old").c_str(), O_RDONLY | O_DIRECTORY);
   ASSERT_EQ(flock(other, LOCK_EX), 0);
   EXPECT_EQ(error_of(folder, [&] { prepare({.inputs = {folder / "t.txt"}, .output_directory = folder / "old"}); }),
-            "old: another strata data prepare is writing there; wait for it or name another folder.");
+            "old: another strata command is writing into this folder; wait for it or name another one.");
   close(other);
 }
 
@@ -301,7 +301,8 @@ TEST_F(PrepareRefuses, ADiskThatFills) {
   const std::string message = refusal({.inputs = {folder / "long.txt"}});
   ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &old), 0);
   std::signal(SIGXFSZ, handler);
-  EXPECT_EQ(message, "old/.preparing/train_000.bin: cannot write it: File too large.");
+  EXPECT_TRUE(message.starts_with("old/.unfinished-")) << message;
+  EXPECT_TRUE(message.ends_with("/train_000.bin: cannot write it: File too large.")) << message;
 }
 
 TEST(Prepare, KilledAtAnyMomentItLeavesTheOldFilesOrTheNew) {
@@ -328,7 +329,8 @@ TEST(Prepare, KilledAtAnyMomentItLeavesTheOldFilesOrTheNew) {
     int status = 0;
     ASSERT_EQ(waitpid(child, &status, 0), child);
     ASSERT_TRUE(WIFSIGNALED(status) || WEXITSTATUS(status) == 0);
-    std::filesystem::remove_all(folder / "out/.preparing");
+    for (const auto& entry : std::filesystem::directory_iterator(folder / "out"))
+      if (entry.path().filename().string().starts_with(".unfinished-")) std::filesystem::remove_all(entry.path());
     const auto now = contents(folder, "out");
     // Between the moves, files may be missing, but whatever is there is whole and all of one run.
     bool all_old = true, all_new = true;

@@ -14,7 +14,7 @@
 #include "engine/checkpoint/external_files.h"
 #include "engine/checkpoint/external_import.h"
 #include "engine/checkpoint/interruption.h"
-#include "engine/checkpoint/staged_folder.h"
+#include "memory/staged_folder.h"
 #include "engine/checkpoint/store.h"
 #include "engine/config/sections.h"
 #include "engine/planning/build.h"

@@ -19,8 +19,11 @@ class StagedFolder {
 
   const std::string& path() const { return staging_; }                // where to write
   const std::vector<std::string>& before() const { return before_; }  // names in the target when this began
-  // Takes away those entries of `before` that `replaced` names, beginning with `last`, then renames everything written
-  // to the target, ending with `last`. When anything goes wrong (Error: failed), all is as it was before.
+  // Takes away those entries of `before` that `replaced` names, beginning with the last of `names`, then renames these
+  // to the target, in order. When anything goes wrong (Error: failed), all is as it was before; after a kill in between
+  // there are old files or new ones, and of the last none.
+  void publish(const std::vector<std::string>& names, const std::function<bool(const std::string&)>& replaced);
+  // The same of everything written, ending with `last`.
   void publish(const std::string& last, const std::function<bool(const std::string&)>& replaced);
 
  private:

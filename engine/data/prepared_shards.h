@@ -1,4 +1,4 @@
-// What `strata data prepare` writes: a folder that is put into place as a whole, and the shards of a split in it.
+// What `strata data prepare` writes: the shards of a split.
 #pragma once
 #include <cstdint>
 #include <filesystem>
@@ -12,25 +12,9 @@
 
 namespace strata {
 
-// The output directory, locked against other runs while this lives, with a folder aside that goes with it.
-class PreparedFolder {
- public:
-  explicit PreparedFolder(const std::string& directory);
-  ~PreparedFolder();
-  PreparedFolder(const PreparedFolder&) = delete;
-  PreparedFolder& operator=(const PreparedFolder&) = delete;
-
-  const std::filesystem::path& aside() const { return aside_; }
-
-  // Puts the files named into place instead of an earlier run's. A kill between the moves leaves no mixture: the old
-  // files are gone before the first new one comes. `names` must end with what shows that all is there.
-  void publish(const std::vector<std::string>& names);
-
- private:
-  std::filesystem::path directory_, aside_;
-  int lock_ = -1;
-  bool made_ = false, published_ = false;
-};
+// Whether a file in a folder is one of those that prepare writes: a shard such as train_000.bin, what stands beside
+// one, a tokenizer.
+bool is_prepared(const std::string& name);
 
 // Shards of one split: prefix_000.bin, prefix_001.bin, …
 class ShardWriter {

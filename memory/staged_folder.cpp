@@ -1,5 +1,5 @@
 // Staging with mkdtemp, flock and rename; see staged_folder.h.
-#include "engine/checkpoint/staged_folder.h"
+#include "memory/staged_folder.h"
 
 #include <fcntl.h>
 #include <sys/file.h>
@@ -85,7 +85,8 @@ void StagedFolder::prepare() {
   // Some file systems of networks have no locks; there two at once are not noticed.
   const bool locked = flock(lock_, LOCK_EX | LOCK_NB) == 0;
   if (!locked && errno == EWOULDBLOCK)
-    throw Error(target_ + ": another import or export into this folder is under way.", ExitCode::failed);
+    throw Error(target_ + ": another strata command is writing into this folder; wait for it or name another one.",
+                ExitCode::failed);
   for (const std::string& name : names_of(target_)) {
     if (name.rfind(kHidden, 0) != 0)
       before_.push_back(name);
@@ -104,19 +105,25 @@ void StagedFolder::clean() {
 }
 
 void StagedFolder::publish(const std::string& last, const std::function<bool(const std::string&)>& replaced) {
-  std::vector<std::string> files = names_of(staging_);
-  STRATA_CHECK(std::find(files.begin(), files.end(), last) != files.end());
+  std::vector<std::string> names = names_of(staging_);
+  std::stable_partition(names.begin(), names.end(), [&](const std::string& name) { return name != last; });
+  STRATA_CHECK(!names.empty() && names.back() == last);
+  publish(names, replaced);
+}
+
+void StagedFolder::publish(const std::vector<std::string>& names,
+                           const std::function<bool(const std::string&)>& replaced) {
+  const std::string& last = names.back();
   sync_folder(staging_);
   const fs::path old = fs::path(staging_) / kOld;
   if (mkdir(old.c_str(), 0777) != 0) refuse(old.string(), "cannot make the folder", errno);
   // `last` goes first and comes last: what lies between is no set of files to anybody.
   std::stable_partition(before_.begin(), before_.end(), [&](const std::string& name) { return name == last; });
-  std::stable_partition(files.begin(), files.end(), [&](const std::string& name) { return name != last; });
   Renames move;
   try {
     for (const std::string& name : before_)
       if (replaced(name)) move(fs::path(target_) / name, old / name);
-    for (const std::string& name : files) {
+    for (const std::string& name : names) {
       if (name == last) sync_folder(target_);
       move(fs::path(staging_) / name, fs::path(target_) / name);
     }
