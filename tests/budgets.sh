@@ -174,5 +174,10 @@ sed -e '/^\[mesh\]/,/^data/d' -e '/^\[plugins.zero\]/,/^stage/d' -e 's/^layers.*
 "$strata" plan blocks.toml --machine "$here/../configs/machines/a100-80gb.toml" --json >blocks.json
 python3 -c 'import json; busy = json.load(open("blocks.json"))["predicted"]["busy"]; print(busy); assert busy["compute"] > 0.8' ||
   fail "compute waits for what moves behind it"
+# Room for that is taken only where there is some: what a refusal names is still the least. Of so large a program
+# everything given up at once is more than that.
+expect 2 "smallest device.memory that would do here is" "$strata" plan "$here/../configs/predictions/gpt-13b-h100.toml" \
+  --machine "$here/../configs/machines/h100-80gb.toml" --set device.memory=1 --set 'plugins.offload.order="microbatch"'
+grep -qE 'would do here is 2[0-9]{9} bytes' error || fail "13B parameters: $(tail -1 error)"
 
 finish budgets

@@ -146,12 +146,13 @@ double Attempts::busiest_seconds(const Program& program) {
 }
 
 // Where no budget says how far apart moves may be, the device stays within what it takes without any, and what is
-// staged on the host within half of what it would hold were it the farthest tier.
+// staged on the host within half of what it would hold were it the farthest tier. A plan under a budget that is to be
+// as it is takes no more of the device for them: how little it needs is asked, too.
 std::array<int64_t, kTiers> Attempts::limits_of_spreading(const MemoryPlan& before, const Aim& aim) const {
   std::array<int64_t, kTiers> limits = aim.targets;
   const TierPlan& host = before[Tier::host];
   int64_t &of_device = limits[int(Tier::device)], &of_host = limits[int(Tier::host)];
-  if (of_device <= 0) of_device = bytes_without_;
+  if (of_device <= 0) of_device = settings_.device_budget > 0 ? before.device().total_bytes() : bytes_without_;
   if (aim.room > 0) of_device = aim.room;
   if (of_host <= 0)
     of_host = std::max<int64_t>(

@@ -428,12 +428,18 @@ void ResidencyPlanner::consider_without_restoring(Planned plan) {
 }
 
 void ResidencyPlanner::try_other_slack(Tier tier) {
-  if (!best_ || best_->aim.targets[size_t(tier)] <= 1) return;
+  if (!best_ || budget(tier) <= 0 || best_->aim.targets[size_t(tier)] == 1) return;
   std::vector<Aim> aims;
-  for (double slack : {0.0, 0.0625, 0.125, 0.25}) {
-    if (slack == best_->aim.slack[size_t(tier)]) continue;
+  const auto add = [&]() -> Aim& {
     aims.push_back(best_->aim);
-    aims.back().slack[size_t(tier)] = slack;
+    aims.back().by_budget = true;
+    return aims.back();
+  };
+  if (best_->aim.targets[size_t(tier)] > 1) {
+    for (double slack : {0.0, 0.0625, 0.125, 0.25})
+      if (slack != best_->aim.slack[size_t(tier)]) add().slack[size_t(tier)] = slack;
+  } else if (tier == Tier::device) {
+    add().room = budget(tier);
   }
   AttemptsAhead ahead = attempts_ahead(std::move(aims));
   for (size_t i = 0; i < ahead.size(); ++i) consider_aim(ahead, i);

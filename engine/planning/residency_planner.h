@@ -88,7 +88,8 @@ class ResidencyPlanner {
   // plans were looked into under this budget.
   void consider_without_restoring(Planned plan);
 
-  // What the best plan gives with other shares of a tier left to what is on its way.
+  // What the best plan gives with other shares of a tier left to what is on its way; one that is not relieved there, with
+  // all that the budget leaves.
   void try_other_slack(Tier tier);
 
   // Of small programs: what a local search finds that fits, the fastest; where nothing does, the smallest.
