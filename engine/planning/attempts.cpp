@@ -29,7 +29,8 @@ std::optional<Tier> beyond(const MemoryPlan& plan, const std::array<int64_t, kTi
 
 bool makes_the_same(const Aim& a, const Aim& b) {
   const auto key = [](const Aim& aim) {
-    return std::tuple(aim.targets, aim.slack, aim.room, aim.homes_first, aim.forms, aim.again_first, aim.start);
+    return std::tuple(aim.targets, aim.slack, aim.room, aim.homes_first, aim.forms, aim.spreads, aim.again_first,
+                      aim.start);
   };
   return key(a) == key(b);
 }
@@ -103,6 +104,7 @@ void Attempts::spread(Planned& plan, const MemoryPlan& before, const Aim& aim) c
   const std::array<int64_t, kTiers> most{limits[int(Tier::device)], aim.targets[int(Tier::host)], 0};
   const std::vector<Op> in_place = plan.program.ops;
   auto room = limits;
+  if (!aim.spreads) room = {1, 1, 1};
   std::array<int64_t, kTiers> taken{};
   for (int attempt = 1; attempt <= kMostTries; ++attempt) {
     if (attempt > 1) plan.program.ops = in_place;

@@ -23,6 +23,7 @@ struct Aim {
   int64_t room = 0;                       // bytes of the device for bringing back early; 0: the target
   bool homes_first = true;                // what has its home in memory goes before what waits there
   bool forms = true;
+  bool spreads = true;       // moves; otherwise they come when they are needed
   bool again_first = false;  // see Relief
   size_t start = 0;          // the decisions that relief begins with
   bool by_budget = false;    // the target is the budget's, and not one of a series that is the same for all

@@ -296,6 +296,7 @@ std::optional<Planned> ResidencyPlanner::within_budgets() {
     }
   for (Tier tier : {Tier::host, Tier::device}) try_other_slack(tier);
   at_most_ = 1;
+  try_in_place();
   if (last) consider_without_restoring(std::move(*last));
   if (!must && best_ && (best_->last_resort || best_->seconds >= to_beat_)) best_.reset();
   return std::move(best_);
@@ -443,6 +444,14 @@ void ResidencyPlanner::try_other_slack(Tier tier) {
   }
   AttemptsAhead ahead = attempts_ahead(std::move(aims));
   for (size_t i = 0; i < ahead.size(); ++i) consider_aim(ahead, i);
+}
+
+void ResidencyPlanner::try_in_place() {
+  if (!best_ || !best_->choice || !moves_) return;
+  Aim aim = best_->aim;
+  aim.spreads = false;
+  const Choice choice = *best_->choice;
+  consider(attempts_->make(choice, aim, Bounds{best_->seconds, homes_.budgets()}), true);
 }
 
 std::optional<Choice> ResidencyPlanner::search_around(int64_t least) {

@@ -88,9 +88,12 @@ class ResidencyPlanner {
   // plans were looked into under this budget.
   void consider_without_restoring(Planned plan);
 
-  // What the best plan gives with other shares of a tier left to what is on its way; one that is not relieved there, with
-  // all that the budget leaves.
+  // What the best plan gives with other shares of a tier left to what is on its way; one that is not relieved there,
+  // with all that the budget leaves.
   void try_other_slack(Tier tier);
+  // And with moves that come when they are needed: where compute has next to nothing to do its clock says nothing of
+  // when they will be over.
+  void try_in_place();
 
   // Of small programs: what a local search finds that fits, the fastest; where nothing does, the smallest.
   std::optional<Choice> search_around(int64_t least);
