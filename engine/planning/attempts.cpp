@@ -99,7 +99,7 @@ Attempts::Partial Attempts::begin(const Choice& start, const Aim& aim, const std
 }
 
 void Attempts::spread(Planned& plan, const MemoryPlan& before, const Aim& aim) const {
-  constexpr int kMostTries = 4;  // the last leaves all moves where they are, of tiers that have no room for any
+  constexpr int kMostTries = 5;  // the last but one leaves moves of tiers without room where they are, the last all
   const auto limits = limits_of_spreading(before, aim);
   const std::array<int64_t, kTiers> most{limits[int(Tier::device)], aim.targets[int(Tier::host)], 0};
   const std::vector<Op> in_place = plan.program.ops;
@@ -114,11 +114,12 @@ void Attempts::spread(Planned& plan, const MemoryPlan& before, const Aim& aim) c
     for (size_t t = 0; t < size_t(kTiers); ++t) {
       const int64_t bytes = plan.memory.tiers[t].total_bytes(), over = most[t] > 0 ? bytes - most[t] : 0;
       if (over <= 0 || room[t] <= 1) continue;
-      const bool is_of_use = bytes != std::exchange(taken[t], bytes) && attempt + 1 < kMostTries;
+      const bool is_of_use = bytes != std::exchange(taken[t], bytes) && attempt + 2 < kMostTries;
       room[t] = is_of_use ? std::max<int64_t>(1, room[t] - over) : 1;
       again = true;
     }
     if (!again) break;
+    if (attempt + 1 == kMostTries) room = {1, 1, 1};
   }
 }
 

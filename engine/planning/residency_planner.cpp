@@ -450,8 +450,7 @@ void ResidencyPlanner::try_in_place() {
   if (!best_ || !best_->choice || !moves_) return;
   Aim aim = best_->aim;
   aim.spreads = false;
-  const Choice choice = *best_->choice;
-  consider(attempts_->make(choice, aim, Bounds{best_->seconds, homes_.budgets()}), true);
+  consider(attempts_->make(*best_->choice, aim, Bounds{best_->seconds, homes_.budgets()}), true);
 }
 
 std::optional<Choice> ResidencyPlanner::search_around(int64_t least) {
