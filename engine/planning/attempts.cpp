@@ -29,8 +29,8 @@ std::optional<Tier> beyond(const MemoryPlan& plan, const std::array<int64_t, kTi
 
 bool makes_the_same(const Aim& a, const Aim& b) {
   const auto key = [](const Aim& aim) {
-    return std::tuple(aim.targets, aim.slack, aim.room, aim.homes_first, aim.forms, aim.spreads, aim.again_first,
-                      aim.start);
+    return std::tuple(aim.targets, aim.slack, aim.room, aim.homes_first, aim.forms, aim.spreads, aim.is_lowered,
+                      aim.again_first, aim.start);
   };
   return key(a) == key(b);
 }
@@ -118,7 +118,7 @@ void Attempts::spread(Planned& plan, const MemoryPlan& before, const Aim& aim) c
       room[t] = is_of_use ? std::max<int64_t>(1, room[t] - over) : 1;
       again = true;
     }
-    if (!again) break;
+    if (!again || aim.is_lowered) break;
     if (attempt + 1 == kMostTries) room = {1, 1, 1};
   }
 }

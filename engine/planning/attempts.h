@@ -24,6 +24,7 @@ struct Aim {
   bool homes_first = true;                // what has its home in memory goes before what waits there
   bool forms = true;
   bool spreads = true;       // moves; otherwise they come when they are needed
+  bool is_lowered = false;   // where the plan is beyond it, instead of moves being spread less
   bool again_first = false;  // see Relief
   size_t start = 0;          // the decisions that relief begins with
   bool by_budget = false;    // the target is the budget's, and not one of a series that is the same for all

@@ -436,6 +436,7 @@ void ResidencyPlanner::try_other_slack(Tier tier) {
     aims.back().by_budget = true;
     return aims.back();
   };
+  if (tier == Tier::device) add().is_lowered = true;
   if (best_->aim.targets[size_t(tier)] > 1) {
     for (double slack : {0.0, 0.0625, 0.125, 0.25})
       if (slack != best_->aim.slack[size_t(tier)]) add().slack[size_t(tier)] = slack;
