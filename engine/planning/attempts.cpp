@@ -70,14 +70,19 @@ Attempts::Partial Attempts::begin(const Choice& start, const Aim& aim, const std
   std::array<int64_t, kTiers> relieved = aim.targets;
   for (size_t t = 0; t < size_t(kTiers); ++t)
     if (relieved[t] > 1) relieved[t] = std::max<int64_t>(1, int64_t(double(relieved[t]) * (1 - aim.slack[t])));
-  auto [program, before, at_once] = relief.fit(relieved);
-  Partial partial{.plan = {std::move(program)}};
+  Partial partial;
   Planned& plan = partial.plan;
+  auto fitted = relief.fit(relieved, [&](const Program& program) {
+    if (wanted || predicts) partial.busiest = busiest_seconds(program);
+    return wanted && partial.busiest > wanted->seconds;
+  });
+  if (!fitted) return partial;
+  auto [program, before, at_once] = std::move(*fitted);
+  plan.program = std::move(program);
   plan.aim = aim;
   plan.choice = Choice{.decisions = std::move(relief).decisions(), .room = aim.room};
   for (const Tensor& tensor : program_.tensors) plan.choice->homes.push_back(tensor.home);
   for (int t = 0; t < kTiers; ++t) plan.least[size_t(t)] = before.tiers[t].total_bytes();
-  if (wanted || predicts) partial.busiest = busiest_seconds(plan.program);
   if (is_beyond(plan, partial.busiest, wanted)) return partial;
   spread(plan, before, aim);
   if (at_once && !plan.limited) plan.same_from = plan.memory.device().total_bytes();

@@ -37,7 +37,7 @@ struct Planned {
   double seconds = 0, waits = 0;        // predicted, once it is compared with others
   bool is_predicted = false;            // as it is laid out now
   bool last_resort = false;             // not what the plugins ask for, but it fits
-  std::array<int64_t, kTiers> least{};  // bytes of each tier that it cannot be placed in less than
+  std::array<int64_t, kTiers> least{};  // bytes of each tier that it cannot be placed in less than; 0: not known
   int64_t same_from = INT64_MAX;        // every aim that leaves the device so many bytes gives the same
   std::optional<Choice> choice{};       // what was decided
   Aim aim{};                            // what for

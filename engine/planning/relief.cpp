@@ -15,7 +15,8 @@ constexpr size_t kMostTimes = 6, kMostOps = 100'000;
 
 }  // namespace
 
-Relief::Result Relief::fit(const std::array<int64_t, kTiers>& targets) {
+std::optional<Relief::Result> Relief::fit(const std::array<int64_t, kTiers>& targets,
+                                          const std::function<bool(const Program&)>& is_too_slow) {
   std::optional<Result> before;
   const bool staged = is_asynchronous(settings_.backend) && !program_.direct_storage;
   for (int round = 0;; ++round) {
@@ -23,7 +24,8 @@ Relief::Result Relief::fit(const std::array<int64_t, kTiers>& targets) {
       if (part.part_of && part.persistent) part.home = program_[part.part_of].home;
     const size_t most = before ? std::max(kMostTimes * program_.ops.size(), kMostOps) : SIZE_MAX;
     std::optional<Materialized> now = materialize(program_, decisions_, uses_, staged, most);
-    if (!now) return std::move(*before);
+    if (!now) return before;
+    if (is_too_slow(now->program)) return {};
     bool within = true, changed = false;
     MemoryPlan plan = measure_memory(now->program, settings_.backend, settings_.threads);
     for (Tier tier : {Tier::device, Tier::host}) {

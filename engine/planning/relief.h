@@ -3,6 +3,7 @@
 // (Belady). Which targets to try is the planner's matter (residency.h).
 #pragma once
 #include <array>
+#include <functional>
 #include <optional>
 
 #include "engine/planning/decisions_at_start.h"
@@ -30,8 +31,9 @@ class Relief {
     bool fitted_at_once = false;  // within the targets without relief
   };
   // Adds decisions until the live bytes of every tier are within `targets` (0: as it is), or nothing is left to give
-  // up.
-  Result fit(const std::array<int64_t, kTiers>& targets);
+  // up. Nothing where `is_too_slow` says so of a program on the way: further decisions only add to it.
+  std::optional<Result> fit(const std::array<int64_t, kTiers>& targets,
+                            const std::function<bool(const Program&)>& is_too_slow);
   Decisions decisions() && { return std::move(decisions_); }  // with those added
 
  private:

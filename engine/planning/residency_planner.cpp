@@ -394,7 +394,7 @@ bool ResidencyPlanner::consider_aim(AttemptsAhead& ahead, size_t i) {
 }
 
 void ResidencyPlanner::consider(Planned plan, bool by_budget) {
-  least_ = std::min(least_, plan.least[int(Tier::device)]);
+  if (const int64_t least = plan.least[int(Tier::device)]; least > 0) least_ = std::min(least_, least);
   if (!plan.is_made()) return;  // it would not be taken
   if (!plan.last_resort && !by_budget) count_asked(plan.memory);
   if (!over(plan.memory)) {
