@@ -77,15 +77,18 @@ Attempts::Partial Attempts::begin(const Choice& start, const Aim& aim, const std
     return wanted && partial.busiest > wanted->seconds;
   });
   if (!fitted) return partial;
-  auto [program, before, at_once] = std::move(*fitted);
+  auto [program, before, device_fits] = std::move(*fitted);
   plan.program = std::move(program);
   plan.aim = aim;
   plan.choice = Choice{.decisions = std::move(relief).decisions(), .room = aim.room};
   for (const Tensor& tensor : program_.tensors) plan.choice->homes.push_back(tensor.home);
   for (int t = 0; t < kTiers; ++t) plan.least[size_t(t)] = before.tiers[t].total_bytes();
-  if (is_beyond(plan, partial.busiest, wanted)) return partial;
+  if (is_beyond(plan, partial.busiest, wanted)) {
+    if (device_fits) plan.same_from = plan.least[int(Tier::device)];
+    return partial;
+  }
   spread(plan, before, aim);
-  if (at_once && !plan.limited) plan.same_from = plan.memory.device().total_bytes();
+  if (device_fits && !plan.limited) plan.same_from = plan.memory.device().total_bytes();
   if (slice_updates(plan.program, settings_.slice) > 0)
     plan.memory = plan_memory(plan.program, settings_.backend, settings_.threads);
   if (predicts) {
@@ -132,7 +135,6 @@ std::optional<Planned> Attempts::finish(Partial partial, const std::optional<Bou
   Planned plan = std::move(partial.plan);
   if (is_beyond(plan, partial.busiest, wanted)) {
     plan.memory = {};
-    plan.same_from = INT64_MAX;
   } else if (is_slow(partial.seconds, wanted)) {
     plan.memory = {};
   } else if (!partial.is_made) {

@@ -18,6 +18,7 @@ constexpr size_t kMostTimes = 6, kMostOps = 100'000;
 std::optional<Relief::Result> Relief::fit(const std::array<int64_t, kTiers>& targets,
                                           const std::function<bool(const Program&)>& is_too_slow) {
   std::optional<Result> before;
+  bool device_fits = true;
   const bool staged = is_asynchronous(settings_.backend) && !program_.direct_storage;
   for (int round = 0;; ++round) {
     for (Tensor& part : program_.tensors)
@@ -32,9 +33,10 @@ std::optional<Relief::Result> Relief::fit(const std::array<int64_t, kTiers>& tar
       const int64_t target = targets[int(tier)];
       if (target <= 0 || plan[tier].total_bytes() <= target) continue;
       within = false;
+      device_fits &= tier != Tier::device;
       changed |= relieve(*now, plan, tier, target);
     }
-    Result result{std::move(now->program), std::move(plan), round == 0 && within};
+    Result result{std::move(now->program), std::move(plan), device_fits};
     if (within || !changed || round == kMostRounds) return result;
     before = std::move(result);
   }

@@ -28,7 +28,7 @@ class Relief {
   struct Result {
     Program program;
     MemoryPlan memory;            // without offsets
-    bool fitted_at_once = false;  // within the targets without relief
+    bool device_fits = false;  // without relief of it
   };
   // Adds decisions until the live bytes of every tier are within `targets` (0: as it is), or nothing is left to give
   // up. Nothing where `is_too_slow` says so of a program on the way: further decisions only add to it.

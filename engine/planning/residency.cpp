@@ -71,8 +71,13 @@ MemoryPlan plan_residency(Program& program, const ResidencySettings& settings) {
     return plan_plainly(program, settings);
   const bool may_keep = !settings.one_memory() && settings.device_budget > 0 && !settings.homes;
   const Program given = may_keep ? program : Program();
-  ResidencyPlanner planner(program, settings);
-  Planned chosen = *planner.run();
+  // What is found at first may become so much faster by what is tried in the end.
+  constexpr double kMuch = 1.1;
+  const bool is_large = program.ops.size() >= kFewOps;
+  ResidencyPlanner planner(program, settings, is_large ? kMuch * settings.to_beat : HUGE_VAL);
+  std::optional<Planned> found = planner.run();
+  if (!found) throw NotFaster();
+  Planned chosen = std::move(*found);
   if (may_keep) keep_states(given, settings, planner.least(), chosen);
   chosen.memory.notice = planner.notice(chosen.seconds);
   program = std::move(chosen.program);

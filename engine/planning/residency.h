@@ -2,6 +2,7 @@
 // writes the decisions into the program as ordinary ops: moves between tiers, encoders and decoders, producers run
 // again. After it the program needs no further rule: liveness gives memory, dependencies give order.
 #pragma once
+#include <cmath>
 #include <functional>
 #include <map>
 #include <string>
@@ -20,6 +21,7 @@ struct ResidencySettings {
   int64_t beside = 0;                          // bytes of the host's memory that something else takes of its budget
   int plans = 0;                               // so many are compared, as in a large program; 0: as its ops allow
   int plans_at_once = 1;                       // by threads of their own; which plan is taken does not depend on it
+  double to_beat = HUGE_VAL;                   // seconds: of a large program no slower plan is wanted; see NotFaster
   bool same_series = false;                    // which ones does not depend on the budget of the device, however few
   int64_t slice = int64_t{16} << 20;           // bytes of a slice of an update on NVMe: what a disk has under way
   Rates rates{};
@@ -29,10 +31,16 @@ struct ResidencySettings {
   bool one_memory() const { return !is_asynchronous(backend); }
 };
 
+// There is hardly a plan that takes less than what is to be beaten.
+class NotFaster final : public Error {
+ public:
+  NotFaster() : Error("takes longer than another way; not planned to its end") {}
+};
+
 // Rewrites the step program in place and plans its memory. Without a budget every tensor that a plugin lets rest does
 // so whenever ops of another block come between two uses; under a budget it stays as long as everything fits, and what
 // costs least per byte is given up first, of equals the one used last again (Belady). Of a series of such plans the one
-// that is predicted to be fastest is taken. Throws Error when a budget cannot be met, with the smallest that is:
+// that is predicted to be fastest is taken. Throws NotFaster, and Error when a budget cannot be met, with the smallest that is:
 // exactly that one is enough.
 MemoryPlan plan_residency(Program& program, const ResidencySettings& settings);
 

@@ -22,8 +22,6 @@ bool has_time_for_slack(size_t ops) { return ops <= 2000; }
 // Plans with slack have more gaps: of the best plan's time without, what they may take to be preferred.
 constexpr double kWorthGaps = 0.99;
 
-constexpr size_t kFewOps = 3000;  // less is not worth threads
-
 // How many the local search makes; 0: the program is too large for one.
 size_t most_of_search(size_t ops) {
   const size_t most = 25'000 / std::max<size_t>(1, ops);
@@ -264,12 +262,15 @@ std::optional<Planned> ResidencyPlanner::within_budgets() {
   const size_t most = settings_.plans > 0 ? size_t(settings_.plans) : most_attempts(program_.ops.size());
   most_of_series_ = host ? most / 2 : most;
   add_starts(most / 2);
-  if (least_ == INT64_MAX) find_least(host);
+  // What gives up all it can is planned to its end where nothing else fits, or where that takes no time.
+  const bool must_find_least = least_ == INT64_MAX, at_once = program_.ops.size() < kFewOps;
+  if (must_find_least) find_least(host, at_once);
   // Whether the budgets can be met at all is a question to plans that give up on the host what they can; so the
   // answer for one budget does not hang on the other's series. Once one fits, those that use the host's budget are
   // faster, and fewer of the others are worth planning to their end.
   Series least_on_host = begin(host);
   go_on(least_on_host, host);
+  if (!best_ && must_find_least && !at_once) find_least(host, true);
   const bool one_fits = best_.has_value();
   const auto use_host = [&] {
     Series all_of_host = begin(budget(Tier::host));
@@ -302,14 +303,19 @@ std::optional<Planned> ResidencyPlanner::within_budgets() {
   return std::move(best_);
 }
 
-void ResidencyPlanner::find_least(bool host) {
+void ResidencyPlanner::find_least(bool host, bool to_their_end) {
+  constexpr Bounds kAtLeast{HUGE_VAL, {1, 0, 0}};  // nothing but what they take at least
   std::vector<Aim> smallest;
   for (size_t start : {size_t{0}, size_t{1}, away_ + 2})
     if (start == 0 || (start < starts_.size() && (start != 1 || away_ > 1)))
       smallest.push_back({.targets = {1, host, 0}, .start = start});
   smallest.push_back({.targets = {1, host, 0}, .again_first = true});
   AttemptsAhead of_smallest = attempts_ahead(std::move(smallest));
-  for (size_t i = 0; i < of_smallest.size(); ++i) consider_aim(of_smallest, i);
+  for (size_t i = 0; i < of_smallest.size(); ++i)
+    if (to_their_end)
+      consider_aim(of_smallest, i);
+    else
+      consider(of_smallest.take(i, kAtLeast));
 }
 
 ResidencyPlanner::Series ResidencyPlanner::begin(int64_t host_target, double slack_of_device) {
@@ -376,7 +382,7 @@ bool ResidencyPlanner::consider_aim(AttemptsAhead& ahead, size_t i) {
       return target > 1 && bytes_of(tier) > budget(tier) ? bytes_of(tier) - target : 0;
     };
     const int64_t of_device = best_ ? beyond_by(Tier::device) : 0, of_host = beyond_by(Tier::host);
-    const bool is_slow = !plan.is_made() && !exceeds(plan.least, wanted->bytes);
+    const bool is_slow = plan.is_made() ? wanted && plan.seconds >= wanted->seconds : !exceeds(plan.least, wanted->bytes);
     if (of_device + of_host == 0 || is_slow) break;
     tighter.targets[int(Tier::device)] -= (again + 1) * of_device;
     tighter.targets[int(Tier::host)] -= (again + 1) * of_host;

@@ -18,6 +18,7 @@ namespace strata {
 
 // How many plans are made: as many as 500,000 ops allow (planning takes 2 to 3 us an op and plan), within limits.
 inline constexpr size_t kMostAttempts = 32;
+inline constexpr size_t kFewOps = 3000;  // fewer are planned in no time
 size_t most_attempts(size_t ops);
 
 class ResidencyPlanner {
@@ -65,8 +66,9 @@ class ResidencyPlanner {
   // the one that gives up less.
   bool better(const Planned& b, const Planned& a) const;
 
-  // The least of all: from what is demanded, from everything away, from recomputation in two levels.
-  void find_least(bool host);
+  // The least of all: from what is demanded, from everything away, from recomputation in two levels. Planned to their
+  // end, or only so far that it is known what they take at least.
+  void find_least(bool host, bool to_their_end);
 
   // A series and how far it has been considered.
   struct Series {

@@ -27,6 +27,7 @@ class Slicer {
   int run() {
     for (size_t i = 0; i < program_.ops.size(); ++i) look_at(int32_t(i));
     std::erase_if(chains_, [](const Chain& chain) { return chain.reads.empty() && chain.writes.empty(); });
+    for (const Chain& chain : chains_) all_ += parameter_of(chain).bytes();
     std::vector<Chain> chosen;
     for (Chain& chain : chains_)
       if (choose_rows(chain)) chosen.push_back(std::move(chain));
@@ -42,6 +43,10 @@ class Slicer {
     std::vector<int32_t> reads{}, casts{}, writes{};
     int64_t rows = 0;  // of a slice
   };
+
+  const Tensor& parameter_of(const Chain& chain) const {
+    return program_[program_.ops[size_t(chain.update)].outputs[0]];
+  }
 
   void look_at(int32_t i) {
     const Op& op = program_.ops[size_t(i)];
@@ -75,7 +80,7 @@ class Slicer {
 
   // Slices begin with a block of the disk in every tensor that is moved.
   bool choose_rows(Chain& chain) {
-    const Tensor& parameter = program_[program_.ops[size_t(chain.update)].outputs[0]];
+    const Tensor& parameter = parameter_of(chain);
     const int64_t rows = parameter.shape[0];
     if (parameter.bytes() < 2 * bytes_) return false;
     int64_t unit = 1;
@@ -93,7 +98,9 @@ class Slicer {
     if (!fits(chain.update)) return false;
     for (const auto* list : {&chain.reads, &chain.casts, &chain.writes})
       if (!std::all_of(list->begin(), list->end(), fits)) return false;
-    const int64_t row = parameter.bytes() / rows, least = std::max(bytes_ / row, (rows - 1) / kMostSlices + 1);
+    const int64_t row = parameter.bytes() / rows;
+    const int64_t bytes = std::max(bytes_, std::min(parameter.bytes() / kSlices, all_ / kLeastShare));
+    const int64_t least = (bytes + row - 1) / row;
     chain.rows = std::max(unit, (least + unit - 1) / unit * unit);
     return chain.rows < rows;
   }
@@ -177,10 +184,13 @@ class Slicer {
     return made;
   }
 
-  static constexpr int64_t kMostSlices = 64;  // of a tensor; more hide no more of its way, and all are planned
+  // Slices of a tensor: more hide no more of its way, and all are planned. Unless one is so large a share of all that is
+  // updated (1 / kLeastShare) that the step would be longer for it.
+  static constexpr int64_t kSlices = 4, kLeastShare = 64;
 
   Program& program_;
   const int64_t bytes_;
+  int64_t all_ = 0;  // bytes of all parameters whose updates could be cut
   std::vector<int32_t> written_by_;  // by tensor: the last op that wrote it so far
   std::vector<int32_t> chain_of_;    // by op
   std::vector<Chain> chains_;

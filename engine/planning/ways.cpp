@@ -1,8 +1,11 @@
 // Planning in each way, and the choice; see ways.h.
 #include "engine/planning/ways.h"
 
-#include <exception>
+#include <cmath>
 #include <optional>
+#include <utility>
+
+#include "engine/planning/residency.h"
 
 namespace strata {
 namespace {
@@ -53,36 +56,43 @@ std::vector<Way> ways_of(std::span<const NamedPlugin> plugins, const BatchShape&
   return ways;
 }
 
-RunPlans plan_fastest(std::span<const Way> ways, bool bounded, const std::function<RunPlans()>& plan) {
-  if (ways.size() == 1) return plan();
+RunPlans plan_fastest(std::span<const Way> ways, bool bounded, const std::function<RunPlans(double)>& plan) {
+  if (ways.size() == 1) return plan(HUGE_VAL);
   std::vector<PlannedWay> tried;
+  for (const Way& way : ways) tried.push_back({.name = way.name});
   std::optional<RunPlans> best;
   size_t taken = 0;
-  std::exception_ptr refused;
-  std::optional<BudgetError> short_of;
-  for (const Way& way : ways) {
-    for (const auto& [plugin, number] : way.of_plugins) plugin->take_way(number);
-    const bool plain = tried.empty();
+  std::vector<std::optional<BudgetError>> refusals(ways.size());
+  const auto plan_way = [&](size_t i) {
+    for (const auto& [plugin, number] : ways[i].of_plugins) plugin->take_way(number);
+    PlannedWay& way = tried[i];
     try {
-      RunPlans plans = plan();
-      tried.push_back(planned(way, plans));
-      const bool allowed =
-          bounded || plain || !tried.front().refusal.empty() || !takes_more(tried.back(), tried.front());
-      if (allowed && (!best || tried.back().seconds < tried[taken].seconds)) {
+      RunPlans plans = plan(best && bounded ? tried[taken].seconds : HUGE_VAL);
+      way = planned(ways[i], plans);
+      const bool allowed = bounded || i == 0 || !tried.front().refusal.empty() || !takes_more(way, tried.front());
+      if (allowed && (!best || std::pair(way.seconds, i) < std::pair(tried[taken].seconds, taken))) {
         best = std::move(plans);
-        taken = tried.size() - 1;
+        taken = i;
       }
+    } catch (const NotFaster& slower) {
+      way.refusal = slower.what();
     } catch (const BudgetError& error) {
-      tried.push_back({.name = way.name, .refusal = error.what()});
-      if (!refused) refused = std::current_exception(), short_of = error;
-      if (short_of && error.tier() == short_of->tier() && error.smallest() < short_of->smallest())
-        refused = std::current_exception(), short_of = error;
+      way.refusal = error.what();
+      refusals[i] = error;
     } catch (const Error& error) {
-      if (plain) throw;
-      tried.push_back({.name = way.name, .refusal = error.what()});
+      if (i == 0) throw;
+      way.refusal = error.what();
     }
+  };
+  // Others than the plain one are offered since they may be faster. Without a budget it is what they are measured by.
+  for (size_t i = 0; i < ways.size(); ++i) plan_way(bounded ? ways.size() - 1 - i : i);
+  if (!best) {
+    std::optional<BudgetError> least;
+    for (const auto& refusal : refusals)
+      if (refusal && (!least || (refusal->tier() == least->tier() && refusal->smallest() < least->smallest())))
+        least = refusal;
+    throw *least;
   }
-  if (!best) std::rethrow_exception(refused);
   for (const auto& [plugin, number] : ways[taken].of_plugins) plugin->take_way(number);
   tried[taken].taken = true;
   best->ways = std::move(tried);

@@ -24,7 +24,7 @@ class WaysOfAPlugin : public testing::Test {
   };
   RunPlans plan(const std::vector<Planned>& planned, bool bounded) {
     const std::vector<NamedPlugin> plugins{{"choice", &choice_}};
-    return plan_fastest(ways_of(plugins, {}, {}), bounded, [&] {
+    return plan_fastest(ways_of(plugins, {}, {}), bounded, [&](double) {
       const Planned& one = planned.at(choice_.way_);
       if (one.smallest > 0) throw BudgetError(std::to_string(one.smallest), Tier::device, one.smallest);
       RunPlans plans;

@@ -243,13 +243,16 @@ RunPlans Session::plan_run(Goal goal) const {
 RunPlans Session::plan_run(Goal goal, int64_t host_bytes_beside) const {
   const std::vector<Way> ways =
       goal == Goal::train ? ways_of(plugins, batch(goal), mesh.planner()) : std::vector<Way>{{}};
-  return plan_fastest(ways, budgets()[0] > 0,
-                      [&] { return plan_one_way(goal, host_bytes_beside, predicts || ways.size() > 1); });
+  return plan_fastest(ways, budgets()[0] > 0, [&](double to_beat) {
+    return plan_one_way(goal, host_bytes_beside, predicts || ways.size() > 1, to_beat);
+  });
 }
 
-RunPlans Session::plan_one_way(Goal goal, int64_t host_bytes_beside, bool predicted) const {
+RunPlans Session::plan_one_way(Goal goal, int64_t host_bytes_beside, bool predicted, double to_beat) const {
   RunPlans plans = build_run(goal);
-  plan_memory(plans, host_bytes_beside, predicted);
+  // What several programs take on the average, or those of several ranks together, none of them says alone.
+  const bool is_alone = plans.phases.programs() == 1 && mesh.programs().size == 1;
+  plan_memory(plans, host_bytes_beside, predicted, is_alone ? to_beat : HUGE_VAL);
   return plans;
 }
 
@@ -274,11 +277,11 @@ RunPlans Session::plan_generation(int64_t sequences, int64_t prompt_tokens) cons
   const std::array sharing{SharingProgram{"prompts", &plans.programs[0].built.program},
                            SharingProgram{"tokens", &plans.programs[1].built.program}};
   share_persistent(sharing);
-  plan_memory(plans, 0, false);
+  plan_memory(plans, 0, false, HUGE_VAL);
   return plans;
 }
 
-void Session::plan_memory(RunPlans& plans, int64_t host_bytes_beside, bool predicted) const {
+void Session::plan_memory(RunPlans& plans, int64_t host_bytes_beside, bool predicted, double to_beat) const {
   // Where persistent tensors rest is decided with the program that takes most; the others go along.
   size_t lead = 0;
   if (const size_t steps = plans.phases.programs(); steps > 1) {
@@ -291,11 +294,11 @@ void Session::plan_memory(RunPlans& plans, int64_t host_bytes_beside, bool predi
     lead = size_t(std::max_element(plans.programs.begin(), plans.programs.begin() + int64_t(steps), most) -
                   plans.programs.begin());
   }
-  plan_memory_of(plans.programs[lead], nullptr, host_bytes_beside);
+  plan_memory_of(plans.programs[lead], nullptr, host_bytes_beside, to_beat);
   for (size_t p = 0; p < plans.programs.size(); ++p) {
     if (p == lead) continue;
     try {
-      plan_memory_of(plans.programs[p], &plans.programs[lead], host_bytes_beside);
+      plan_memory_of(plans.programs[p], &plans.programs[lead], host_bytes_beside, HUGE_VAL);
     } catch (const BudgetError& error) {
       throw BudgetError("program of " + plans.programs[p].title() + ": " + error.what(), error.tier(),
                         error.smallest());
@@ -349,7 +352,8 @@ RunPlans Session::build_run(Goal goal) const {
   return plans;
 }
 
-void Session::plan_memory_of(PlannedProgram& planned, const PlannedProgram* lead, int64_t host_bytes_beside) const {
+void Session::plan_memory_of(PlannedProgram& planned, const PlannedProgram* lead, int64_t host_bytes_beside,
+                             double to_beat) const {
   Program& program = planned.built.program;
   const bool trains = planned.goal == Goal::train;
   planned.snapshot_bytes = host_bytes_beside;
@@ -364,6 +368,7 @@ void Session::plan_memory_of(PlannedProgram& planned, const PlannedProgram* lead
                                .host_budget = host.memory.count,
                                .beside = host_bytes_beside,
                                .plans_at_once = std::min(threads(), int(std::thread::hardware_concurrency())),
+                               .to_beat = to_beat,
                                .rates = planned.rates,
                                .homes = lead ? &homes : nullptr,
                                .advice = [this](const MemoryPlan& plan) { return advice(plan); }});

@@ -66,10 +66,12 @@ class Session {
 
  private:
   RunPlans plan_run(Goal goal, int64_t host_bytes_beside) const;
-  RunPlans plan_one_way(Goal goal, int64_t host_bytes_beside, bool predicted) const;
+  RunPlans plan_one_way(Goal goal, int64_t host_bytes_beside, bool predicted, double to_beat) const;
   RunPlans build_run(Goal goal) const;
-  void plan_memory(RunPlans& plans, int64_t host_bytes_beside, bool predicted) const;
-  void plan_memory_of(PlannedProgram& planned, const PlannedProgram* lead, int64_t host_bytes_beside) const;
+  // `to_beat`: see ResidencySettings.
+  void plan_memory(RunPlans& plans, int64_t host_bytes_beside, bool predicted, double to_beat) const;
+  void plan_memory_of(PlannedProgram& planned, const PlannedProgram* lead, int64_t host_bytes_beside,
+                      double to_beat) const;
   std::optional<Stripes> stripes(const PlannedProgram& planned) const;
   std::array<int64_t, kTiers> budgets() const;
   void settle_arenas(RunPlans& plans, int64_t host_bytes_beside) const;
