@@ -72,7 +72,7 @@ MemoryPlan plan_residency(Program& program, const ResidencySettings& settings) {
   const bool may_keep = !settings.one_memory() && settings.device_budget > 0 && !settings.homes;
   const Program given = may_keep ? program : Program();
   // What is found at first may become so much faster by what is tried in the end.
-  constexpr double kMuch = 1.1;
+  constexpr double kMuch = 1.05;
   const bool is_large = program.ops.size() >= kFewOps;
   ResidencyPlanner planner(program, settings, is_large ? kMuch * settings.to_beat : HUGE_VAL);
   std::optional<Planned> found = planner.run();

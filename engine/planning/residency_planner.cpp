@@ -268,27 +268,29 @@ std::optional<Planned> ResidencyPlanner::within_budgets() {
   // Whether the budgets can be met at all is a question to plans that give up on the host what they can; so the
   // answer for one budget does not hang on the other's series. Once one fits, those that use the host's budget are
   // faster, and fewer of the others are worth planning to their end.
-  Series least_on_host = begin(host);
+  const bool must = to_beat_ == HUGE_VAL;
+  // Whoever has to be faster than another plan need not ask.
+  const bool asks = must || settings_.same_series || !host;
+  Series least_on_host = asks ? begin(host) : Series();
   go_on(least_on_host, host);
-  if (!best_ && must_find_least && !at_once) find_least(host, true);
+  if (!best_ && must && must_find_least && !at_once) find_least(host, true);
   const bool one_fits = best_.has_value();
   const auto use_host = [&] {
     Series all_of_host = begin(budget(Tier::host));
     go_on(all_of_host);
   };
-  if (host && one_fits) {
+  if (host && (one_fits || !asks)) {
     use_host();
     go_on(least_on_host);
   }
   if (budget(Tier::device) > 0)
     if (auto found = search_around(least_)) consider(attempts_->make(*found, {.room = found->room}, {}));
-  const bool must = to_beat_ == HUGE_VAL;
   std::optional<Planned> last = must_restore_ ? std::nullopt : without_restoring_if_faster();
   if (!best_ && must && (!last || over(last->memory))) {
     if (last) consider(std::move(*last));
     return std::move(best_ ? *best_ : *refused_);
   }
-  if (host && !one_fits) use_host();
+  if (host && asks && !one_fits) use_host();
   at_most_ = kWorthGaps;
   if (best_ && moves_ && budget(Tier::device) > 0 && settings_.plans == 0 && has_time_for_slack(program_.ops.size()))
     for (double slack : {0.125, 0.25}) {
@@ -321,7 +323,8 @@ void ResidencyPlanner::find_least(bool host, bool to_their_end) {
 ResidencyPlanner::Series ResidencyPlanner::begin(int64_t host_target, double slack_of_device) {
   Series begun{series(least_, host_target, slack_of_device)};
   std::vector<Aim>& aims = begun.aims;
-  if (!best_ || budget(Tier::device) <= 0 || settings_.same_series) return begun;
+  const bool fits = best_ || (to_beat_ < HUGE_VAL && least_ <= budget(Tier::device));
+  if (!fits || budget(Tier::device) <= 0 || settings_.same_series) return begun;
   // What is relieved to more than the budget does not fit.
   const auto too_much = std::stable_partition(
       aims.begin(), aims.end(), [&](const Aim& aim) { return aim.targets[int(Tier::device)] <= budget(Tier::device); });
