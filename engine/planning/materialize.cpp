@@ -16,23 +16,14 @@ class Materializer {
   Materializer(const Program& program, const Decisions& decisions, const Uses& uses, bool staged)
       : in_(program), decisions_(decisions), all_uses_(uses), staged_(staged) {
     Program& out = result_.program;
-    out = program;
-    out.ops.clear();
-    out.ops.reserve(program.ops.size());
+    out = Program::with_tensors_of(program);
+    out.ops.reserve(program.ops.size() + program.ops.size() / 2);
     const size_t count = program.tensors.size();
     copies_.resize(count);
     owner_.resize(count);
     in_chain_.resize(count);
-    readers_.resize(count);
+    reads_.resize(count);
     seen_.resize(count);
-    for (const auto& [tensor, forms] : program.forms)
-      for (const RestingForm& form : forms)
-        for (const Op& op : form.restore)
-          for (TensorId id : op.inputs)
-            if (id) {
-              readers_[id.value].push_back({tensor});
-              inverts_ |= !all_uses_.of[size_t(id.value)].empty() && next_use(id, 0) > next_use({tensor}, 0);
-            }
     for (size_t t = 0; t < count; ++t)
       if ((program.tensors[t].persistent && !program.tensors[t].part_of) || program.tensors[t].role == Role::data)
         copies_[t].at[int(program.tensors[t].home)] = {int32_t(t)};
@@ -48,6 +39,11 @@ class Materializer {
   }
 
  private:
+  struct Link {    // of a chain: what is to run
+    const Op* op;  // a restoring one
+    TensorId of;   // whose form it belongs to
+    bool last;     // of that form
+  };
   struct Copies {
     std::array<TensorId, kTiers> at{};                // valid copies, by tier
     std::array<int32_t, kTiers> touched{-1, -1, -1};  // the op of the new program that used each last
@@ -147,7 +143,7 @@ class Materializer {
 
   // A persistent tensor changes: what restores from its old value does so now, and is given up no more.
   void before_write(TensorId id, const Op& context) {
-    for (TensorId reader : readers_[id.value]) {
+    for (TensorId reader : all_uses_.restores[size_t(id.value)]) {
       ++looks_;
       if (given_up(reader) && needed_later(reader)) acquire(reader, Tier::device, context);
       copies(reader).pinned = true;
@@ -163,7 +159,7 @@ class Materializer {
   // Whether an op to come reads the tensor, or restoring another one does.
   bool needed_later(TensorId id) {
     if (next_use(id, position_) != kNever) return true;
-    const auto& list = readers_[id.value];
+    const auto& list = all_uses_.restores[size_t(id.value)];
     return std::any_of(list.begin(), list.end(),
                        [&](TensorId reader) { return is_new(reader) && given_up(reader) && needed_later(reader); });
   }
@@ -250,15 +246,17 @@ class Materializer {
   // these read, each once. What only comes along and is not to stay is let go after its last reader among them, so a
   // long chain takes no more memory than what it keeps.
   void restore(const std::vector<TensorId>& wanted, const Op& context) {
-    chain_.clear();
+    std::vector<Link> chain = std::exchange(chain_, {});
+    chain.clear();
     ++chains_;
-    for (TensorId id : wanted) collect(id);
-    reads_.clear();
-    for (TensorId id : wanted) ++reads_[id.value];  // these stay
-    for (const Link& link : chain_)
+    for (TensorId id : wanted) collect(id, chain);
+    for (const Link& link : chain)
       for (TensorId id : link.op->inputs)
-        if (id) ++reads_[id.value];
-    const std::vector<Link> chain = std::move(chain_);
+        if (id) reads_[size_t(id.value)] = 0;
+    for (TensorId id : wanted) reads_[size_t(id.value)] = 1;  // these stay
+    for (const Link& link : chain)
+      for (TensorId id : link.op->inputs)
+        if (id) ++reads_[size_t(id.value)];
     for (const Link& link : chain) {
       const Op& original = *link.op;
       Op op = original;
@@ -276,13 +274,16 @@ class Materializer {
       op.step_part = context.step_part;
       emit(std::move(op));
       if (link.last)
-        for (const Op& rest : in_.forms.at(link.of.value).at(size_t(copies(link.of).form)).rest)
+        for (const Op& rest : form_of(link.of, copies(link.of).form).rest)
           for (TensorId kept : rest.outputs)
             if (copies(kept).at[1] || copies(kept).at[2]) copies(kept).at[0] = {};
       for (TensorId id : original.inputs)
-        if (id && --reads_[id.value] == 0 && in_chain_[size_t(id.value)] == fresh()) give_up(id, context);
+        if (id && --reads_[size_t(id.value)] == 0 && in_chain_[size_t(id.value)] == fresh()) give_up(id, context);
     }
+    chain_ = std::move(chain);
   }
+
+  const RestingForm& form_of(TensorId id, int form) const { return all_uses_.forms[size_t(id.value)][size_t(form)]; }
 
   // What the present chain does with a tensor: it has begun to collect what makes it, it has what makes it, it has made
   // it where there was none. Smaller numbers are of chains before.
@@ -291,20 +292,20 @@ class Materializer {
   uint32_t fresh() const { return 3 * chains_ + 2; }
 
   // Adds what restores the tensor to the chain, after what that needs.
-  void collect(TensorId id) {
+  void collect(TensorId id, std::vector<Link>& chain) {
     uint32_t& state = in_chain_[size_t(id.value)];
     if (state >= made()) return;
     const int index = copies(id).form;
     STRATA_CHECK(index >= 0);
-    const RestingForm& form = in_.forms.at(id.value).at(size_t(index));
+    const RestingForm& form = form_of(id, index);
     if (state == begun())
       throw Error("the resting form \"" + form.name + "\" restores " + in_[id].name +
                   " from tensors that are restored from it.");
     state = begun();
     for (const Op& op : form.restore) {
       for (TensorId input : op.inputs)
-        if (input && in_chain_[size_t(input.value)] < made() && nowhere(input)) collect(input);
-      chain_.push_back({&op, id, &op == &form.restore.back()});
+        if (input && in_chain_[size_t(input.value)] < made() && nowhere(input)) collect(input, chain);
+      chain.push_back({&op, id, &op == &form.restore.back()});
       for (TensorId output : op.outputs) in_chain_[size_t(output.value)] = made();
     }
   }
@@ -348,12 +349,12 @@ class Materializer {
   // Whether there is what the form restores from, and is not given up to be restored from this. Only inversion reads
   // what comes after the tensor; elsewhere both are so.
   bool can_restore(TensorId id, int form) {
-    if (!inverts_) return true;
+    if (!all_uses_.inverts) return true;
     ++looks_;
     return has_what_restores(id, form, id);
   }
   bool has_what_restores(TensorId id, int form, TensorId without) {
-    const RestingForm& by = in_.forms.at(id.value)[size_t(form)];
+    const RestingForm& by = form_of(id, form);
     if (!by.rest.empty()) return true;
     for (const Op& op : by.restore)
       for (TensorId input : op.inputs) {
@@ -369,14 +370,14 @@ class Materializer {
   void drop_lingering() {
     for (TensorId id : lingering_)
       if (Copies& c = copies(id);
-          c.form >= 0 && !c.pinned && in_.forms.at(id.value)[size_t(c.form)].rest.empty() && can_restore(id, c.form))
+          c.form >= 0 && !c.pinned && form_of(id, c.form).rest.empty() && can_restore(id, c.form))
         c.at[0] = {};
     lingering_.clear();
   }
 
   // Makes what a form keeps, unless it is there from an earlier time.
   void keep(TensorId id, const Decision& decision, const Op& context) {
-    const RestingForm& form = in_.forms.at(id.value).at(size_t(decision.form));
+    const RestingForm& form = form_of(id, decision.form);
     copies(id).form = decision.form;
     const auto there = [&](TensorId kept) {
       const auto& at = copies(kept).at;
@@ -417,24 +418,17 @@ class Materializer {
   const Decisions& decisions_;
   const Uses& all_uses_;
   bool staged_;
-  bool inverts_ = false;        // some form restores from what comes after its tensor
   std::vector<uint32_t> seen_;  // by tensor: the last look that came to it
   uint32_t looks_ = 0;          // through what forms restore from, and who restores from what
   Materialized result_;
   std::vector<Copies> copies_;                      // by tensor of the original program
   std::vector<TensorId> owner_;                     // by tensor a form keeps: the tensor it was made from
   std::vector<std::pair<TensorId, Tier>> touched_;  // by the op being placed
-  std::vector<std::vector<TensorId>> readers_;      // by tensor: those whose forms restore from it
   std::vector<TensorId> wanted_;                    // by the op being placed, and nowhere
-  struct Link {
-    const Op* op;  // a restoring one
-    TensorId of;   // whose form it belongs to
-    bool last;     // of that form
-  };
-  std::vector<Link> chain_;                                // what is to run, in order
+  std::vector<Link> chain_;                                // the last one that ran, for its memory
   uint32_t chains_ = 0;                                    // how many there were
   std::vector<uint32_t> in_chain_;                         // by tensor: what the last chain that it was part of did
-  std::unordered_map<int32_t, int> reads_;                 // by tensor: by the rest of the chain
+  std::vector<int> reads_;                                 // by tensor of a chain: by the rest of it
   std::vector<TensorId> lingering_;                        // to be let go when the stretch of one block ends
   std::map<std::pair<int32_t, int32_t>, TensorId> parts_;  // by part and copy of its whole
   int32_t position_ = 0;

@@ -31,7 +31,11 @@ bool only_of_gradients(const Program& program, const Op& op) {
 }  // namespace
 
 Uses::Uses(const Program& program)
-    : of(program.tensors.size()), visit(program.ops.size()), whole_visit(program.ops.size()) {
+    : of(program.tensors.size()),
+      visit(program.ops.size()),
+      whole_visit(program.ops.size()),
+      forms(program.tensors.size()),
+      restores(program.tensors.size()) {
   const bool by_chunk = passes_are_blocks(program);
   const auto place = [&](const Op& op) {  // at the last block a microbatch turns back at once
     return by_chunk ? std::tuple(int(op.chunk), int(op.microbatch), StepPart::forward)
@@ -63,6 +67,20 @@ Uses::Uses(const Program& program)
           uses->push_back(i);
   }
   for (const std::vector<int32_t>& uses : of) first_.push_back(first_.back() + uses.size() + 1);
+  const auto first_use = [&](TensorId id) {
+    const std::vector<int32_t>& uses = of[size_t(id.value)];
+    return uses.empty() ? kNever : uses.front();
+  };
+  for (const auto& [tensor, forms_of_it] : program.forms) {
+    forms[size_t(tensor)] = forms_of_it;
+    for (const RestingForm& form : forms_of_it)
+      for (const Op& op : form.restore)
+        for (TensorId id : op.inputs)
+          if (id) {
+            restores[size_t(id.value)].push_back({tensor});
+            inverts |= first_use(id) != kNever && first_use(id) > first_use({tensor});
+          }
+  }
 }
 
 }  // namespace strata

@@ -1,4 +1,4 @@
-// Where a program uses its tensors, found once for all plans that are made of it.
+// Where a program uses its tensors, and what restores them, found once for all plans that are made of it.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -22,6 +22,10 @@ struct Uses {
   // The same, but what comes for the whole step amid such a stretch does not end it: gathers of parameters, of the next
   // bucket or of what other ranks share than what was gathered at its beginning, and exchanges of gradients.
   std::vector<int32_t> whole_visit;
+  // By tensor: its forms, empty where it has none, and the tensors whose forms restore from it.
+  std::vector<SharedVector<RestingForm>> forms;
+  std::vector<std::vector<TensorId>> restores;
+  bool inverts = false;  // some form restores from what comes after its tensor
   explicit Uses(const Program& program);
 
   // Gaps are numbered: those of a tensor follow each other, that before its first use first and that after its last

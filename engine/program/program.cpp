@@ -48,6 +48,19 @@ void Attributes::set(std::string_view name, Attribute value) {
   values_ = std::move(list);
 }
 
+Program Program::with_tensors_of(const Program& other) {
+  Program copy;
+  copy.tensors = other.tensors;
+  copy.storage_directories = other.storage_directories;
+  copy.direct_storage = other.direct_storage;
+  copy.one_memory = other.one_memory;
+  copy.storage_limit = other.storage_limit;
+  copy.losses = other.losses;
+  copy.again_if = other.again_if;
+  copy.names_ = other.names_;
+  return copy;
+}
+
 TensorId Program::add(Tensor tensor) {
   const int32_t id = int32_t(tensors.size());
   if (!countable(tensor.shape))

@@ -109,6 +109,9 @@ struct Program {
   // nothing. Invalid: there are none.
   TensorId again_if{};
 
+  // A copy without ops and forms.
+  static Program with_tensors_of(const Program& other);
+
   const Tensor& operator[](TensorId id) const { return tensors.at(id.value); }
   Tensor& operator[](TensorId id) { return tensors.at(id.value); }
   TensorId add(Tensor tensor);  // names are made unique
