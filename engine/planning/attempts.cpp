@@ -73,7 +73,7 @@ Attempts::Partial Attempts::begin(const Choice& start, const Aim& aim, const std
   Partial partial;
   Planned& plan = partial.plan;
   auto fitted = relief.fit(relieved, [&](const Program& program) {
-    if (wanted || predicts) partial.busiest = busiest_seconds(program);
+    if (wanted || predicts) partial.busiest = std::max(partial.busiest, busiest_seconds(program));
     return wanted && partial.busiest > wanted->seconds;
   });
   if (!fitted) return partial;
@@ -135,6 +135,7 @@ std::optional<Planned> Attempts::finish(Partial partial, const std::optional<Bou
   Planned plan = std::move(partial.plan);
   if (is_beyond(plan, partial.busiest, wanted)) {
     plan.memory = {};
+    plan.is_predicted = false;
   } else if (is_slow(partial.seconds, wanted)) {
     plan.memory = {};
   } else if (!partial.is_made) {

@@ -78,7 +78,7 @@ class Attempts {
   struct Partial {
     Planned plan;
     bool is_made = false;  // to its end
-    double busiest = 0;    // seconds that a step cannot take less than
+    double busiest = 0;    // seconds that a step of it, or of what it was relieved from, cannot take less than
     double seconds = 0;    // predicted before what it lays out is moved closer together; 0: not predicted
   };
   Partial begin(const Choice& start, const Aim& aim, const std::optional<Bounds>& wanted, bool predicts);

@@ -263,17 +263,18 @@ std::optional<Planned> ResidencyPlanner::within_budgets() {
   most_of_series_ = host ? most / 2 : most;
   add_starts(most / 2);
   // What gives up all it can is planned to its end where nothing else fits, or where that takes no time.
-  const bool must_find_least = least_ == INT64_MAX, at_once = program_.ops.size() < kFewOps;
+  const bool must = to_beat_ == HUGE_VAL, at_once = program_.ops.size() < kFewOps;
+  const bool must_find_least = least_ == INT64_MAX && (must || at_once);
   if (must_find_least) find_least(host, at_once);
+  if (least_ == INT64_MAX) least_ = 1;
   // Whether the budgets can be met at all is a question to plans that give up on the host what they can; so the
   // answer for one budget does not hang on the other's series. Once one fits, those that use the host's budget are
   // faster, and fewer of the others are worth planning to their end.
-  const bool must = to_beat_ == HUGE_VAL;
   // Whoever has to be faster than another plan need not ask.
   const bool asks = must || settings_.same_series || !host;
   Series least_on_host = asks ? begin(host) : Series();
   go_on(least_on_host, host);
-  if (!best_ && must && must_find_least && !at_once) find_least(host, true);
+  if (!best_ && must_find_least && !at_once) find_least(host, true);
   const bool one_fits = best_.has_value();
   const auto use_host = [&] {
     Series all_of_host = begin(budget(Tier::host));
@@ -349,10 +350,10 @@ void ResidencyPlanner::go_on(Series& begun, bool until_one_fits) {
 
 bool ResidencyPlanner::consider_aim(AttemptsAhead& ahead, size_t i) {
   const Aim& aim = ahead[i];
-  const auto [same_from, is_new] =
-      same_from_.try_emplace({aim.start, aim.homes_first, aim.targets[int(Tier::host)], aim.slack}, INT64_MAX);
-  const int64_t target = aim.targets[int(Tier::device)];
-  if ((target > 0 ? target : bytes_without_) >= same_from->second) return false;
+  Known& known = known_[{aim.start, aim.homes_first, aim.targets[int(Tier::host)], aim.slack}];
+  const int64_t target = aim.targets[int(Tier::device)], most = target > 0 ? target : bytes_without_;
+  if (most >= known.same_from) return false;
+  if (most <= known.slow_to && !settings_.same_series) return true;
   std::optional<Bounds> wanted;
   if (is_settled())
     wanted = {best_->seconds, homes_.budgets()};
@@ -361,6 +362,7 @@ bool ResidencyPlanner::consider_aim(AttemptsAhead& ahead, size_t i) {
   else if (refused_ && !best_)  // what does not fit either is of use where it takes less
     wanted = {HUGE_VAL, what_would_not_help(*refused_)};
   Planned plan = ahead.take(i, wanted);
+  if (!plan.is_made() && !plan.is_predicted && !exceeds(plan.least, wanted->bytes)) known.slow_to = most;
   Aim asked = aim;
   const auto bytes_of = [&](Tier tier) {
     return plan.is_made() ? plan.memory[tier].total_bytes() : plan.least[size_t(tier)];
@@ -392,7 +394,7 @@ bool ResidencyPlanner::consider_aim(AttemptsAhead& ahead, size_t i) {
     if (std::min(tighter.targets[0], tighter.targets[1]) < 0) break;
     plan = attempt(tighter, wanted);
   }
-  same_from->second = std::min(same_from->second, plan.same_from);
+  known.same_from = std::min(known.same_from, plan.same_from);
   const bool is_made = plan.is_made();
   const int64_t bytes = bytes_of(Tier::device);
   if (budget(Tier::device) > 0 && target != 1 && bytes > budget(Tier::device)) beyond_.push_back({bytes, aim});

@@ -131,8 +131,12 @@ class ResidencyPlanner {
   int64_t least_asked_ = INT64_MAX;
   std::vector<std::pair<int64_t, Aim>> skipped_;
   std::vector<std::pair<int64_t, Aim>> beyond_;  // tried, and beyond the budget of the device: bytes, or at least
-  // By start, order of homes, target of the host and slack: Planned::same_from of what was tried.
-  std::map<std::tuple<size_t, bool, int64_t, std::array<double, kTiers>>, int64_t> same_from_;
+  // Of what was tried with a start, order of homes, target of the host and slack: from how many bytes of the device on
+  // the same plan is made (Planned::same_from), and up to how many one that takes too long.
+  struct Known {
+    int64_t same_from = INT64_MAX, slow_to = 0;
+  };
+  std::map<std::tuple<size_t, bool, int64_t, std::array<double, kTiers>>, Known> known_;
   double seconds_without_ = 0;  // of a step, were nothing to rest
   int64_t least_;               // bytes of the device, of all plans under a budget
   int64_t bytes_without_ = 0;   // of the device, were nothing to rest
