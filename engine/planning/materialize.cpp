@@ -272,8 +272,6 @@ class Materializer {
       }
       op.purpose = Purpose::restore;
       op.step_part = context.step_part;
-      for (TensorId input : original.inputs)
-        if (input) copies(input).touched[0] = int32_t(result_.program.ops.size());
       emit(std::move(op));
       if (link.last)
         for (const Op& rest : form_of(link.of, copies(link.of).form).rest)
