@@ -421,10 +421,10 @@ class Materializer {
   std::vector<uint32_t> seen_;  // by tensor: the last look that came to it
   uint32_t looks_ = 0;          // through what forms restore from, and who restores from what
   Materialized result_;
-  std::vector<Copies> copies_;                      // by tensor of the original program
-  std::vector<TensorId> owner_;                     // by tensor a form keeps: the tensor it was made from
-  std::vector<std::pair<TensorId, Tier>> touched_;  // by the op being placed
-  std::vector<TensorId> wanted_;                    // by the op being placed, and nowhere
+  std::vector<Copies> copies_;                             // by tensor of the original program
+  std::vector<TensorId> owner_;                            // by tensor a form keeps: the tensor it was made from
+  std::vector<std::pair<TensorId, Tier>> touched_;         // by the op being placed
+  std::vector<TensorId> wanted_;                           // by the op being placed, and nowhere
   std::vector<Link> chain_;                                // the last one that ran, for its memory
   uint32_t chains_ = 0;                                    // how many there were
   std::vector<uint32_t> in_chain_;                         // by tensor: what the last chain that it was part of did

@@ -27,7 +27,7 @@ class Relief {
         again_first_(again_first) {}
   struct Result {
     Program program;
-    MemoryPlan memory;            // without offsets
+    MemoryPlan memory;         // without offsets
     bool device_fits = false;  // without relief of it
   };
   // Adds decisions until the live bytes of every tier are within `targets` (0: as it is), or nothing is left to give

@@ -12,6 +12,8 @@
 
 namespace strata {
 
+inline constexpr size_t kFewOps = 3000;  // fewer are planned in no time, and in full
+
 struct ResidencySettings {
   std::string backend = "cpu";
   int threads = 1;
@@ -40,8 +42,8 @@ class NotFaster final : public Error {
 // Rewrites the step program in place and plans its memory. Without a budget every tensor that a plugin lets rest does
 // so whenever ops of another block come between two uses; under a budget it stays as long as everything fits, and what
 // costs least per byte is given up first, of equals the one used last again (Belady). Of a series of such plans the one
-// that is predicted to be fastest is taken. Throws NotFaster, and Error when a budget cannot be met, with the smallest that is:
-// exactly that one is enough.
+// that is predicted to be fastest is taken. Throws NotFaster, and Error when a budget cannot be met, with the smallest
+// that is: exactly that one is enough.
 MemoryPlan plan_residency(Program& program, const ResidencySettings& settings);
 
 // Whether anything in the program may rest elsewhere or in another form.

@@ -387,7 +387,8 @@ bool ResidencyPlanner::consider_aim(AttemptsAhead& ahead, size_t i) {
       return target > 1 && bytes_of(tier) > budget(tier) ? bytes_of(tier) - target : 0;
     };
     const int64_t of_device = best_ ? beyond_by(Tier::device) : 0, of_host = beyond_by(Tier::host);
-    const bool is_slow = plan.is_made() ? wanted && plan.seconds >= wanted->seconds : !exceeds(plan.least, wanted->bytes);
+    const bool is_slow =
+        plan.is_made() ? wanted && plan.seconds >= wanted->seconds : !exceeds(plan.least, wanted->bytes);
     if (of_device + of_host == 0 || is_slow) break;
     tighter.targets[int(Tier::device)] -= (again + 1) * of_device;
     tighter.targets[int(Tier::host)] -= (again + 1) * of_host;

@@ -18,7 +18,6 @@ namespace strata {
 
 // How many plans are made: as many as 500,000 ops allow (planning takes 2 to 3 us an op and plan), within limits.
 inline constexpr size_t kMostAttempts = 32;
-inline constexpr size_t kFewOps = 3000;  // fewer are planned in no time
 size_t most_attempts(size_t ops);
 
 class ResidencyPlanner {

@@ -184,13 +184,13 @@ class Slicer {
     return made;
   }
 
-  // Slices of a tensor: more hide no more of its way, and all are planned. Unless one is so large a share of all that is
-  // updated (1 / kLeastShare) that the step would be longer for it.
+  // Slices of a tensor: more hide no more of its way, and all are planned. Unless one is so large a share of all that
+  // is updated (1 / kLeastShare) that the step would be longer for it.
   static constexpr int64_t kSlices = 4, kLeastShare = 64;
 
   Program& program_;
   const int64_t bytes_;
-  int64_t all_ = 0;  // bytes of all parameters whose updates could be cut
+  int64_t all_ = 0;                  // bytes of all parameters whose updates could be cut
   std::vector<int32_t> written_by_;  // by tensor: the last op that wrote it so far
   std::vector<int32_t> chain_of_;    // by op
   std::vector<Chain> chains_;

@@ -8,8 +8,9 @@ namespace strata {
 
 // In a program whose moves have their places. Only updates that change each element by itself
 // (is_elementwise_update) and casts of what they make. Slices are views of the same memory (Tensor::part_of), of
-// whole blocks of the disk. A parameter has four, but more where one would be over a 64th of all parameters that are cut,
-// and none has less than about so many `bytes`; parameters of less than two are not cut. Tensors live no longer than before, and results keep their bits. Returns how many updates were cut.
+// whole blocks of the disk. A parameter has four, but more where one would be over a 64th of all parameters that are
+// cut, and none has less than about so many `bytes`; parameters of less than two are not cut. Tensors live no longer
+// than before, and results keep their bits. Returns how many updates were cut.
 int slice_updates(Program& program, int64_t bytes);
 
 }  // namespace strata
