@@ -73,8 +73,9 @@ Attempts::Partial Attempts::begin(const Choice& start, const Aim& aim, const std
   Partial partial;
   Planned& plan = partial.plan;
   auto fitted = relief.fit(relieved, [&](const Program& program) {
-    if (wanted || predicts) partial.busiest = std::max(partial.busiest, busiest_seconds(program));
-    return wanted && partial.busiest > wanted->seconds;
+    if (wanted || predicts)
+      partial.busiest = std::max(program_.ops.size() >= kFewOps ? partial.busiest : 0, busiest_seconds(program));
+    return program_.ops.size() >= kFewOps && wanted && partial.busiest > wanted->seconds;
   });
   if (!fitted) return partial;
   auto [program, before, device_fits] = std::move(*fitted);

@@ -353,7 +353,8 @@ bool ResidencyPlanner::consider_aim(AttemptsAhead& ahead, size_t i) {
   Known& known = known_[{aim.start, aim.homes_first, aim.targets[int(Tier::host)], aim.slack}];
   const int64_t target = aim.targets[int(Tier::device)], most = target > 0 ? target : bytes_without_;
   if (most >= known.same_from) return false;
-  if (most <= known.slow_to && !settings_.same_series) return true;
+  const bool is_large = program_.ops.size() >= kFewOps;  // of others all are tried
+  if (most <= known.slow_to && is_large && !settings_.same_series) return true;
   std::optional<Bounds> wanted;
   if (is_settled())
     wanted = {best_->seconds, homes_.budgets()};
@@ -388,7 +389,7 @@ bool ResidencyPlanner::consider_aim(AttemptsAhead& ahead, size_t i) {
     };
     const int64_t of_device = best_ ? beyond_by(Tier::device) : 0, of_host = beyond_by(Tier::host);
     const bool is_slow =
-        plan.is_made() ? wanted && plan.seconds >= wanted->seconds : !exceeds(plan.least, wanted->bytes);
+        plan.is_made() ? is_large && wanted && plan.seconds >= wanted->seconds : !exceeds(plan.least, wanted->bytes);
     if (of_device + of_host == 0 || is_slow) break;
     tighter.targets[int(Tier::device)] -= (again + 1) * of_device;
     tighter.targets[int(Tier::host)] -= (again + 1) * of_host;
