@@ -72,10 +72,11 @@ Attempts::Partial Attempts::begin(const Choice& start, const Aim& aim, const std
     if (relieved[t] > 1) relieved[t] = std::max<int64_t>(1, int64_t(double(relieved[t]) * (1 - aim.slack[t])));
   Partial partial;
   Planned& plan = partial.plan;
+  // Of a small program all that is relieved is known, though what it comes from would take too long.
+  const bool is_large = program_.ops.size() >= kFewOps;
   auto fitted = relief.fit(relieved, [&](const Program& program) {
-    if (wanted || predicts)
-      partial.busiest = std::max(program_.ops.size() >= kFewOps ? partial.busiest : 0, busiest_seconds(program));
-    return program_.ops.size() >= kFewOps && wanted && partial.busiest > wanted->seconds;
+    if (wanted || predicts) partial.busiest = std::max(is_large ? partial.busiest : 0, busiest_seconds(program));
+    return is_large && wanted && partial.busiest > wanted->seconds;
   });
   if (!fitted) return partial;
   auto [program, before, device_fits] = std::move(*fitted);

@@ -67,7 +67,6 @@ bool Relief::relieve(const Materialized& now, const MemoryPlan& plan, Tier tier,
   };
   std::priority_queue<Candidate, std::vector<Candidate>, decltype(later)> open(later);
   std::vector<int64_t> back(now.program.ops.size() + 1, 0);  // bytes that are needed again from this op on
-  const bool is_large = program_.ops.size() >= kFewOps;
   int64_t saved = 0;
   for (int32_t i = 0; i < int32_t(live.size()); ++i) {
     saved -= back[i];
@@ -79,8 +78,7 @@ bool Relief::relieve(const Materialized& now, const MemoryPlan& plan, Tier tier,
       const Waiting& waiting = now.waiting[chosen.waiting];
       if (waiting.to <= i) continue;
       // Restoring something on the way does not end a stretch: there may be a longer one, and that has been given up.
-      // Counted twice in small programs, where more rounds with less given up in each cost nothing and find more.
-      if (const Decision* given = decisions_.find(waiting.gap); is_large && given && *given == chosen.decision)
+      if (const Decision* given = decisions_.find(waiting.gap); given && *given == chosen.decision)
         continue;
       decisions_.set(waiting.gap, chosen.decision);
       changed = true;
