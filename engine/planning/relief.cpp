@@ -78,8 +78,7 @@ bool Relief::relieve(const Materialized& now, const MemoryPlan& plan, Tier tier,
       const Waiting& waiting = now.waiting[chosen.waiting];
       if (waiting.to <= i) continue;
       // Restoring something on the way does not end a stretch: there may be a longer one, and that has been given up.
-      if (const Decision* given = decisions_.find(waiting.gap); given && *given == chosen.decision)
-        continue;
+      if (const Decision* given = decisions_.find(waiting.gap); given && *given == chosen.decision) continue;
       decisions_.set(waiting.gap, chosen.decision);
       changed = true;
       bytes -= chosen.bytes;

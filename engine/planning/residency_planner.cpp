@@ -66,7 +66,7 @@ std::optional<Planned> ResidencyPlanner::run() {
     return std::make_unique<Attempts>(program_, settings_, homes_, uses_, bytes_without_);
   };
   attempts_ = new_attempts();
-  const int at_once = program_.ops.size() < kFewOps ? 1 : settings_.plans_at_once;
+  const int at_once = is_large() ? settings_.plans_at_once : 1;
   for (int i = 0; i < at_once && at_once > 1; ++i) makers_.push_back(new_attempts());
   std::optional<Planned> found = budgets ? within_budgets() : without_budgets();
   if (!found) return {};
@@ -263,9 +263,9 @@ std::optional<Planned> ResidencyPlanner::within_budgets() {
   most_of_series_ = host ? most / 2 : most;
   add_starts(most / 2);
   // What gives up all it can is planned to its end where nothing else fits, or where that takes no time.
-  const bool must = to_beat_ == HUGE_VAL, at_once = program_.ops.size() < kFewOps;
-  const bool must_find_least = least_ == INT64_MAX && (must || at_once);
-  if (must_find_least) find_least(host, at_once);
+  const bool must = to_beat_ == HUGE_VAL;
+  const bool must_find_least = least_ == INT64_MAX && (must || !is_large());
+  if (must_find_least) find_least(host, !is_large());
   if (least_ == INT64_MAX) least_ = 1;
   // Whether the budgets can be met at all is a question to plans that give up on the host what they can; so the
   // answer for one budget does not hang on the other's series. Once one fits, those that use the host's budget are
@@ -274,7 +274,7 @@ std::optional<Planned> ResidencyPlanner::within_budgets() {
   const bool asks = must || settings_.same_series || !host;
   Series least_on_host = asks ? begin(host) : Series();
   go_on(least_on_host, host);
-  if (!best_ && must_find_least && !at_once) find_least(host, true);
+  if (!best_ && must_find_least && is_large()) find_least(host, true);
   const bool one_fits = best_.has_value();
   const auto use_host = [&] {
     Series all_of_host = begin(budget(Tier::host));
@@ -353,8 +353,7 @@ bool ResidencyPlanner::consider_aim(AttemptsAhead& ahead, size_t i) {
   Known& known = known_[{aim.start, aim.homes_first, aim.targets[int(Tier::host)], aim.slack}];
   const int64_t target = aim.targets[int(Tier::device)], most = target > 0 ? target : bytes_without_;
   if (most >= known.same_from) return false;
-  const bool is_large = program_.ops.size() >= kFewOps;  // of others all are tried
-  if (most <= known.slow_to && is_large && !settings_.same_series) return true;
+  if (most <= known.slow_to && is_large() && !settings_.same_series) return true;
   std::optional<Bounds> wanted;
   if (is_settled())
     wanted = {best_->seconds, homes_.budgets()};
@@ -389,7 +388,7 @@ bool ResidencyPlanner::consider_aim(AttemptsAhead& ahead, size_t i) {
     };
     const int64_t of_device = best_ ? beyond_by(Tier::device) : 0, of_host = beyond_by(Tier::host);
     const bool is_slow =
-        plan.is_made() ? is_large && wanted && plan.seconds >= wanted->seconds : !exceeds(plan.least, wanted->bytes);
+        plan.is_made() ? is_large() && wanted && plan.seconds >= wanted->seconds : !exceeds(plan.least, wanted->bytes);
     if (of_device + of_host == 0 || is_slow) break;
     tighter.targets[int(Tier::device)] -= (again + 1) * of_device;
     tighter.targets[int(Tier::host)] -= (again + 1) * of_host;

@@ -103,6 +103,7 @@ class ResidencyPlanner {
   std::tuple<int, int, int64_t> excess(const MemoryPlan& plan) const;
 
   int64_t budget(Tier tier) const { return homes_.budget(tier); }
+  bool is_large() const { return program_.ops.size() >= kFewOps; }
   bool has_budgets() const { return budget(Tier::device) > 0 || budget(Tier::host) > 0; }
   // The first tier whose arena is beyond its budget.
   std::optional<Tier> over(const MemoryPlan& plan) const { return beyond(plan, homes_.budgets()); }

@@ -132,22 +132,26 @@ TEST(SliceUpdates, RandomUpdatesKeepTheirBits) {
   EXPECT_GT(slices, 100);
 }
 
-// The update of one tensor, which rests on the disk with its state.
-Program one_update(const Shape& shape) {
+// The updates of tensors, which rest on the disk with their states.
+Program updates_of(const std::vector<Shape>& shapes) {
   register_once();
   Program program;
   Builder build(program);
   const Mesh mesh;
-  const TensorId w = build.parameter("w", shape, {});
-  const TensorId x = build.data("x", shape, DType::f32);
-  build.step_part = StepPart::forward;
-  build.block_index = 0;
-  std::vector<Gradient> gradients{{.parameter = w, .tensor = build.emit("gelu", {x}), .scale = {}, .partial = {}}};
+  std::vector<Gradient> gradients;
+  for (const Shape& shape : shapes) {
+    const std::string number = std::to_string(gradients.size());
+    const TensorId w = build.parameter("w" + number, shape, {}), x = build.data("x" + number, shape, DType::f32);
+    build.step_part = StepPart::forward;
+    build.block_index = 0;
+    gradients.push_back({.parameter = w, .tensor = build.emit("gelu", {x}), .scale = {}, .partial = {}});
+  }
   build.step_part = StepPart::update;
   build.block_index = -1;
   UpdateStage stage(build, gradients, mesh);
-  stage.append("sliced_test_update", gradients[0], {stage.state(gradients[0], "m", shape)},
-               {{"learning_rate", 0.1}, {"weight_decay", 0.0}});
+  for (size_t i = 0; i < shapes.size(); ++i)
+    stage.append("sliced_test_update", gradients[i], {stage.state(gradients[i], "m", shapes[i])},
+                 {{"learning_rate", 0.1}, {"weight_decay", 0.0}});
   program.storage_directories = {"/nvme"};
   for (Tensor& tensor : program.tensors)
     if (tensor.persistent && elements(tensor.shape) > 1) tensor.nearest = tensor.farthest = Tier::nvme;
@@ -157,17 +161,30 @@ Program one_update(const Shape& shape) {
 // However large a tensor is, and whatever number of rows 64 does not divide.
 TEST(SliceUpdates, ATensorHasAtMost64Slices) {
   for (int64_t rows : {63, 64, 65, 127, 128, 129, 1000, 50304}) {
-    Program program = one_update({rows, 1024});
+    Program program = updates_of({{rows, 1024}});
     plan_residency(program, {.threads = 2, .slice = 4096, .rates = {}});  // bytes of a row
     EXPECT_LE(slices_in(program), 64) << rows;
-    EXPECT_GT(slices_in(program), 32) << rows;
+    EXPECT_GT(slices_in(program), 31) << rows;
   }
+}
+
+// Where no tensor is much of all, four of each do; of one that is, each slice is at most a 64th of all.
+TEST(SliceUpdates, OfManyTensorsEachHasFourSlices) {
+  const auto slices = [](int64_t rows) {
+    std::vector<Shape> shapes(40, Shape{64, 1024});
+    shapes.push_back({rows, 1024});
+    Program program = updates_of(shapes);
+    plan_residency(program, {.threads = 2, .slice = 4096, .rates = {}});
+    return slices_in(program);
+  };
+  EXPECT_EQ(slices(64), 41 * 4);
+  EXPECT_EQ(slices(40 * 64), 40 * 4 + 32);
 }
 
 // One tensor whose way through the disk is all that there is: in slices its ways there and back overlap.
 TEST(SliceUpdates, AStepDoesNotEndWithAWholeTensorsWay) {
   const auto seconds = [](int64_t slice) {
-    Program program = one_update({4096, 1024});
+    Program program = updates_of({{4096, 1024}});
     const Rates rates{.memory = 1e11, .read = 1e9, .write = 1e9};
     const MemoryPlan plan = plan_residency(program, {.threads = 2, .slice = slice, .rates = rates});
     Prediction prediction = predict(program, plan, rates);

@@ -4,7 +4,9 @@
 
 #include <gtest/gtest.h>
 
-#include "engine/planning/memory_plan.h"
+#include <cmath>
+
+#include "engine/planning/residency.h"
 
 namespace strata::ways_test {
 namespace {
@@ -24,8 +26,10 @@ class WaysOfAPlugin : public testing::Test {
   };
   RunPlans plan(const std::vector<Planned>& planned, bool bounded) {
     const std::vector<NamedPlugin> plugins{{"choice", &choice_}};
-    return plan_fastest(ways_of(plugins, {}, {}), bounded, [&](double) {
+    return plan_fastest(ways_of(plugins, {}, {}), bounded, [&](double to_beat) {
       const Planned& one = planned.at(choice_.way_);
+      told_.emplace_back(choice_.way_, to_beat);
+      if (one.smallest == 0 && one.seconds >= to_beat) throw NotFaster();
       if (one.smallest > 0) throw BudgetError(std::to_string(one.smallest), Tier::device, one.smallest);
       RunPlans plans;
       plans.programs.resize(1);
@@ -35,6 +39,7 @@ class WaysOfAPlugin : public testing::Test {
     });
   }
   Choice choice_;
+  std::vector<std::pair<size_t, double>> told_;  // ways in the order in which they were planned, and what to beat
 };
 
 TEST_F(WaysOfAPlugin, TheFastestIsTakenAndThePluginsToldSo) {
@@ -43,8 +48,25 @@ TEST_F(WaysOfAPlugin, TheFastestIsTakenAndThePluginsToldSo) {
   ASSERT_EQ(plans.ways.size(), 3u);
   EXPECT_EQ(plans.main().prediction->seconds, 1);
   for (size_t way = 0; way < 3; ++way) EXPECT_EQ(plans.ways[way].taken, way == 1);
-  plan({{1, 10}, {1, 5}, {2, 5}}, true);
-  EXPECT_EQ(choice_.way_, 0u) << "none is faster than the plain one";
+}
+
+// A way is told what the fastest so far takes, and need not be planned to its end; without a budget the plain one is
+// what others are measured by, and all are.
+TEST_F(WaysOfAPlugin, WhatIsNotFasterIsNotPlannedToItsEnd) {
+  const RunPlans plans = plan({{3, 10}, {1, 20}, {2, 10}}, true);
+  EXPECT_EQ(told_, (std::vector<std::pair<size_t, double>>{{2, HUGE_VAL}, {1, 2}, {0, 1}}));
+  EXPECT_EQ(plans.ways[0].refusal, NotFaster().what());
+  EXPECT_EQ(plans.ways[1].refusal, "");
+  EXPECT_EQ(plans.ways[2].seconds, 2);
+  told_.clear();
+  plan({{3, 10}, {1, 10}, {2, 10}}, false);
+  EXPECT_EQ(told_, (std::vector<std::pair<size_t, double>>{{0, HUGE_VAL}, {1, HUGE_VAL}, {2, HUGE_VAL}}));
+}
+
+TEST_F(WaysOfAPlugin, AWayThatIsRefusedIsNothingToBeat) {
+  const RunPlans plans = plan({{3, 10}, {0, 0, 7}, {0, 0, 8}}, true);
+  EXPECT_EQ(choice_.way_, 0u);
+  for (const auto& [way, to_beat] : told_) EXPECT_EQ(to_beat, HUGE_VAL) << way;
 }
 
 TEST_F(WaysOfAPlugin, WithoutABudgetNoneTakesMoreThanThePlainOne) {

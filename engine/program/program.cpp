@@ -48,6 +48,8 @@ void Attributes::set(std::string_view name, Attribute value) {
   values_ = std::move(list);
 }
 
+// Every member but ops and forms.
+static_assert(sizeof(Program) == 232);  // a new one has to be copied, too
 Program Program::with_tensors_of(const Program& other) {
   Program copy;
   copy.tensors = other.tensors;
