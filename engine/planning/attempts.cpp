@@ -72,7 +72,7 @@ Attempts::Partial Attempts::begin(const Choice& start, const Aim& aim, const std
     if (relieved[t] > 1) relieved[t] = std::max<int64_t>(1, int64_t(double(relieved[t]) * (1 - aim.slack[t])));
   Partial partial;
   Planned& plan = partial.plan;
-  // Of a small program all that is relieved is known, though what it comes from would take too long.
+  // What is left out of a small program's series is not to hang on what else fits its budget.
   const bool is_large = program_.ops.size() >= kFewOps;
   auto fitted = relief.fit(relieved, [&](const Program& program) {
     if (wanted || predicts) partial.busiest = std::max(is_large ? partial.busiest : 0, busiest_seconds(program));
@@ -86,7 +86,7 @@ Attempts::Partial Attempts::begin(const Choice& start, const Aim& aim, const std
   for (const Tensor& tensor : program_.tensors) plan.choice->homes.push_back(tensor.home);
   for (int t = 0; t < kTiers; ++t) plan.least[size_t(t)] = before.tiers[t].total_bytes();
   if (is_beyond(plan, partial.busiest, wanted)) {
-    if (device_fits) plan.same_from = plan.least[int(Tier::device)];
+    if (device_fits && is_large) plan.same_from = plan.least[int(Tier::device)];
     return partial;
   }
   spread(plan, before, aim);

@@ -68,6 +68,7 @@ bool Relief::relieve(const Materialized& now, const MemoryPlan& plan, Tier tier,
   std::priority_queue<Candidate, std::vector<Candidate>, decltype(later)> open(later);
   std::vector<int64_t> back(now.program.ops.size() + 1, 0);  // bytes that are needed again from this op on
   int64_t saved = 0;
+  const bool is_large = program_.ops.size() >= kFewOps;
   for (int32_t i = 0; i < int32_t(live.size()); ++i) {
     saved -= back[i];
     for (const Candidate& candidate : begins[i]) open.push(candidate);
@@ -77,8 +78,10 @@ bool Relief::relieve(const Materialized& now, const MemoryPlan& plan, Tier tier,
       open.pop();
       const Waiting& waiting = now.waiting[chosen.waiting];
       if (waiting.to <= i) continue;
-      // Restoring something on the way does not end a stretch: there may be a longer one, and that has been given up.
-      if (const Decision* given = decisions_.find(waiting.gap); given && *given == chosen.decision) continue;
+      // Restoring something on the way does not end a stretch: a longer one has been given up, and more is not saved.
+      // In small programs it is counted again all the same: less is given up at once, and more rounds find more.
+      const Decision* given = decisions_.find(waiting.gap);
+      if (is_large && given && *given == chosen.decision) continue;
       decisions_.set(waiting.gap, chosen.decision);
       changed = true;
       bytes -= chosen.bytes;
