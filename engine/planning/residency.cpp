@@ -81,6 +81,7 @@ MemoryPlan plan_residency(Program& program, const ResidencySettings& settings) {
   if (may_keep) keep_states(given, settings, planner.least(), chosen);
   chosen.memory.notice = planner.notice(chosen.seconds);
   program = std::move(chosen.program);
+  program.forms.clear();  // decided
   return std::move(chosen.memory);
 }
 

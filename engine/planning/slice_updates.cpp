@@ -120,7 +120,6 @@ class Slicer {
     }
     std::vector<Op> ops = std::move(program_.ops);
     program_.ops.clear();
-    program_.forms.clear();  // decided; what they say of tensors is so no more
     for (size_t i = 0; i < ops.size(); ++i) {
       if (!of[i]) {
         program_.ops.push_back(std::move(ops[i]));

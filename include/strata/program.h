@@ -99,7 +99,7 @@ struct Program {
   std::vector<Tensor> tensors;
   std::vector<Op> ops;
   std::unordered_map<int32_t, SharedVector<RestingForm>>
-      forms;                                     // by tensor; the planner takes the cheapest that will do
+      forms;  // by tensor; the planner takes the cheapest that will do, and leaves none
   std::vector<std::string> storage_directories;  // of the NVMe tier, best one a disk; empty: there is none
   bool direct_storage = false;                   // the device reads and writes there without the host's memory
   bool one_memory = false;       // device and host are one: what lies on the device the host's stream reaches too

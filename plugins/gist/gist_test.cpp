@@ -175,10 +175,9 @@ TEST(Gist, MasksAreExactInModels) {
   const std::vector<NamedPlugin> more = {{"relu_after_attention", &relu}};
   const std::string gist = "[plugins.gist]\nminimum = 0\n";
   test::Runner runner(toml("gelu", gist), more);
-  int masks = 0;
-  for (const auto& [tensor, forms] : runner.built.program.forms)
-    masks += std::any_of(forms.begin(), forms.end(), [](const RestingForm& form) { return form.name == "mask"; });
-  EXPECT_EQ(masks, 3 * 2);  // blocks and microbatches
+  const auto& ops = runner.built.program.ops;
+  const auto is_mask = [](const Op& op) { return op.kind->name == "gist_mask_encode"; };
+  EXPECT_EQ(std::count_if(ops.begin(), ops.end(), is_mask), 3 * 2);  // blocks and microbatches
   const auto plain = losses(toml("gelu", ""), 5, false, nullptr, more);
   for (bool poisoned : {false, true}) EXPECT_EQ(losses(toml("gelu", gist), 5, poisoned, nullptr, more), plain);
 }
