@@ -174,51 +174,72 @@ std::array<int64_t, kTiers> Attempts::limits_of_spreading(const MemoryPlan& befo
 }
 
 AttemptsAhead::AttemptsAhead(std::span<const std::unique_ptr<Attempts>> makers, const std::vector<Choice>& starts,
-                             std::vector<Aim> aims)
-    : starts_(starts), aims_(std::move(aims)), many_(makers.size() > 1) {
+                             std::vector<Aim> aims, Retry retry)
+    : starts_(starts), aims_(std::move(aims)), retry_(std::move(retry)), many_(makers.size() > 1) {
   for (const auto& maker : makers) free_.push_back(maker.get());
 }
 
 AttemptsAhead::~AttemptsAhead() {
   for (Begun& begun : begun_)
-    if (many_) begun.partial.wait();
+    if (many_) begun.made.wait();
+}
+
+AttemptsAhead::Made AttemptsAhead::make(Attempts& maker, const Aim& first, const Known& known) const {
+  Made made;
+  std::vector<Aim> tried;
+  for (std::optional<Aim> aim = first; aim;) {
+    tried.push_back(*aim);
+    made.emplace_back(*aim, maker.begin(starts_[aim->start], *aim, known.wanted, true));
+    const Attempts::Partial& last = made.back().second;
+    aim = retry_ ? retry_(tried, last.plan, last.is_made, known) : std::nullopt;
+  }
+  return made;
 }
 
 // Bounds become narrower while plans are found, so what is begun with those of now is rarely cut short by them alone.
-void AttemptsAhead::begin_next(const std::optional<Bounds>& wanted) {
+void AttemptsAhead::begin_next(const Known& known) {
   for (; !free_.empty() && next_ < aims_.size(); ++next_) {
     Attempts* maker = free_.back();
     const Aim& aim = aims_[next_];
-    const auto work = [this, maker, &aim, wanted] { return maker->begin(starts_[aim.start], aim, wanted, true); };
-    std::future<Attempts::Partial> partial;
+    const auto work = [this, maker, &aim, known] { return make(*maker, aim, known); };
+    std::future<Made> made;
     if (many_) try {
-        partial = std::async(std::launch::async, work);
+        made = std::async(std::launch::async, work);
       } catch (const std::system_error&) {  // there are no more threads
       }
-    if (!partial.valid()) partial = std::async(std::launch::deferred, work);  // when it is taken
+    if (!made.valid()) made = std::async(std::launch::deferred, work);  // when it is taken
     free_.pop_back();
-    begun_.push_back({next_, maker, std::move(partial)});
+    begun_.push_back({next_, maker, std::move(made)});
   }
 }
 
-Attempts::Partial AttemptsAhead::end(Begun begun) {
-  begun.partial.wait();
-  free_.push_back(begun.maker);
-  return begun.partial.get();
-}
-
-Planned AttemptsAhead::take(size_t i, const std::optional<Bounds>& wanted) {
+Planned AttemptsAhead::take(size_t i, const Known& known) {
   for (; !begun_.empty() && begun_.front().index < i; begun_.pop_front()) {
-    begun_.front().partial.wait();
+    begun_.front().made.wait();
     free_.push_back(begun_.front().maker);
   }
   next_ = std::max(next_, i);
-  begin_next(wanted);
+  begin_next(known);
   Begun begun = std::move(begun_.front());
   begun_.pop_front();
-  Attempts& maker = *begun.maker;
-  if (auto plan = Attempts::finish(end(std::move(begun)), wanted)) return std::move(*plan);
-  return maker.make(starts_[aims_[i].start], aims_[i], wanted);
+  begun.made.wait();
+  by_ = begun.maker;
+  free_.push_back(by_);
+  instead_ = begun.made.get();
+  return take_instead(aims_[i], known);
+}
+
+Planned AttemptsAhead::take_instead(const Aim& aim, const Known& known) {
+  if (!instead_.empty()) {
+    auto [tried, partial] = std::move(instead_.front());
+    instead_.pop_front();
+    if (makes_the_same(tried, aim)) {
+      if (auto plan = Attempts::finish(std::move(partial), known.wanted)) return std::move(*plan);
+    } else {
+      instead_.clear();
+    }
+  }
+  return by_->make(starts_[aim.start], aim, known.wanted);
 }
 
 }  // namespace strata

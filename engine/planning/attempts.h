@@ -3,6 +3,7 @@
 #pragma once
 #include <array>
 #include <deque>
+#include <functional>
 #include <future>
 #include <memory>
 #include <optional>
@@ -97,34 +98,51 @@ class Attempts {
   std::unordered_map<uint64_t, double> seconds_{};  // of an op, by signature
 };
 
-// A list of attempts, the next of which are made by other threads while one is considered. Each gives what
-// Attempts::make would, whatever the number of threads.
+// What is known when an attempt begins.
+struct Known {
+  std::optional<Bounds> wanted{};
+  bool fits = false;  // another plan does
+};
+
+// What is to be tried in place of the last of `tried`, which became `plan`, made to its end or not; nothing where no
+// more is. A function of nothing but its arguments: threads ask it.
+using Retry = std::function<std::optional<Aim>(const std::vector<Aim>& tried, const Planned& plan, bool is_made,
+                                               const Known& known)>;
+
+// A list of attempts, the next of which are made by other threads while one is considered, with those that take their
+// place. Each gives what Attempts::make would, whatever the number of threads.
 class AttemptsAhead {
  public:
-  // As many at once as there are `makers`.
+  // As many at once as there are `makers`. An empty `retry`: nothing takes another's place.
   AttemptsAhead(std::span<const std::unique_ptr<Attempts>> makers, const std::vector<Choice>& starts,
-                std::vector<Aim> aims);
+                std::vector<Aim> aims, Retry retry);
   ~AttemptsAhead();
   size_t size() const { return aims_.size(); }
   const Aim& operator[](size_t i) const { return aims_[i]; }
   // The i-th, later ones after earlier ones.
-  Planned take(size_t i, const std::optional<Bounds>& wanted);
+  Planned take(size_t i, const Known& known);
+  // In the place of the one that was taken last, or of what took that one's place.
+  Planned take_instead(const Aim& aim, const Known& known);
 
  private:
+  using Made = std::deque<std::pair<Aim, Attempts::Partial>>;  // the i-th, and what was tried in its place
   struct Begun {
     size_t index;
     Attempts* maker;
-    std::future<Attempts::Partial> partial;
+    std::future<Made> made;
   };
-  void begin_next(const std::optional<Bounds>& wanted);
-  Attempts::Partial end(Begun begun);
+  void begin_next(const Known& known);
+  Made make(Attempts& maker, const Aim& first, const Known& known) const;
 
   const std::vector<Choice>& starts_;
   const std::vector<Aim> aims_;
+  const Retry retry_;
   const bool many_;
   std::vector<Attempts*> free_;
   std::deque<Begun> begun_;
-  size_t next_ = 0;  // to be begun
+  size_t next_ = 0;    // to be begun
+  Made instead_{};     // made ahead in the place of the one taken last
+  Attempts* by_ = {};  // who made that one
 };
 
 }  // namespace strata

@@ -110,7 +110,8 @@ Planned ResidencyPlanner::attempt(const Aim& aim, const std::optional<Bounds>& w
 }
 
 AttemptsAhead ResidencyPlanner::attempts_ahead(std::vector<Aim> aims) const {
-  return {makers_.empty() ? std::span(&attempts_, 1) : makers_, starts_, std::move(aims)};
+  return {makers_.empty() ? std::span(&attempts_, 1) : makers_, starts_, std::move(aims),
+          [this](const auto&... arguments) { return retry(arguments...); }};
 }
 
 std::array<int64_t, kTiers> ResidencyPlanner::what_would_not_help(const Planned& refused) const {
@@ -318,7 +319,7 @@ void ResidencyPlanner::find_least(bool host, bool to_their_end) {
     if (to_their_end)
       consider_aim(of_smallest, i);
     else
-      consider(of_smallest.take(i, kAtLeast));
+      consider(of_smallest.take(i, {.wanted = kAtLeast}));
 }
 
 ResidencyPlanner::Series ResidencyPlanner::begin(int64_t host_target, double slack_of_device) {
@@ -350,59 +351,81 @@ void ResidencyPlanner::go_on(Series& begun, bool until_one_fits) {
 
 bool ResidencyPlanner::consider_aim(AttemptsAhead& ahead, size_t i) {
   const Aim& aim = ahead[i];
-  Known& known = known_[{aim.start, aim.homes_first, aim.targets[int(Tier::host)], aim.slack}];
+  Tried& before = tried_[{aim.start, aim.homes_first, aim.targets[int(Tier::host)], aim.slack}];
   const int64_t target = aim.targets[int(Tier::device)], most = target > 0 ? target : bytes_without_;
-  if (most >= known.same_from) return false;
-  if (most <= known.slow_to && is_large() && !settings_.same_series) return true;
-  std::optional<Bounds> wanted;
+  if (most >= before.same_from) return false;
+  if (most <= before.slow_to && is_large() && !settings_.same_series) return true;
+  Known known{.fits = best_.has_value()};
+  std::optional<Bounds>& wanted = known.wanted;
   if (is_settled())
     wanted = {best_->seconds, homes_.budgets()};
   else if (to_beat_ < HUGE_VAL)
     wanted = {to_beat_, homes_.budgets()};
   else if (refused_ && !best_)  // what does not fit either is of use where it takes less
     wanted = {HUGE_VAL, what_would_not_help(*refused_)};
-  Planned plan = ahead.take(i, wanted);
-  if (!plan.is_made() && !plan.is_predicted && !exceeds(plan.least, wanted->bytes)) known.slow_to = most;
-  Aim asked = aim;
-  const auto bytes_of = [&](Tier tier) {
-    return plan.is_made() ? plan.memory[tier].total_bytes() : plan.least[size_t(tier)];
+  Planned plan = ahead.take(i, known);
+  if (!plan.is_made() && !plan.is_predicted && !exceeds(plan.least, wanted->bytes)) before.slow_to = most;
+  const auto bytes_of_device = [&] {
+    return plan.is_made() ? plan.memory.device().total_bytes() : plan.least[int(Tier::device)];
   };
-  const bool as_it_is = aim.otherwise > 0;  // which the series has, too
-  if (as_it_is && bytes_of(Tier::device) > budget(Tier::device)) {
-    beyond_.push_back({bytes_of(Tier::device), aim});
-    if (plan.is_made())
-      count_asked(plan.memory);
-    else
-      skipped_.push_back({plan.least[int(Tier::device)], aim});
-    asked.targets[int(Tier::device)] = aim.otherwise;
-    plan = attempt(asked, wanted);
+  std::vector<Aim> tried{aim};
+  while (const auto instead = retry(tried, plan, plan.is_made(), known)) {
+    if (is_otherwise(aim, *instead)) {
+      beyond_.push_back({bytes_of_device(), aim});
+      if (plan.is_made())
+        count_asked(plan.memory);
+      else
+        skipped_.push_back({plan.least[int(Tier::device)], aim});
+    }
+    tried.push_back(*instead);
+    plan = ahead.take_instead(*instead, known);
+  }
+  before.same_from = std::min(before.same_from, plan.same_from);
+  const bool is_made = plan.is_made();
+  const int64_t bytes = bytes_of_device();
+  if (budget(Tier::device) > 0 && target != 1 && bytes > budget(Tier::device)) beyond_.push_back({bytes, aim});
+  const bool as_it_is = aim.otherwise > 0 && !(tried.size() > 1 && is_otherwise(aim, tried[1]));
+  const bool by_budget = aim.by_budget && !(as_it_is && target == 0);
+  if (!is_made && !by_budget) skipped_.push_back({plan.least[int(Tier::device)], aim});
+  consider(std::move(plan), by_budget);
+  return true;
+}
+
+bool ResidencyPlanner::is_otherwise(const Aim& aim, const Aim& other) {
+  return aim.otherwise > 0 && other.targets[int(Tier::device)] == aim.otherwise;
+}
+
+std::optional<Aim> ResidencyPlanner::retry(const std::vector<Aim>& tried, const Planned& plan, bool is_made,
+                                           const Known& known) const {
+  const auto bytes_of = [&](Tier tier) { return is_made ? plan.memory[tier].total_bytes() : plan.least[size_t(tier)]; };
+  // What is beyond the budget as it is, which the series has, too, is relieved to the budget.
+  const Aim& first = tried.front();
+  const bool is_relieved = tried.size() > 1 && is_otherwise(first, tried[1]);
+  if (tried.size() == 1 && first.otherwise > 0 && bytes_of(Tier::device) > budget(Tier::device)) {
+    Aim relieved = first;
+    relieved.targets[int(Tier::device)] = first.otherwise;
+    return relieved;
   }
   // What was relieved enough by what is alive may lie a little apart: relieved by so much more, it fits. Not so on
   // the device while nothing fits: the smallest budget that does is not to depend on the one that is asked about.
   // Nor where it is too slow already.
-  Aim tighter = asked;
-  for (int again = settings_.same_series ? 2 : 0; again < 2; ++again) {
-    const auto beyond_by = [&](Tier tier) {
-      const int64_t target = asked.targets[size_t(tier)];
-      return target > 1 && bytes_of(tier) > budget(tier) ? bytes_of(tier) - target : 0;
-    };
-    const int64_t of_device = best_ ? beyond_by(Tier::device) : 0, of_host = beyond_by(Tier::host);
-    const bool is_slow =
-        plan.is_made() ? is_large() && wanted && plan.seconds >= wanted->seconds : !exceeds(plan.least, wanted->bytes);
-    if (of_device + of_host == 0 || is_slow) break;
-    tighter.targets[int(Tier::device)] -= (again + 1) * of_device;
-    tighter.targets[int(Tier::host)] -= (again + 1) * of_host;
-    if (std::min(tighter.targets[0], tighter.targets[1]) < 0) break;
-    plan = attempt(tighter, wanted);
-  }
-  known.same_from = std::min(known.same_from, plan.same_from);
-  const bool is_made = plan.is_made();
-  const int64_t bytes = bytes_of(Tier::device);
-  if (budget(Tier::device) > 0 && target != 1 && bytes > budget(Tier::device)) beyond_.push_back({bytes, aim});
-  const bool by_budget = aim.by_budget && !(as_it_is && asked.targets[int(Tier::device)] == 0);
-  if (!is_made && !by_budget) skipped_.push_back({plan.least[int(Tier::device)], aim});
-  consider(std::move(plan), by_budget);
-  return true;
+  constexpr int kMost = 2;
+  const int times = int(tried.size()) - (is_relieved ? 1 : 0);
+  if (settings_.same_series || times > kMost) return {};
+  const auto beyond_by = [&](Tier tier) {
+    const int64_t target = tried[is_relieved].targets[size_t(tier)];
+    return target > 1 && bytes_of(tier) > budget(tier) ? bytes_of(tier) - target : 0;
+  };
+  const int64_t of_device = known.fits ? beyond_by(Tier::device) : 0, of_host = beyond_by(Tier::host);
+  const auto& wanted = known.wanted;
+  const bool is_slow =
+      is_made ? is_large() && wanted && plan.seconds >= wanted->seconds : !exceeds(plan.least, wanted->bytes);
+  if (of_device + of_host == 0 || is_slow) return {};
+  Aim tighter = tried.back();
+  tighter.targets[int(Tier::device)] -= times * of_device;
+  tighter.targets[int(Tier::host)] -= times * of_host;
+  if (std::min(tighter.targets[0], tighter.targets[1]) < 0) return {};
+  return tighter;
 }
 
 void ResidencyPlanner::consider(Planned plan, bool by_budget) {

@@ -82,6 +82,9 @@ class ResidencyPlanner {
 
   // Whether the i-th was considered: not what would give a plan again.
   bool consider_aim(AttemptsAhead& ahead, size_t i);
+  // See Retry: where the first was as it is, relieved (otherwise); relieved by more where it is beyond the budgets.
+  std::optional<Aim> retry(const std::vector<Aim>& tried, const Planned& plan, bool is_made, const Known& known) const;
+  static bool is_otherwise(const Aim& aim, const Aim& other);
   void consider(Planned plan, bool by_budget = false);
   void count_asked(const MemoryPlan& plan);
   std::optional<Planned> without_restoring_if_faster();
@@ -133,10 +136,10 @@ class ResidencyPlanner {
   std::vector<std::pair<int64_t, Aim>> beyond_;  // tried, and beyond the budget of the device: bytes, or at least
   // Of what was tried with a start, order of homes, target of the host and slack: from how many bytes of the device on
   // the same plan is made (Planned::same_from), and up to how many one that takes too long.
-  struct Known {
+  struct Tried {
     int64_t same_from = INT64_MAX, slow_to = 0;
   };
-  std::map<std::tuple<size_t, bool, int64_t, std::array<double, kTiers>>, Known> known_;
+  std::map<std::tuple<size_t, bool, int64_t, std::array<double, kTiers>>, Tried> tried_;
   double seconds_without_ = 0;  // of a step, were nothing to rest
   int64_t least_;               // bytes of the device, of all plans under a budget
   int64_t bytes_without_ = 0;   // of the device, were nothing to rest
