@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <memory>
@@ -10,6 +11,7 @@
 #include "engine/runtime/assembly.h"
 #include "engine/runtime/ranks.h"
 #include "engine/runtime/step_runner.h"
+#include "strata/convert.h"
 #include "strata/layout.h"
 
 namespace strata::test {
@@ -126,8 +128,12 @@ class Runner final {
     const Tensor& tensor = built.program[id];
     if (!tensor.persistent) return values(id);
     const std::vector<std::byte> bytes = storage->copy(tensor);
-    const auto* data = reinterpret_cast<const float*>(bytes.data());
-    return {data, data + elements(tensor.shape)};
+    std::vector<float> result(size_t(elements(tensor.shape)));
+    if (is_half(tensor.dtype))
+      to_f32(tensor.dtype, bytes.data(), result.data(), int64_t(result.size()));
+    else
+      std::memcpy(result.data(), bytes.data(), result.size() * sizeof(float));
+    return result;
   }
   double scalar(std::string_view name) const { return steps_.scalar(name); }
   void set_scalar(std::string_view name, double value) { steps_.set_scalar(name, value); }

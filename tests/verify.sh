@@ -84,6 +84,12 @@ expect() {  # CODE TEXT COMMAND...
   "${@:3}" >out 2>&1 || code=$?
   [ "$code" = "$1" ] && grep -qF -- "$2" out || { cat out; fail "expected $1, \"$2\": ${*:3}"; }
 }
+# What diverges says so, and of which data.
+printf 'In the beginning was the word.\n%.0s' {1..100} >text
+"$strata" data prepare text --output data >/dev/null 2>&1
+expect 1 'seed 1337, data.train' "$strata" verify config.toml --set model.vocabulary=256 \
+  --set 'data.train=["data/train_*.bin"]' --set plugins.adamw.learning_rate=1e30
+grep -q 'did not finish: .* is not finite' out || { cat out; fail "what diverges"; }
 expect 2 'needs a configuration, or --matrix' "$strata" verify
 expect 2 'Did you mean "zero"?' "$strata" verify --matrix --only zro
 expect 2 'must be one of' "$strata" verify --matrix --only quantized_exchange --set 'plugins.quantized_exchange.format="int5"'

@@ -142,8 +142,9 @@ class Rank {
         into.add(tensor, assembly_.storage.copy(tensor));
   }
 
+  bool has_data() const { return data_.has_value(); }
+
   void measure(Outcome& outcome) const {
-    outcome.has_data = data_.has_value();
     for (const Tier tier : {Tier::device, Tier::host}) {
       outcome.planned_bytes += assembly_.plans.main().arena_bytes[size_t(tier)];
       const Storage& storage = assembly_.storage;
@@ -205,6 +206,7 @@ void catching(Outcome& outcome, const std::function<void()>& body) {
 // All steps of one rank. Rank 0 fills the outcome.
 void run_steps(Rank& rank, int number, int64_t steps, double disturbance, uint64_t which, Outcome& outcome,
                Parts& parts) {
+  if (number == 0) outcome.has_data = rank.has_data();
   if (disturbance > 0) rank.disturb(disturbance, which);
   for (int64_t step = 1; step <= steps; ++step) {
     const double loss = rank.step(step, step == steps);

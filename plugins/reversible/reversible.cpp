@@ -3,6 +3,7 @@
 // so that the backward pass gets a block's inputs back from its outputs, x2 = y2 - mlp(y1), x1 = y1 - attention(x2),
 // and no activation of any block is kept. The inversion is a resting form like recomputation.
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "strata/convert.h"
@@ -15,6 +16,7 @@ using strata::Builder;
 using strata::Op;
 using strata::OpView;
 using strata::Program;
+using strata::RestingForm;
 using strata::StepPart;
 using strata::TensorId;
 
@@ -105,14 +107,19 @@ class Reversible final : public strata::Plugin {
             program.forms[id.value].push_back({.name = "recompute", .restore = {op}, .exact = false});
     // The first block's streams are one tensor, which only the second half gives back: its branch does not read it.
     std::reverse(halves_.begin(), halves_.end());
+    std::vector<char> inverted(program.tensors.size(), false);
     for (const Half& half : halves_) {
-      if (program.forms.contains(half.x.value)) continue;
+      if (std::exchange(inverted[half.x.value], true)) continue;
       Op inverse;
       inverse.kind = &strata::find_kind("subtract");
       inverse.inputs = {half.y, half.branch};
       inverse.outputs = {half.x};
       inverse.block = half.block;
-      program.forms[half.x.value].push_back({.name = "invert", .restore = {inverse}, .exact = false});
+      // Before those of other plugins: inversion is not exact, so whether it takes place is not to hang on them.
+      std::vector<RestingForm> forms{{.name = "invert", .restore = {inverse}, .exact = false}};
+      const auto& others = program.forms[half.x.value];
+      forms.insert(forms.end(), others.begin(), others.end());
+      program.forms[half.x.value] = std::move(forms);
     }
   }
 
