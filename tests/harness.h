@@ -45,6 +45,14 @@ inline bool left_out([[maybe_unused]] size_t number) {
 #endif
 }
 
+// The plan of training with a configuration, where only memory counts: no rates are measured.
+inline PlannedProgram planned(const std::string& text) {
+  const TemporaryFolder folder;
+  Session session(write_file(folder / "config.toml", text), {});
+  session.rates = Rates();
+  return session.plan(Goal::train);
+}
+
 // The figure in "the smallest … that would do here is N bytes" of a refusal, or -1.
 inline int64_t smallest_in(const std::string& message) {
   const std::string before = "would do here is ";

@@ -332,7 +332,6 @@ TEST(TensorParallel, BytesOnTheWireOfSplitSequencesFollowTheFormula) {
 // and of each norm a mean and a deviation a token.
 TEST(TensorParallel, ActivationBytesFollowTheFormulas) {
   const int64_t b = 2, s = 16, h = 64, heads = 8;
-  const test::TemporaryFolder folder;
   const auto kept = [&](int t, int layers, const std::string& more, bool selective) {
     const std::string text =
         "[model]\nplugin = \"gpt\"\nlayers = " + std::to_string(layers) +
@@ -340,8 +339,7 @@ TEST(TensorParallel, ActivationBytesFollowTheFormulas) {
         "global_batch = 2\nmicro_batch = 2\n[device]\nthreads = 1\n[plugins.adamw]\n" +
         (selective ? "[plugins.recompute]\nmode = \"selective\"\nkinds = [\"attention\"]\n" : "") +
         (t > 1 ? "[mesh]\ntensor = " + std::to_string(t) + "\n[plugins.tensor_parallel]\n" + more : "");
-    const Session session(test::write_file(folder / "config.toml", text), {});
-    return double(session.plan(Goal::train).memory.device().at_peak[int(Role::activation)]);
+    return double(test::planned(text).memory.device().at_peak[int(Role::activation)]);
   };
   for (int t : {1, 2, 4, 8})
     for (const std::string more : {"", "sequence = true\n"})

@@ -266,7 +266,6 @@ TEST(Experts, ZeroSharesTheRestAmongAllRanks) {
 // To the byte: of N data ranks, E for the experts, each has a part in N of what is no expert's, and of its own experts
 // one in N / E; replicas share nothing.
 TEST(Experts, ZeroDividesTheRestByAllRanks) {
-  const test::TemporaryFolder folder;
   struct Division {
     int64_t data, expert, replicate;
   };
@@ -283,7 +282,7 @@ TEST(Experts, ZeroDividesTheRestByAllRanks) {
       std::string text = text_of(c, false);
       text.replace(text.find("global_batch = 8"), 16, "global_batch = " + std::to_string(data));
       SCOPED_TRACE(text);
-      const PlannedProgram planned = Session(test::write_file(folder / "config.toml", text), {}).plan(Goal::train);
+      const PlannedProgram planned = test::planned(text);
       const Program& program = planned.program();
       int64_t held = 0, shared = 0, of_experts = 0, states = 0, gradients = 0;  // elements; shared: what is updated
       for (const Tensor& tensor : program.tensors) {

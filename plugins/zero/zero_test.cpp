@@ -22,7 +22,6 @@ std::string toml(int ranks, const std::string& plugins) {
 // Rajbhandari et al., section 5 and figure 1, for fp32: parameters, gradients, AdamW's states of 4, 4 and 8 bytes a
 // parameter, each divided by the ranks as the stage says.
 TEST(Zero, MemoryFollowsTheFormula) {
-  const test::TemporaryFolder folder;
   for (int ranks : {1, 2, 4, 8})
     for (int stage = 0; stage <= 3; ++stage) {
       const std::string text =
@@ -33,8 +32,7 @@ TEST(Zero, MemoryFollowsTheFormula) {
           (stage == 0
                ? "[plugins.data_parallel]\n"
                : "[plugins.zero]\nreshard = \"always\"\nbucket = \"64KiB\"\nstage = " + std::to_string(stage) + "\n");
-      const Session session(test::write_file(folder / "config.toml", text), {});
-      const PlannedProgram planned = session.plan(Goal::train);
+      const PlannedProgram planned = test::planned(text);
       const Program& program = planned.program();
       double parameters = 0;
       for (TensorId id : program.with_role(Role::parameter)) parameters += double(elements(program[id].full_shape()));
@@ -113,13 +111,12 @@ int64_t share(const Shape& shape, int64_t ranks) {
 
 // To the byte, for every optimizer, vectors and matrices with fewer rows than ranks included.
 TEST(Zero, StatesAreSplitToTheRow) {
-  const test::TemporaryFolder folder;
   const auto planned_bytes = [&](int ranks, const std::string& plugins, Role role, std::vector<Tensor>* parameters) {
     const std::string text =
         "[model]\nplugin = \"gpt\"\nlayers = 2\nhidden = 96\nheads = 4\nffn = 301\nvocabulary = 61\ncontext = 16\n"
         "[data]\ntrain = [\"none\"]\nsequence_length = 16\nmicro_batch = 1\nglobal_batch = " +
         std::to_string(ranks) + "\n[mesh]\ndata = " + std::to_string(ranks) + "\n" + plugins;
-    const PlannedProgram planned = Session(test::write_file(folder / "config.toml", text), {}).plan(Goal::train);
+    const PlannedProgram planned = test::planned(text);
     int64_t bytes = 0;
     for (const Tensor& tensor : planned.program().tensors) {
       if (!tensor.persistent || tensor.part_of) continue;
