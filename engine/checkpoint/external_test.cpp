@@ -1,5 +1,5 @@
 // Hugging Face folders without torch: random models there and back, second names, what is passed over and what is
-// refused, folders that are whole or not there. Against transformers itself: tests/reference/check_external.py.
+// refused. Against transformers itself: tests/reference/check_external.py.
 #include <gtest/gtest.h>
 
 #include <cstring>
@@ -11,7 +11,6 @@
 #include "engine/checkpoint/external_files.h"
 #include "engine/checkpoint/external_import.h"
 #include "engine/checkpoint/safetensors_writer.h"
-#include "memory/staged_folder.h"
 #include "strata/convert.h"
 #include "strata/json.h"
 #include "tests/harness.h"
@@ -310,49 +309,6 @@ TEST(External, WhatDoesNotFitTheDtypeIsRefused) {
             "the tensor \"there\" holds -65520, which is infinite in f16; export with another --dtype.");
   EXPECT_EQ(message(DType::bf16, 0x1.FEFFFEp127f), "");
   EXPECT_NE(message(DType::bf16, 0x1.FFp127f), "");
-}
-
-// A folder is as it was, or has all that was written: files, and folders made on the way.
-TEST(External, StagedFolders) {
-  test::TemporaryFolder folder;
-  const std::string target = folder / "a/b c";
-  { StagedFolder unfinished(target); }
-  EXPECT_FALSE(fs::exists(folder / "a"));
-  {
-    StagedFolder staged(target);
-    EXPECT_EQ(message_of([&] { StagedFolder second(target); }),
-              target + ": another strata command is writing into this folder; wait for it or name another one.");
-    test::write_file(staged.path() + "/config.json", "1");
-    test::write_file(staged.path() + "/weights", "1");
-    EXPECT_FALSE(fs::exists(target + "/weights"));
-    staged.publish("config.json", [](const std::string&) { return false; });
-  }
-  fs::create_directory(target + "/.unfinished-killed");
-  test::write_file(target + "/README", "kept");
-  test::write_file(target + "/weights-2", "old");
-  const auto names = [&] {
-    std::set<std::string> found;
-    for (const auto& entry : fs::directory_iterator(target)) found.insert(entry.path().filename().string());
-    return found;
-  };
-  const auto replaced = [](const std::string& name) { return name != "README" && name != "in the way"; };
-  fs::create_directories(target + "/in the way/full");
-  {
-    StagedFolder staged(target);
-    test::write_file(staged.path() + "/config.json", "2");
-    test::write_file(staged.path() + "/in the way", "2");
-    EXPECT_NE(message_of([&] { staged.publish("config.json", replaced); }), "");
-  }
-  EXPECT_EQ(names(), (std::set<std::string>{"README", "config.json", "in the way", "weights", "weights-2"}));
-  {
-    StagedFolder staged(target);
-    test::write_file(staged.path() + "/config.json", "3");
-    staged.publish("config.json", replaced);
-  }
-  EXPECT_EQ(names(), (std::set<std::string>{"README", "config.json", "in the way"}));
-  test::write_file(folder / "file", "");
-  EXPECT_EQ(message_of([&] { StagedFolder staged(folder / "file"); }),
-            (folder / "file") + ": cannot write into it: Not a directory.");
 }
 
 TEST(External, ConfigurationsGivenBack) {
