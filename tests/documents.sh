@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What the documents say is so: the reference of options is what the command prints, plugins' pages name every option, links
-# and names of files lead somewhere, and each configuration that README.md, docs/guide.md and docs/running.md show is planned and trained:
+# and names of files lead somewhere, and each configuration that README.md, docs/guide.md and docs/running.md show is planned and trained; and types have names of their own:
 # documents.sh BUILD_FOLDER
 set -euo pipefail
 build=$(realpath "$1")
@@ -92,6 +92,21 @@ for path in [source / "docs/architecture.md", *code]:
     for number, line in enumerate(path.read_text().splitlines(), 1):
         if len(line) > 120 and not line.startswith("|"):
             fail(f"{path.relative_to(source)}:{number}: {len(line)} characters, at most 120")
+
+# A type's name stands for one type in its namespace: of two the linker would take one for both (their vectors, say).
+defined = {}
+for path in sorted(path for folder in ("include", "base", "engine", "memory", "comm", "cuda", "plugins", "tools") for path in source.glob(f"{folder}/**/*.h")):
+    namespaces = []
+    for line in path.read_text().splitlines():
+        if match := re.match(r"namespace ([\w:]+) \{", line):
+            namespaces.append(match[1])
+        elif line.startswith("}  // namespace") and namespaces:
+            namespaces.pop()
+        elif match := re.match(r"(?:class|struct|enum class) (\w+)(?: final)?(?: :.*|\s*\{.*)$", line):
+            name = "::".join([*namespaces, match[1]])
+            if name in defined:
+                fail(f"{path.relative_to(source)} and {defined[name]} both define {name}")
+            defined[name] = path.relative_to(source)
 
 # Configurations, each on a tiny model: indented blocks that begin with a table.
 base = """[run]

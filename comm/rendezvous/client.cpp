@@ -111,7 +111,7 @@ class Introduction {
       connection_.flush();
       return false;
     }
-    if (frame.type == FrameType::refused) refused(Refusal(fields.number()));
+    if (frame.type == FrameType::refused) refused(JoinRefusal(fields.number()));
     if (frame.type != FrameType::accepted || claim_.zero_nonce.empty() ||
         !proves(options_.secret, Side::zero, claim_, fields.text()))
       wrong();
@@ -119,16 +119,16 @@ class Introduction {
     return true;
   }
 
-  [[noreturn]] void refused(Refusal why) {
+  [[noreturn]] void refused(JoinRefusal why) {
     const std::string who = name_of(options_) + ": rank 0 at " + place_of(options_);
-    if (why == Refusal::another_job)
+    if (why == JoinRefusal::another_job)
       throw Error(who +
                   " belongs to another job (its token differs), or knows another secret. Jobs beside each other need "
                   "ports of their own, all ranks of one the same STRATA_SECRET or STRATA_SECRET_FILE.");
-    if (why == Refusal::rank_taken)
+    if (why == JoinRefusal::rank_taken)
       throw Error("two processes say that they are " + name_of(options_) + "; rank 0 at " + place_of(options_) +
                   " has turned this one away.");
-    if (why == Refusal::other_protocol)
+    if (why == JoinRefusal::other_protocol)
       throw Error(who + " runs another version of Strata; install one version everywhere.");
     wrong();
   }

@@ -14,7 +14,7 @@ enum class FrameType : uint32_t {
   challenge,  // back: nonce
   proof,      // rank to rank 0: proof, size, version
   accepted,   // back: proof
-  refused,    // instead of challenge or accepted: a Refusal
+  refused,    // instead of challenge or accepted: a JoinRefusal
   welcome,    // all have come
   cancelled,  // the job cannot begin: exit code, why
   collect,    // rank to rank 0: see Rendezvous::collect

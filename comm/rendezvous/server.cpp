@@ -256,7 +256,7 @@ void RendezvousServer::greet(Peer& peer, const Frame& frame) {
   FieldReader fields(frame.payload);
   const std::string_view protocol = fields.text();
   if (protocol != kProtocol)
-    return protocol.starts_with("strata") ? refuse(peer, Refusal::other_protocol) : peer.close();
+    return protocol.starts_with("strata") ? refuse(peer, JoinRefusal::other_protocol) : peer.close();
   peer.claim.rank = fields.number();
   peer.claim.rank_nonce = fields.text();
   if (!fields.complete() || peer.claim.rank_nonce.size() < 16) return peer.close();
@@ -271,9 +271,9 @@ void RendezvousServer::admit(Peer& peer, const Frame& frame) {
   peer.claim.version = fields.text();
   peer.claim.job = options_.token;
   if (!fields.complete() || !proves(options_.secret, Side::rank, peer.claim, proof))
-    return refuse(peer, Refusal::another_job);
+    return refuse(peer, JoinRefusal::another_job);
   const uint64_t rank = peer.claim.rank;
-  if (rank < came_.size() && came_[rank]) return refuse(peer, Refusal::rank_taken);
+  if (rank < came_.size() && came_[rank]) return refuse(peer, JoinRefusal::rank_taken);
   peer.trust();
   peer.send(FrameType::accepted, FieldWriter().text(prove(options_.secret, Side::zero, peer.claim)).payload());
   const std::string name = std::to_string(rank);
@@ -296,7 +296,7 @@ void RendezvousServer::admit(Peer& peer, const Frame& frame) {
   for (Peer* one : by_rank_) one->send(FrameType::welcome);
 }
 
-void RendezvousServer::refuse(Peer& peer, Refusal why) {
+void RendezvousServer::refuse(Peer& peer, JoinRefusal why) {
   peer.send(FrameType::refused, FieldWriter().number(uint64_t(why)).payload());
   peer.flush();
   peer.close();

@@ -14,7 +14,7 @@
 namespace strata {
 
 // Why a connection is refused; known to both sides, so that no words of strangers are shown.
-enum class Refusal : uint64_t { another_job = 1, other_protocol, rank_taken };
+enum class JoinRefusal : uint64_t { another_job = 1, other_protocol, rank_taken };
 inline constexpr const char* kProtocol = "strata rendezvous 2";
 
 // How messages of both sides name a time limit and the place of the rendezvous.
@@ -64,7 +64,7 @@ class RendezvousServer {
   void take(Peer& peer, const Frame& frame);
   void greet(Peer& peer, const Frame& frame);
   void admit(Peer& peer, const Frame& frame);
-  void refuse(Peer& peer, Refusal why);
+  void refuse(Peer& peer, JoinRefusal why);
   void collect(Peer& peer, const Frame& frame);
   void answer(const std::string& key, Round& round);
   void answer(const Inquiry& inquiry);

@@ -68,27 +68,40 @@ bool reads_matrix(const Program& program, const Op& op) {
   });
 }
 
+// Whether making the op's result again would only keep in its place what else need not be kept: what a product made and
+// no op of the backward pass reads, as queries and keys before their rotation.
+bool keeps_as_much(const Program& program, const Uses& all, const Op& op, int64_t bytes) {
+  int64_t instead = 0;
+  for (TensorId id : op.inputs) {
+    if (!id || program[id].persistent) continue;
+    const auto& uses = all.of[size_t(program.whole(id).value)];
+    const bool is_kept_anyway = program.ops[size_t(uses.back())].step_part != StepPart::forward;
+    if (!is_kept_anyway && reads_matrix(program, program.ops[size_t(uses.front())])) instead += program[id].bytes();
+  }
+  return instead >= bytes;
+}
+
 }  // namespace
 
-std::vector<Pattern> patterns_of(const Program& program, size_t most) {
+std::vector<RecomputePattern> patterns_of(const Program& program, size_t most) {
   int blocks = 0;
   for (const auto& [tensor, forms] : program.forms)
     for (const RestingForm& form : forms)
       if (form.rest.empty() && form.when != RestingForm::When::after_forward && !form.restore.empty())
         blocks = std::max(blocks, form.restore.front().block + 1);
   if (blocks == 0) return {};
-  std::vector<Pattern> patterns{{Pattern::Kind::groups, 1}, {Pattern::Kind::selective}};
+  std::vector<RecomputePattern> patterns{{RecomputePattern::Kind::groups, 1}, {RecomputePattern::Kind::selective}};
   int root = 1;
   while (root * root < blocks) ++root;
-  if (blocks > 2) patterns.push_back({Pattern::Kind::nested, root});
-  for (int every = 2; every < blocks; ++every) patterns.push_back({Pattern::Kind::groups, every});
+  if (blocks > 2) patterns.push_back({RecomputePattern::Kind::nested, root});
+  for (int every = 2; every < blocks; ++every) patterns.push_back({RecomputePattern::Kind::groups, every});
   for (int every = 2; every < blocks; every *= 2)
-    if (every != root) patterns.push_back({Pattern::Kind::nested, every});
+    if (every != root) patterns.push_back({RecomputePattern::Kind::nested, every});
   if (patterns.size() > most) patterns.resize(most);
   return patterns;
 }
 
-void add_pattern(const Program& program, const Uses& all, const Pattern& pattern, Decisions& decisions) {
+void add_pattern(const Program& program, const Uses& all, const RecomputePattern& pattern, Decisions& decisions) {
   for (int32_t t = 0; t < int32_t(program.tensors.size()); ++t) {
     const int form = form_without_bytes(program, t);
     const auto& uses = all.of[size_t(t)];
@@ -104,8 +117,11 @@ void add_pattern(const Program& program, const Uses& all, const Pattern& pattern
     }
     using Again = Decision::Again;
     Again again = Again::never;
-    if (other_group || (pattern.kind == Pattern::Kind::selective && reads_matrix(program, maker))) continue;
-    if (pattern.kind == Pattern::Kind::nested && !other_block) again = Again::in_other_blocks;
+    const bool is_selective = pattern.kind == RecomputePattern::Kind::selective;
+    if (other_group || (is_selective && (reads_matrix(program, maker) ||
+                                         keeps_as_much(program, all, maker, program.tensors[size_t(t)].bytes()))))
+      continue;
+    if (pattern.kind == RecomputePattern::Kind::nested && !other_block) again = Again::in_other_blocks;
     decisions.add({t, u + 1 < uses.size() ? uses[u + 1] : kNever}, {form, Tier::device, again});
   }
 }

@@ -16,7 +16,7 @@ int64_t kept_bytes(const Program& program, int32_t tensor, int form);
 Decisions decisions_at_start(const Program& program, const Uses& uses, const Homes& homes, bool everything);
 
 // Simpler settings, as decisions: what a person would try. Forms that keep nothing, of tensors made within blocks.
-struct Pattern {
+struct RecomputePattern {
   enum class Kind {
     groups,     // everything but what other groups of `every` blocks read
     nested,     // the same, and within a group, once it is back, everything but what other blocks read
@@ -26,8 +26,8 @@ struct Pattern {
   int every = 1;  // blocks
 };
 // Those that differ in this program, at most `most`.
-std::vector<Pattern> patterns_of(const Program& program, size_t most);
+std::vector<RecomputePattern> patterns_of(const Program& program, size_t most);
 // Added to `decisions` where these say nothing.
-void add_pattern(const Program& program, const Uses& uses, const Pattern& pattern, Decisions& decisions);
+void add_pattern(const Program& program, const Uses& uses, const RecomputePattern& pattern, Decisions& decisions);
 
 }  // namespace strata

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <span>
 
 #include "engine/planning/decisions_at_start.h"
 #include "engine/planning/predict.h"
@@ -159,19 +160,19 @@ Planned ResidencyPlanner::without_budgets() {
 }
 
 void ResidencyPlanner::add_starts(size_t most) {
-  const auto with = [&](Choice start, const Pattern* pattern, bool away) {
+  const auto with = [&](Choice start, const RecomputePattern* pattern, bool away) {
     if (pattern) add_pattern(program_, uses_, *pattern, start.decisions);
     if (away) start.decisions.add(decisions_at_start(program_, uses_, homes_, true));
     starts_.push_back(std::move(start));
   };
-  const std::vector<Pattern> patterns = patterns_of(program_, most);
+  const std::vector<RecomputePattern> patterns = patterns_of(program_, most);
   if (moves_ && budget(Tier::device) > 0) {
     with(starts_[0], nullptr, true);
     for (size_t p : {0, 2, 3})  // groups of one block, nested ones, groups of two
       if (p < patterns.size()) with(starts_[0], &patterns[p], true);
   }
   away_ = starts_.size();
-  for (const Pattern& pattern : patterns) with(starts_[0], &pattern, false);
+  for (const RecomputePattern& pattern : patterns) with(starts_[0], &pattern, false);
 }
 
 std::vector<Aim> ResidencyPlanner::series(int64_t least, int64_t host_target, double slack_of_device) const {
@@ -274,7 +275,8 @@ std::optional<Planned> ResidencyPlanner::within_budgets() {
   // Whoever has to be faster than another plan need not ask.
   const bool asks = must || settings_.same_series || !host;
   Series least_on_host = asks ? begin(host) : Series();
-  go_on(least_on_host, host);
+  const bool none_fits = !best_ && must && is_large();
+  go_on(least_on_host, host || none_fits);
   if (!best_ && must_find_least && is_large()) find_least(host, true);
   const bool one_fits = best_.has_value();
   const auto use_host = [&] {
@@ -284,6 +286,14 @@ std::optional<Planned> ResidencyPlanner::within_budgets() {
   if (host && (one_fits || !asks)) {
     use_host();
     go_on(least_on_host);
+  } else if (none_fits && one_fits) {  // now what is nearest to the budget comes first
+    const std::span before(least_on_host.aims.data(), least_on_host.next);
+    Series rest = begin(0);
+    std::erase_if(rest.aims, [&](const Aim& aim) {
+      return std::any_of(before.begin(), before.end(), [&](const Aim& other) { return makes_the_same(aim, other); });
+    });
+    rest.made += least_on_host.made;
+    go_on(rest);
   }
   if (budget(Tier::device) > 0)
     if (auto found = search_around(least_)) consider(attempts_->make(*found, {.room = found->room}, {}));

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <random>
 
+#include "engine/planning/decisions_at_start.h"
 #include "engine/planning/predict.h"
 #include "tests/backends.h"
 #include "tests/harness.h"
@@ -434,6 +435,47 @@ TEST(Residency, RecomputationOfRecomputationIsBounded) {
   }
 }
 
+// Selective recomputation leaves what would only have its input kept in its place.
+TEST(Residency, SelectiveRecomputationSavesSomething) {
+  for (const bool is_read : {false, true}) {
+    Program program;
+    Builder build(program);
+    const Shape shape{8, 8};
+    const TensorId weight = build.parameter("w", shape, {Initializer::Kind::normal, 0.1});
+    build.block_index = 0;
+    build.step_part = StepPart::forward;
+    const TensorId product = build.emit("linear", {build.data("x", shape, DType::f32), weight, {}});
+    const TensorId cheap = build.emit("gelu", {product});
+    program.forms[cheap.value].push_back(
+        {.name = "recompute", .restore = {program.ops.back()}, .when = RestingForm::When::asked});
+    build.step_part = StepPart::backward;
+    TensorId y = build.emit("add", {cheap, cheap});
+    if (is_read) y = build.emit("add", {y, product});
+    program[y].step_output = true;
+    const Uses uses(program);
+    Decisions decisions(uses);
+    add_pattern(program, uses, {RecomputePattern::Kind::selective, 1}, decisions);
+    int decided = 0;
+    decisions.each([&](auto&&...) { ++decided; });
+    EXPECT_EQ(decided, is_read ? 1 : 0);
+  }
+}
+
+// Also of large programs, of which few plans are made: budgets between those of the series are used.
+TEST(Residency, LargeProgramsUseTheirBudget) {
+  Chain chain(150, 9);
+  chain.let_rest(RestingForm::When::asked, [](const Op&) { return true; });
+  ASSERT_GE(chain.program.ops.size(), kFewOps);
+  const int64_t all = plan_memory(chain.program, "cpu", 2).device().total_bytes();
+  constexpr int64_t kLeast = 3 << 20;  // is planned
+  for (const double share : {0.4, 0.45, 0.6}) {
+    Program program = chain.program;
+    const int64_t budget = kLeast + int64_t(share * double(all - kLeast));
+    const MemoryPlan plan = plan_residency(program, {.threads = 2, .device_budget = budget});
+    EXPECT_GE(double(plan.device().total_bytes()), 0.95 * double(budget)) << share;
+  }
+}
+
 // Which plan is taken, which budget is refused and with what words: whether plans are made one by one or by threads.
 TEST(Residency, PlansMadeAtOnceAreThoseMadeInTurn) {
   Chain chain(56, 9);  // enough ops for threads
@@ -441,8 +483,8 @@ TEST(Residency, PlansMadeAtOnceAreThoseMadeInTurn) {
   const auto text = [&](int64_t budget, int plans_at_once) {
     Program program = chain.program;
     try {
-      const MemoryPlan plan = plan_residency(
-          program, {.threads = 2, .device_budget = budget, .plans = 12, .plans_at_once = plans_at_once});
+      const MemoryPlan plan =
+          plan_residency(program, {.threads = 2, .device_budget = budget, .plans = 12, .plans_at_once = plans_at_once});
       return print(program) + std::to_string(plan.device().total_bytes()) + plan.notice;
     } catch (const Error& error) {
       return std::string(error.what());
