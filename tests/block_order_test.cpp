@@ -203,5 +203,36 @@ TEST(BlockOrder, GathersOnceABlock) {
   EXPECT_EQ(gathers("block"), 2);
 }
 
+#if defined(STRATA_EMULATED_CUDA)
+// Also of a large step, where the second way is planned only as far as it may be faster, and where states have room on
+// the device: without them neither order is as fast.
+TEST(BlockOrder, AutoIsNoSlowerThanEither) {
+  const test::TemporaryFolder folder;
+  const auto seconds = [&](const std::string& order, int64_t budget, int64_t* bytes = nullptr) {
+    const std::string text =
+        "[model]\nplugin = \"gpt\"\nlayers = 8\nhidden = 64\nheads = 4\nvocabulary = 512\ncontext = 64\ntied = false\n"
+        "[data]\ntrain = [\"none\"]\nsequence_length = 64\nglobal_batch = 16\nmicro_batch = 1\n[device]\nbackend = "
+        "\"cuda\"\nmemory = " +
+        std::to_string(budget) + "\n[plugins.adamw]\n[plugins.recompute]\nmode = \"budget\"\n" +
+        (order.empty() ? "" : offload(folder.path(), order, "optimizer = \"nvme\"\n"));
+    Session session(test::write_file(folder / "config.toml", text), {});
+    session.rates = slow_disk();
+    const RunPlans plans = session.plan_run();
+    EXPECT_GE(plans.main().program().ops.size(), kFewOps);
+    if (bytes) *bytes = plans.main().memory.device().total_bytes();
+    return plans.main().prediction->seconds;
+  };
+  int64_t resident = 0, least = 0;
+  seconds("", 0, &resident);
+  for (const char* order : {"microbatch", "block"})
+    least = std::max(least, test::smallest_in(refusal([&] { seconds(order, 1); })));
+  for (const double share : {0.05, 0.95}) {
+    const int64_t budget = least + int64_t(share * double(resident - least));
+    const double either = std::min(seconds("microbatch", budget), seconds("block", budget));
+    EXPECT_LE(seconds("auto", budget), 1.001 * either) << share;
+  }
+}
+#endif
+
 }  // namespace
 }  // namespace strata::block_order_test

@@ -26,15 +26,18 @@ MemoryPlan plan_plainly(const Program& program, const ResidencySettings& setting
 // Where a device has room for states that rest elsewhere, they need not move: some are kept on it, and what is faster
 // takes the place of `chosen`. `given` is the program as it was before any plan. So that more memory never gives a
 // slower plan, shares of all states are tried that do not depend on the budget; in large programs, of which few plans
-// are made, as many as there is room for, three quarters and half of that, until something is faster.
-void keep_states(const Program& given, const ResidencySettings& settings, int64_t least, Planned& chosen) {
+// are made, as many as there is room for, three quarters and half of that, until something is faster. Without a plan
+// that is faster than `to_beat` as many as there is room for, since with them one may be.
+void keep_states(const Program& given, const ResidencySettings& settings, int64_t least, double to_beat,
+                 std::optional<Planned>& chosen) {
   constexpr size_t kPlans = 10;  // of each
   const size_t most = most_attempts(given.ops.size());
   ResidencySettings few = settings;
   few.plans = int(std::min(most, kPlans));
   few.same_series = most == kMostAttempts;
   const int64_t room = std::max<int64_t>(0, settings.device_budget - least);
-  std::vector<int64_t> amounts{room, room / 4 * 3, room / 2};
+  std::vector<int64_t> amounts{room};
+  if (chosen) amounts.insert(amounts.end(), {room / 4 * 3, room / 2});
   if (few.same_series) {
     Program all = given;
     const int64_t bytes = keep_on_device(all, INT64_MAX);
@@ -48,8 +51,9 @@ void keep_states(const Program& given, const ResidencySettings& settings, int64_
     const int64_t bytes = keep_on_device(kept, amount);
     if (bytes == 0 || bytes == before) continue;
     before = bytes;
-    if (auto faster = ResidencyPlanner(kept, few, chosen.seconds, few.same_series ? INT64_MAX : least + bytes).run()) {
-      chosen = std::move(*faster);
+    const double seconds = chosen ? chosen->seconds : to_beat;
+    if (auto faster = ResidencyPlanner(kept, few, seconds, few.same_series ? INT64_MAX : least + bytes).run()) {
+      chosen = std::move(faster);
       if (!few.same_series) return;
     }
   }
@@ -73,16 +77,15 @@ MemoryPlan plan_residency(Program& program, const ResidencySettings& settings) {
   const Program given = may_keep ? program : Program();
   // What is found at first may become so much faster by what is tried in the end.
   constexpr double kMuch = 1.05;
-  const bool is_large = program.ops.size() >= kFewOps;
-  ResidencyPlanner planner(program, settings, is_large ? kMuch * settings.to_beat : HUGE_VAL);
-  std::optional<Planned> found = planner.run();
-  if (!found) throw NotFaster();
-  Planned chosen = std::move(*found);
-  if (may_keep) keep_states(given, settings, planner.least(), chosen);
-  chosen.memory.notice = planner.notice(chosen.seconds);
-  program = std::move(chosen.program);
+  const double to_beat = program.ops.size() >= kFewOps ? kMuch * settings.to_beat : HUGE_VAL;
+  ResidencyPlanner planner(program, settings, to_beat);
+  std::optional<Planned> chosen = planner.run();
+  if (may_keep) keep_states(given, settings, planner.least(), to_beat, chosen);
+  if (!chosen) throw NotFaster();
+  chosen->memory.notice = planner.notice(chosen->seconds);
+  program = std::move(chosen->program);
   program.forms.clear();  // decided
-  return std::move(chosen.memory);
+  return std::move(chosen->memory);
 }
 
 std::map<std::string, Tier> homes_of(const Program& program) {

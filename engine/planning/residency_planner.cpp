@@ -106,6 +106,14 @@ std::string ResidencyPlanner::notice(double seconds) {
   return text + ".";
 }
 
+int64_t ResidencyPlanner::least() {
+  if (least_ <= 1) {  // nobody has asked
+    least_ = INT64_MAX;
+    find_least(budget(Tier::host) > 0, false);
+  }
+  return least_;
+}
+
 Planned ResidencyPlanner::attempt(const Aim& aim, const std::optional<Bounds>& wanted) {
   return attempts_->make(starts_[aim.start], aim, wanted);
 }

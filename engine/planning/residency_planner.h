@@ -34,7 +34,7 @@ class ResidencyPlanner {
   // What someone should know whose budget costs more than it saves, of a plan that takes so long.
   std::string notice(double seconds);
 
-  int64_t least() const { return least_; }  // bytes of the device, of all plans under a budget
+  int64_t least();  // bytes of the device, of all plans under a budget
 
  private:
   Planned attempt(const Aim& aim, const std::optional<Bounds>& wanted = {});
