@@ -100,5 +100,25 @@ TEST(Residency, RandomCombinationsAreExact) {
   }
 }
 
+#if defined(STRATA_EMULATED_CUDA)
+// With room for all a step takes no longer for what may be elsewhere: gradients that come to an update by way of a cast
+// stay with its states, too.
+TEST(Residency, WithRoomForAllNothingTakesLonger) {
+  const test::TemporaryFolder folder;
+  const auto seconds = [](const std::string& optimizer, const std::string& plugins) {
+    return test::planned(toml(1, optimizer + "[plugins.clip]\n" + plugins, "", "") +
+                         "[plugins.mixed_precision]\ngradients = \"bf16\"\n[device]\nbackend = \"cuda\"\nmemory = "
+                         "\"1GiB\"\n")
+        .prediction->seconds;
+  };
+  for (const std::string optimizer : {"[plugins.adamw]\n", "[plugins.sm3]\n", "[plugins.adafactor]\n"})
+    for (const std::string states : {"device", "host", "nvme"})
+      for (const std::string parameters : {"device", "host"})
+        EXPECT_LE(seconds(optimizer, offload(folder.path(), states, "host", parameters, "host")),
+                  1.001 * seconds(optimizer, ""))
+            << optimizer << states << parameters;
+}
+#endif
+
 }  // namespace
 }  // namespace strata::residency_test

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <set>
+#include <utility>
 
 namespace strata {
 
@@ -28,27 +29,53 @@ bool movable(const Tensor& tensor) { return tensor.home != Tier::device || tenso
 
 bool moves_any(const Program& program) { return std::any_of(program.tensors.begin(), program.tensors.end(), movable); }
 
-int64_t keep_on_device(Program& program, int64_t most) {
+namespace {
+
+void keep(Tensor& tensor) { tensor.home = tensor.nearest = tensor.farthest = Tier::device; }
+
+// Gradients of updates of what stays do so as well, and what comes between: an update goes where most of what it reads
+// and writes is. Whether there are any.
+bool keep_gradients(Program& program, std::vector<char> stays) {
+  bool any = false;
+  const auto is_kept = [&](TensorId id) { return id && stays[size_t(program.whole(id).value)]; };
+  for (size_t i = program.ops.size(); i-- > 0;) {
+    const Op& op = program.ops[i];
+    if (op.step_part != StepPart::update || std::none_of(op.outputs.begin(), op.outputs.end(), is_kept)) continue;
+    for (TensorId id : op.inputs)
+      if (id && !program[id].persistent && program[id].role == Role::gradient && movable(program[id])) {
+        keep(program[id]);
+        stays[size_t(program.whole(id).value)] = any = true;
+      }
+  }
+  return any;
+}
+
+}  // namespace
+
+std::optional<int64_t> keep_on_device(Program& program, int64_t most) {
   int64_t kept = 0;
+  std::vector<char> stays(program.tensors.size());
   for (const Op& op : program.ops) {
     if (op.step_part != StepPart::update || op.kind->exchange) continue;
-    std::vector<TensorId> away;
+    std::vector<TensorId> all;
     int64_t bytes = 0;
     for (const TensorIds* ids : {&op.inputs, &op.outputs})
       for (TensorId id : *ids) {
         if (!id || !program[id].persistent) continue;
         const TensorId whole = program.whole(id);
-        if (!movable(program[whole]) || std::find(away.begin(), away.end(), whole) != away.end()) continue;
-        away.push_back(whole);
-        bytes += program[whole].bytes();
+        // Numbers, as a norm or a loss scale, are of all gradients.
+        if (elements(program[whole].shape) == 1 || std::find(all.begin(), all.end(), whole) != all.end()) continue;
+        all.push_back(whole);
+        if (movable(program[whole])) bytes += program[whole].bytes();
       }
     if (kept + bytes > most) continue;
-    for (TensorId id : away) program[id].home = program[id].nearest = program[id].farthest = Tier::device;
+    for (TensorId id : all) keep(program[id]), stays[size_t(id.value)] = true;
     kept += bytes;
   }
+  const bool gradients = keep_gradients(program, std::move(stays));
   for (Tensor& part : program.tensors)  // as the whole
-    if (part.part_of && part.persistent && !movable(program[part.part_of]))
-      part.home = part.nearest = part.farthest = Tier::device;
+    if (part.part_of && part.persistent && !movable(program[part.part_of])) keep(part);
+  if (kept == 0 && !gradients) return {};
   return kept;
 }
 

@@ -2,6 +2,7 @@
 // Plain rules of the residency planner (residency.h), which decides when anything goes there.
 #pragma once
 #include <array>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -20,8 +21,9 @@ std::string option_of(Tier tier, const ResidencySettings& settings);
 bool movable(const Tensor& tensor);
 bool moves_any(const Program& program);
 
-// Lets what updates use stay on the device, tensors of one update together, as far as `most` bytes go. How many do.
-int64_t keep_on_device(Program& program, int64_t most);
+// Lets what updates use stay on the device, tensors of one update together, as far as `most` bytes go, and gradients of
+// these updates with them. How many bytes that last from step to step do; nothing where nothing may be elsewhere.
+std::optional<int64_t> keep_on_device(Program& program, int64_t most);
 
 class Homes {
  public:

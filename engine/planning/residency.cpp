@@ -40,19 +40,19 @@ void keep_states(const Program& given, const ResidencySettings& settings, int64_
   if (chosen) amounts.insert(amounts.end(), {room / 4 * 3, room / 2});
   if (few.same_series) {
     Program all = given;
-    const int64_t bytes = keep_on_device(all, INT64_MAX);
+    const int64_t bytes = keep_on_device(all, INT64_MAX).value_or(0);
     amounts = {bytes};
     for (int sixteenths : {12, 8, 6, 4, 2, 1}) amounts.push_back(bytes / 16 * sixteenths);
   }
-  int64_t before = 0;
+  int64_t before = -1;
   for (int64_t amount : amounts) {
     if (amount > settings.device_budget) continue;
     Program kept = given;
-    const int64_t bytes = keep_on_device(kept, amount);
-    if (bytes == 0 || bytes == before) continue;
-    before = bytes;
+    const std::optional<int64_t> bytes = keep_on_device(kept, amount);
+    if (!bytes || *bytes == before) continue;
+    before = *bytes;
     const double seconds = chosen ? chosen->seconds : to_beat;
-    if (auto faster = ResidencyPlanner(kept, few, seconds, few.same_series ? INT64_MAX : least + bytes).run()) {
+    if (auto faster = ResidencyPlanner(kept, few, seconds, few.same_series ? INT64_MAX : least + *bytes).run()) {
       chosen = std::move(faster);
       if (!few.same_series) return;
     }
