@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <map>
+#include <utility>
 
 #include "engine/planning/residency_planner.h"
 
@@ -25,36 +26,40 @@ MemoryPlan plan_plainly(const Program& program, const ResidencySettings& setting
 
 // Where a device has room for states that rest elsewhere, they need not move: some are kept on it, and what is faster
 // takes the place of `chosen`. `given` is the program as it was before any plan. So that more memory never gives a
-// slower plan, shares of all states are tried that do not depend on the budget; in large programs, of which few plans
-// are made, as many as there is room for, three quarters and half of that, until something is faster. Without a plan
-// that is faster than `to_beat` as many as there is room for, since with them one may be.
+// slower plan, shares of all states are tried that do not depend on the budget; of 3000 ops and more as many as there
+// is room for as well, with what is nearest to the budget; in large programs, of which few plans are made, only as many
+// as there is room for, three quarters and half of that, until something is faster. Without a plan that is faster than
+// `to_beat` as many as there is room for, since with them one may be.
 void keep_states(const Program& given, const ResidencySettings& settings, int64_t least, double to_beat,
                  std::optional<Planned>& chosen) {
   constexpr size_t kPlans = 10;  // of each
   const size_t most = most_attempts(given.ops.size());
   ResidencySettings few = settings;
   few.plans = int(std::min(most, kPlans));
-  few.same_series = most == kMostAttempts;
   const int64_t room = std::max<int64_t>(0, settings.device_budget - least);
-  std::vector<int64_t> amounts{room};
-  if (chosen) amounts.insert(amounts.end(), {room / 4 * 3, room / 2});
-  if (few.same_series) {
+  std::vector<std::pair<int64_t, bool>> amounts;  // in bytes, and whether their series does not depend on the budget
+  if (most == kMostAttempts) {
     Program all = given;
     const int64_t bytes = keep_on_device(all, INT64_MAX).value_or(0);
-    amounts = {bytes};
-    for (int sixteenths : {12, 8, 6, 4, 2, 1}) amounts.push_back(bytes / 16 * sixteenths);
+    amounts.emplace_back(bytes, true);
+    for (int sixteenths : {12, 8, 6, 4, 2, 1}) amounts.emplace_back(bytes / 16 * sixteenths, true);
+    if (given.ops.size() >= kFewOps) amounts.emplace_back(std::min(room, bytes), false);
+  } else {
+    amounts.emplace_back(room, false);
+    if (chosen) amounts.insert(amounts.end(), {{room / 4 * 3, false}, {room / 2, false}});
   }
-  int64_t before = -1;
-  for (int64_t amount : amounts) {
+  std::pair<int64_t, bool> before{-1, false};
+  for (const auto& [amount, same_series] : amounts) {
     if (amount > settings.device_budget) continue;
     Program kept = given;
     const std::optional<int64_t> bytes = keep_on_device(kept, amount);
-    if (!bytes || *bytes == before) continue;
-    before = *bytes;
+    if (!bytes || std::pair(*bytes, same_series) == before) continue;
+    before = {*bytes, same_series};
+    few.same_series = same_series;
     const double seconds = chosen ? chosen->seconds : to_beat;
-    if (auto faster = ResidencyPlanner(kept, few, seconds, few.same_series ? INT64_MAX : least + *bytes).run()) {
+    if (auto faster = ResidencyPlanner(kept, few, seconds, same_series ? INT64_MAX : least + *bytes).run()) {
       chosen = std::move(faster);
-      if (!few.same_series) return;
+      if (!same_series) return;
     }
   }
 }
