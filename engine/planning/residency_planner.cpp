@@ -1,4 +1,4 @@
-// Series of plans under budgets, and the one that is taken; see residency_planner.h.
+// Which of a series of plans is taken; see residency_planner.h. The series are residency_series.cpp's.
 #include "engine/planning/residency_planner.h"
 
 #include <algorithm>
@@ -12,10 +12,6 @@
 namespace strata {
 namespace {
 
-// Share of the host's budget that plans leave to what is on its way. Without any, gradients wait on the device for the
-// host memory of updates, and the next pass waits for them: GPT-175B takes 1.29 times as long.
-constexpr double kSlackOfHost = 0.125;
-
 // Whether series that leave some of the device, too, are worth their time; of larger programs the best plan alone is
 // tried with that.
 bool has_time_for_slack(size_t ops) { return ops <= 2000; }
@@ -23,15 +19,7 @@ bool has_time_for_slack(size_t ops) { return ops <= 2000; }
 // Plans with slack have more gaps: of the best plan's time without, what they may take to be preferred.
 constexpr double kWorthGaps = 0.99;
 
-// How many the local search makes; 0: the program is too large for one.
-size_t most_of_search(size_t ops) {
-  const size_t most = 25'000 / std::max<size_t>(1, ops);
-  return most < 64 ? 0 : most;
-}
-
 }  // namespace
-
-size_t most_attempts(size_t ops) { return std::clamp<size_t>(500'000 / std::max<size_t>(1, ops), 4, kMostAttempts); }
 
 ResidencyPlanner::ResidencyPlanner(Program& program, const ResidencySettings& settings, double to_beat, int64_t least)
     : program_(program),
@@ -165,98 +153,6 @@ Planned ResidencyPlanner::without_budgets() {
   for (const Planned& plan : plans) fastest = std::min(fastest, plan.seconds);
   return std::move(*std::find_if(plans.begin(), plans.end(),
                                  [&](const Planned& plan) { return plan.seconds <= kLittle * fastest; }));
-}
-
-void ResidencyPlanner::add_starts(size_t most) {
-  const auto with = [&](Choice start, const RecomputePattern* pattern, bool away) {
-    if (pattern) add_pattern(program_, uses_, *pattern, start.decisions);
-    if (away) start.decisions.add(decisions_at_start(program_, uses_, homes_, true));
-    starts_.push_back(std::move(start));
-  };
-  const std::vector<RecomputePattern> patterns = patterns_of(program_, most);
-  if (moves_ && budget(Tier::device) > 0) {
-    with(starts_[0], nullptr, true);
-    for (size_t p : {0, 2, 3})  // groups of one block, nested ones, groups of two
-      if (p < patterns.size()) with(starts_[0], &patterns[p], true);
-  }
-  away_ = starts_.size();
-  for (const RecomputePattern& pattern : patterns) with(starts_[0], &pattern, false);
-}
-
-std::vector<Aim> ResidencyPlanner::series(int64_t least, int64_t host_target, double slack_of_device) const {
-  std::vector<Aim> aims;
-  const auto add = [&](double share, size_t start, bool again_first = false) {
-    if (start >= starts_.size()) return;
-    const int64_t target = least + int64_t(double(bytes_without_ - least) * share);
-    for (bool homes_first : {true, false})
-      if (homes_first || (homes_may_go_ && start == 0))
-        aims.push_back({.targets = {share < 0 ? 0 : target, host_target, 0},
-                        .slack = {slack_of_device, kSlackOfHost, 0},
-                        .homes_first = homes_first,
-                        .again_first = again_first,
-                        .start = start});
-  };
-  constexpr double kAsItIs = -1;
-  if (budget(Tier::device) <= 0) {
-    add(kAsItIs, 0);
-    return aims;
-  }
-  const size_t starts = starts_.size(), groups = away_, selective = away_ + 1, nested = away_ + 2;
-  // Of the largest programs four aims are all: everything kept, what is demanded in the least memory, everything away
-  // with each block made again (of what is away alone each microbatch moves all activations), and what lies between.
-  const size_t again = away_ > 1 ? 2 : groups;
-  if (bytes_without_ > least) {
-    for (double share : {1.0, 0.0}) add(share, 0);
-    for (size_t start : {again, selective}) add(kAsItIs, start);
-    for (double share : {0.25, 0.5}) add(share, 0);
-  } else {
-    add(0, 0);
-  }
-  for (size_t start = 1; start < std::min(starts, away_ + 3); ++start)
-    if ((start != again && start != selective) || bytes_without_ <= least) add(kAsItIs, start);
-  if (bytes_without_ > least) {
-    for (double share : {0.1, 0.03}) {
-      for (size_t start = 1; start < away_; ++start) add(share, start);
-      for (size_t start : {groups, nested}) add(share, start);
-      add(share, 0);
-    }
-    for (double share : {0.75, 0.125, 0.015}) add(share, 0);
-    for (size_t start : {groups, nested, selective}) add(0.25, start);
-    for (size_t start : {groups, nested}) add(0.01, start), add(0, start);
-    for (double share : {0.0, 0.01, 0.03, 0.1}) add(share, 0, true);
-  }
-  for (size_t start = away_ + 3; start < starts; ++start) add(kAsItIs, start);
-  if (bytes_without_ > least)
-    for (double share : {0.875, 0.625, 0.375, 0.3125, 0.1875, 0.0625}) add(share, 0);
-  return aims;
-}
-
-std::vector<Aim> ResidencyPlanner::nearest(int64_t least, int64_t host_target, double slack_of_device) const {
-  const double all = double(bytes_without_ - least), room = double(budget(Tier::device) - least);
-  if (all <= 0 || room <= 0) return {};
-  constexpr double kSteps = 16;  // by which it doubles
-  const double share = std::min(1.0, std::exp2(-std::ceil(kSteps * std::log2(all / room)) / kSteps));
-  const int64_t target = least + int64_t(all * share);
-  std::vector<Aim> aims{
-      {.targets = {target, host_target, 0}, .slack = {slack_of_device, kSlackOfHost, 0}, .by_budget = true}};
-  const bool many = most_attempts(program_.ops.size()) == kMostAttempts;  // the series has simpler settings as well
-  const bool small = most_of_search(program_.ops.size()) > 0;
-  const size_t again = away_ > 1 ? 2 : away_, in_twos = away_ > 4 ? 4 : away_, selective = away_ + 1;
-  for (size_t start : many && !small ? std::vector{away_} : std::vector{again, in_twos, away_, selective})
-    if (start < starts_.size() && start != aims.back().start)
-      aims.push_back({.targets = {many ? target : 0, host_target, 0},
-                      .slack = {slack_of_device, kSlackOfHost, 0},
-                      .start = start,
-                      .by_budget = true,
-                      .otherwise = many ? 0 : target});
-  for (size_t i = 0, first = aims.size(); small && i < first; ++i)
-    for (int steps = 1; steps < 6; ++steps) {
-      aims.push_back(aims[i]);
-      aims.back().targets[0] = least + int64_t(all * share * std::exp2(-steps / kSteps));
-    }
-  for (size_t i = 0, first = aims.size(); many && i < first; ++i)
-    aims.push_back(aims[i]), aims.back().again_first = true;
-  return aims;
 }
 
 bool ResidencyPlanner::better(const Planned& b, const Planned& a) const {

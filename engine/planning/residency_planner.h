@@ -19,6 +19,8 @@ namespace strata {
 // How many plans are made: as many as 500,000 ops allow (planning takes 2 to 3 us an op and plan), within limits.
 inline constexpr size_t kMostAttempts = 32;
 size_t most_attempts(size_t ops);
+// And how many the local search makes; 0: the program is too large for one.
+size_t most_of_search(size_t ops);
 
 class ResidencyPlanner {
  public:
